@@ -27,7 +27,6 @@ from benchmarks.paper import (
 __all__ = ["matched", "matching_coordinates", "matching_probes"]
 
 _BATCHES = 8
-_TURNS_BEFORE = 48  # until the most frequent passes are compiled
 
 
 def matching_coordinates(r_coordinate: float, r_probes: float, d: int) -> float:
@@ -61,16 +60,11 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
     assert coordinate is not None
     states = {state: _errors(model, device, steps, quick=quick) for state, steps in model.states(device).items()}
     rows = [row for state in states.values() for row in state["rows"]]
-    compiled: set[int] = set()
-    if on_gpu and not model.heavy:
-        compiled = {row["probes"] for row in rows if row["coordinates"] == PAPER_COORDINATES}
-    seconds = _steps(model, device, {row["probes"] for row in rows}, compiled, quick=quick)
+    seconds = _steps(model, device, {row["probes"] for row in rows}, quick=quick)
     for row in rows:
         row["paper_seconds"] = seconds[UNIT]["seconds"] + row["coordinates"] * coordinate
-        for title in ("plain", "compiled"):
-            ours = seconds.get(f"{title} {row['probes']}", {}).get("seconds")
-            if ours is not None:
-                row |= {f"{title}_seconds": ours, f"{title}_slower": row["paper_seconds"] / ours}
+        ours = seconds[f"plain {row['probes']}"]["seconds"]
+        row |= {"plain_seconds": ours, "plain_slower": row["paper_seconds"] / ours}
     return {
         "title": model.title,
         "batch": model.batch(device),
@@ -106,17 +100,14 @@ def _errors(model: Model, device: str, train_steps: int, *, quick: bool) -> dict
     return {"num_coordinates": d, "coordinate_error": r_coordinate, "rows": rows, "sampled": sampled}
 
 
-def _steps(
-    model: Model, device: str, probes: set[int], compiled: set[int], *, quick: bool
-) -> dict[str, dict[str, Any]]:
-    """Seconds of Opacus's step and, as "plain k" and "compiled k", of ``train_step`` with k probes, in turns."""
+def _steps(model: Model, device: str, probes: set[int], *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Seconds of Opacus's step and, as "plain k", of ``train_step`` with k probes, in turns."""
     chosen = {UNIT: Variant("hooks")}
     chosen |= {f"plain {k}": Variant("train_step", (("num_probes", k),)) for k in sorted(probes)}
-    chosen |= {f"compiled {k}": Variant("train_step", (("num_probes", k), ("compile", True))) for k in sorted(compiled)}
     batches = 1 if quick else _BATCHES
     loops = {title: Loop(model, variant, device, batches=batches) for title, variant in chosen.items()}
     work = {title: loop.step for title, loop in loops.items()}
-    times = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=_TURNS_BEFORE if compiled else batches)
+    times = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=batches)
     del work, loops
     tidy()
     return times

@@ -87,7 +87,7 @@ class TestAccounting:
         with pytest.raises(dataclasses.FrozenInstanceError):
             Accounting().num_probes = 3  # type: ignore[misc]
         with pytest.raises(dataclasses.FrozenInstanceError):
-            Execution().compile = True  # type: ignore[misc]
+            Execution().cuda_graphs = False  # type: ignore[misc]
 
     def test_a_single_name_to_track(self) -> None:
         assert Accounting(track="diagonal").track == ("diagonal",)
@@ -117,10 +117,6 @@ class TestExecution:
     def test_memory_is_positive(self, max_memory: int) -> None:
         with pytest.raises(ValueError, match=f"max_memory={max_memory} must be a positive number of bytes"):
             Execution(max_memory=max_memory)
-
-    def test_compiling_needs_graphs(self) -> None:
-        with pytest.raises(ValueError, match="leave out cuda_graphs=False"):
-            Execution(compile=True, cuda_graphs=False)
 
     def test_memory_follows_the_gpu_where_nobody_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
         free = 2**36

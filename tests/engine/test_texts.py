@@ -315,7 +315,7 @@ def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch)
     tried: list[int] = []
     monkeypatch.setattr(evaluation, "plan", lambda gradients: tried.append(gradients.num_coordinates) or Plan(None, 64))
 
-    evaluator = evaluation.Evaluator(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False, compiled=False)
+    evaluator = evaluation.Evaluator(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False)
 
     def plan_for(length: int) -> Plan:
         model = nn.Sequential(nn.Flatten(), nn.Linear(length, 2))

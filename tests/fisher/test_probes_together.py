@@ -20,7 +20,7 @@ from torchfil.fisher.recording import RecordedJacobian, plan
 pytestmark = pytest.mark.torch_versions
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are processed one by one")
 @pytest.mark.parametrize("name", [*LAYERS, *CASES])
 def test_probes_are_worked_at_together(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """No layer forces them apart."""
@@ -62,7 +62,7 @@ def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixtu
         assert torch.equal(row, want)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are processed one by one")
 @pytest.mark.parametrize(
     ("name", "passes", "at_once"),
     [("transformer", 100, 5), ("transformer", 2, 2), ("transformer", 0.5, 1), ("mnist_cnn", 100, 1)],

@@ -17,7 +17,6 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian, plan
-from torchfil.fisher.recording.compiled import CompiledPass
 from torchfil.private import Private
 
 pytestmark = pytest.mark.torch_versions
@@ -253,29 +252,6 @@ def test_a_layer_called_with_and_without_the_examples() -> None:
             return torch.tanh(self.layer(x)) + self.layer(torch.eye(4)[:1].to(x)).sin()
 
     check(Both(), torch.randn(BATCH, 4))
-
-
-@pytest.mark.parametrize("name", ["convnext", "bare", "a layer"])
-def test_watched_parameters_can_be_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded is run as it is; test_compiled has torch.compile read it."""
-    monkeypatch.setattr(torch, "compile", lambda recorded, **_: recorded)
-    torch.manual_seed(2)
-    model = (ConvNext() if name == "convnext" else Bert(name)).double().to(DEVICE)
-    private = None if name == "convnext" else Private(submodule="embedding")
-    mechanism = Mechanism.build(0.7, 1.0)
-    parts = []
-    for _ in range(2):
-        x = torch.randn(4, 2, 4, 4).double() if name == "convnext" else torch.randint(9, (4, 5))
-        y = torch.randint(3, (4,), device=DEVICE)
-        parts.append(ExampleGradients.build(model, nn.CrossEntropyLoss(), x.to(DEVICE), y, private))
-    u = torch.randn(parts[0].num_parameters, dtype=torch.float64, device=DEVICE)
-    assert plan(parts[0]).fits
-
-    def run(gradients: ExampleGradients, u: Tensor) -> Tensor:
-        return RecordedJacobian(gradients, mechanism.clip, 0.7).folded_row(mechanism, u)
-
-    traced = CompiledPass(run, parts[0], u, backend="eager")
-    assert relative_error(traced(parts[1], u), run(parts[1], u)) < 1e-10
 
 
 @pytest.mark.parametrize("padding", [None, 1])

@@ -125,7 +125,6 @@ def assemble(
         expected_batch,
         options.max_memory,
         cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights at their old addresses
-        compiled=execution.compile,
         recorded=options.shares is None,
     )
     pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)

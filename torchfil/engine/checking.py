@@ -218,7 +218,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         autocast=forward.autocast,
         probe_precision=execution.probe_precision_on(replica.device),
     )
-    evaluator = Evaluator(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs, compiled=False)
+    evaluator = Evaluator(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs)
     plan = evaluator.plan(gradients)
     batch = PrivateBatch(gradients, options.mechanism(_NOISE, _THRESHOLD), plan)
     seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))

@@ -43,14 +43,14 @@ def without_compiler(module: nn.Module) -> nn.Module:
         if hasattr(part, "_orig_mod"):
             raise ValueError(
                 f"the part {name!r} of the model was compiled separately (torch.compile), and the engine cannot look "
-                "inside. Do not compile it; pass Execution(compile=True) to compile the engine's own passes."
+                "inside. Do not compile it."
             )
         compiled |= part._compiled_call_impl is not None
         part._compiled_call_impl = None
     if compiled:
         logger.info(
             "the model was compiled (torch.compile); the private model is the original, whose passes the engine "
-            "records itself: Accounting(execution=Execution(compile=True)) compiles those, on a GPU"
+            "records itself"
         )
     return original
 

@@ -64,9 +64,6 @@ class Execution:
         max_memory: Limit for the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB,
             or a quarter of the free memory on the model's GPU when the run starts, if that is more.
         cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
-        compile: Whether frequent passes are compiled first (``torch.compile``), on a GPU. The run waits half a minute
-            or more for each; afterwards steps with many probes take half as long, or less. Probes are then processed
-            together, as many as fit into ``max_memory``.
         probe_precision: Precision of products with probes: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32" on
             GPUs, or bfloat16 if the model is trained in it; the error is below a fiftieth of a probe's own
             (docs/decisions.md). Norms and released gradients are computed as the model is trained.
@@ -78,14 +75,11 @@ class Execution:
 
     max_memory: int | None = None
     cuda_graphs: bool = True
-    compile: bool = False
     probe_precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.max_memory is not None and self.max_memory <= 0:
             raise ValueError(f"max_memory={self.max_memory} must be a positive number of bytes")
-        if self.compile and not self.cuda_graphs:
-            raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
         if self.probe_precision not in ("auto", *PROBE_PRECISIONS):
             raise ValueError(f"probe_precision={self.probe_precision!r} must be 'auto' or one of {PROBE_PRECISIONS}")
 

@@ -16,8 +16,6 @@ from numpy.polynomial import chebyshev
 from scipy import special
 from torch import Tensor
 
-from torchfil.fisher.rules.tracing import has_no_value_yet
-
 __all__ = ["check_rate", "poisson_amplification"]
 
 _PIECE = 0.5
@@ -46,7 +44,8 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     """
     check_rate(q)
     rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
-    if not has_no_value_yet(rho) and bool((~(rho >= 0)).any()):
+    capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()  # then its numbers cannot be read
+    if not capturing and bool((~(rho >= 0)).any()):
         raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
 
     # Chebyshev polynomials on the piece that holds ρ; T_k(x) = cos(k arccos x)

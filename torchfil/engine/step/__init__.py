@@ -4,7 +4,7 @@ forwards       what went through the model: inputs, outputs, masks, the gradient
 loss_inside    models that compute their loss themselves: separate labels, and the loss's gradient at other outputs
 asking         the batch with other answers to the run's questions
 values         the results of a pass over a batch: losses, norms, clipped sums, what the ledger adds
-captured       that pass as a CUDA graph, compiled if worthwhile
+captured       that pass as a CUDA graph
 memory         passes that run out of memory: repeated in smaller pieces
 evaluation     which pass serves a batch: recorded, or mapped over examples
 batch_checks   is it the batch that was read, with each example in its own row?

@@ -1,4 +1,4 @@
-"""The recorded pass as CUDA graphs: which graph serves a batch, and which of them are compiled."""
+"""The recorded pass as CUDA graphs: which graph serves a batch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.engine.step.values import StepValues, Wanted, check_compiled, values_of
+from torchfil.engine.step.values import StepValues, Wanted, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, ReleasedGradients
-from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
-from torchfil.fisher.rules.products import exact_convolutions
 from torchfil.private import Examples
 from torchfil.utils.trees import flattened, map_tensors
 
@@ -34,35 +31,27 @@ _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
 BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
-_USES_BEFORE_COMPILING = 16
-_SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
-_FURTHER_PADDING = 1.25  # a compiled pass may be larger than needed by this factor
-_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled separately, whatever the number of its probes
 
 
 class CapturedPasses:
     """Runs batches through recorded passes that are CUDA graphs.
 
     A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
-    the expected batch (:meth:`bucket`), and the copies are masked out of the sum. A graph that is used often is
-    compiled, if wanted.
+    the expected batch (:meth:`bucket`), and the copies are masked out of the sum.
 
     Args:
         expected_batch: The mean batch size.
-        compiled: Whether to compile those that are used often.
-        probes_at_once: How many probes to process together in a pass that is not compiled.
+        probes_at_once: How many probes to process together.
 
     Attributes:
         works: False once capturing has failed.
     """
 
-    def __init__(self, expected_batch: int, *, compiled: bool = False, probes_at_once: int = 1) -> None:
+    def __init__(self, expected_batch: int, *, probes_at_once: int = 1) -> None:
         self._expected_batch = expected_batch
-        self.compiled = compiled
         self.probes_at_once = probes_at_once
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
-        self._uses: Counter[tuple[Hashable, int]] = Counter()
         self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
         self._replays = 0
         self._asked: Counter[tuple[Hashable, int]] = Counter()
@@ -87,7 +76,7 @@ class CapturedPasses:
         size = -(-len(gradients) // bucket) * bucket
         own = signature(gradients)
         for (kind, its_size), captured in reversed(self._captured.items()):
-            if its_size == size and kind[:2] == (own, mode) and not captured.compiled:  # type: ignore[index]
+            if its_size == size and kind[:2] == (own, mode):  # type: ignore[index]
                 outputs = captured.begin(gradients.examples)
                 self._replays += 1
                 return None if outputs is None else Begun(captured, self._replays, outputs)
@@ -116,23 +105,18 @@ class CapturedPasses:
         bucket = self.bucket(room)
         size = -(-len(gradients) // bucket) * bucket
         kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
-        if not self.compiled and self._comes_too_rarely(kind, size):
+        if self._comes_too_rarely(kind, size):
             return None
 
         # A failed capture would fail again, and may have damaged the memory that the graphs share.
         captured, problem = None, ""
         try:
-            captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
-            captured = (
-                captured
-                or self._captured.get((kind, size))
-                or self._capture(batch, wanted, size, probes_at_once=self.probes_at_once)
-            )
-            self._captured.pop((kind, captured.size), None)
-            self._captured[kind, captured.size] = captured  # the latest comes last
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            captured = self._captured.pop((kind, size), None)
+            captured = captured or _Captured(batch, size, wanted, self._pool, probes_at_once=self.probes_at_once)
+            self._captured[kind, size] = captured  # the latest comes last
             if len(self._captured) > _MOST_GRAPHS:  # each value of noise or threshold needs its own graph
-                oldest = next(iter(self._captured))
-                del self._captured[oldest], self._uses[oldest]
+                del self._captured[next(iter(self._captured))]
         except RuntimeError as error:
             captured, problem = None, str(error)
         if captured is None:  # outside the handler, because its error holds the pass's tensors
@@ -157,50 +141,6 @@ class CapturedPasses:
         self._asked[kind, size] += 1
         return self._asked[kind, size] < _USES_BEFORE_CAPTURING
 
-    def _compiled_for(
-        self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int, room: int
-    ) -> _Captured | None:
-        """A compiled pass for this many examples, made now if worthwhile; None: there is none."""
-        self._uses[kind, size] += 1
-        present = self._captured.get((kind, size))
-        if present is not None and present.compiled:
-            return present
-        uses = self._uses[kind, size]
-        of_kind = sum(count for (its_kind, _), count in self._uses.items() if its_kind == kind)
-        if uses >= _USES_BEFORE_COMPILING and uses >= _SHARE_BEFORE_COMPILING * of_kind:
-            return self._compile(batch, wanted, size, room)
-        larger = [n for (its_kind, n), other in self._captured.items() if its_kind == kind and other.compiled]
-        fitting = [n for n in larger if size <= n <= _FURTHER_PADDING * size]
-        return self._captured[kind, min(fitting)] if fitting else None
-
-    def _capture(
-        self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False, probes_at_once: int = 1
-    ) -> _Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return _Captured(batch, size, wanted, self._pool, compiled=compiled, probes_at_once=probes_at_once)
-
-    def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
-        """A compiled pass; None if it cannot be compiled, and then it is not tried again."""
-        probes = len(wanted.seeds)
-        fitting = max(1, min(probes, room // size))
-        logger.info("compiling the pass over %d examples with %d probes", size, probes)
-        problem: Exception | str = (
-            f"it would need {-(-probes // fitting)} compiled parts, because max_memory holds {fitting} of its {probes} "
-            "probes at once; raise max_memory or use fewer probes"
-        )
-        for at_once in dict.fromkeys((fitting, 1)):
-            if probes > _MOST_PARTS_TO_COMPILE * at_once:
-                continue
-            try:
-                return self._capture(batch, wanted, size, compiled=True, probes_at_once=at_once)
-            except CompilationError as error:
-                problem = error
-                logger.info("compiling with %d probes at once failed: %s", at_once, error)
-        logger.warning("the step could not be compiled and continues uncompiled: %s", problem)
-        self.compiled = False
-        return None
-
 
 @dataclass(frozen=True)
 class Begun:
@@ -222,7 +162,6 @@ class _Captured:
 
     Attributes:
         size: How many examples it takes.
-        compiled: Whether it was compiled before it was captured.
         probes_at_once: How many probes it processes together.
     """
 
@@ -233,12 +172,11 @@ class _Captured:
         wanted: Wanted,
         pool: Any,
         *,
-        compiled: bool = False,
         probes_at_once: int = 1,
     ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
         self.batch, self.wanted, self.size = batch, wanted, size
-        self.compiled, self.probes_at_once = compiled, probes_at_once
+        self.probes_at_once = probes_at_once
 
         # Inputs that change between replays stay at the addresses that the graph reads.
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
@@ -247,11 +185,7 @@ class _Captured:
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self._compiled_pass: CompiledPass[dict[str, Any]] | None = None
-        if compiled:  # compare with the plain pass, on different probes
-            for seed, bits in enumerate(self.bits):
-                draw_bits(seed, bits)
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=1 if compiled else 3)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=3)
 
     def begin(self, examples: Examples) -> Any:
         """The model's outputs for these examples, safe from later replays; None if some have no rows."""
@@ -276,55 +210,24 @@ class _Captured:
             self.rate.fill_(wanted.rate)
         for bits, seed in zip(self.bits, wanted.seeds, strict=True):
             draw_bits(seed, bits, self.source)
-        *early, values = self.captured.replay(
+        *_, values = self.captured.replay(
             examples, lambda number, stage: _show(stage, count, look) if number == 1 else None, begun=begun
         )
         result: StepValues = values.first(count)
-        if look is not None and not early:
-            look(result.output_gradients or ())
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, then the gradients at them, then everything; a compiled pass gives everything at once."""
-        inputs = (self.bits, self.places, self.count, self.rate)
-        if self.compiled:
-            yield self._run_compiled(gradients, inputs)
-            return
-        jacobian = self._jacobian(gradients)
-        yield jacobian.outputs
-        yield jacobian.output_gradients
-        yield StepValues(**self._pass(gradients, inputs, self.probes_at_once, jacobian))
-
-    def _run_compiled(self, gradients: ExampleGradients, inputs: Any) -> StepValues:
-        if self._compiled_pass is None:
-            compiled = CompiledPass(partial(self._pass, probes_at_once=self.probes_at_once), gradients, inputs)
-            narrow = gradients.reduced or gradients.probe_precision == "bfloat16"
-            exact = gradients if narrow else replace(gradients, probe_precision=None)  # no TF32, as when compiled
-            with exact_convolutions():
-                ours, plain = StepValues(**compiled(gradients, inputs)), StepValues(**self._pass(exact, inputs))
-            check_compiled(ours, plain, gradients.dtype, narrow=narrow)
-            self._compiled_pass = compiled
-        return StepValues(**self._compiled_pass(gradients, inputs))
-
-    def _jacobian(self, gradients: ExampleGradients) -> RecordedJacobian:
+        """The outputs, then the gradients at them, then everything."""
         mechanism = self.batch.mechanism
         kind = RecordedJacobian if self.wanted.seeds else ReleasedGradients
-        return kind(gradients, mechanism.clip, mechanism.max_grad_norm)
+        jacobian = kind(gradients, mechanism.clip, mechanism.max_grad_norm)
+        yield jacobian.outputs
+        yield jacobian.output_gradients
 
-    def _pass(
-        self,
-        gradients: ExampleGradients,
-        inputs: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor],
-        probes_at_once: int = 1,
-        jacobian: RecordedJacobian | None = None,
-    ) -> dict[str, Any]:
-        """The fields of the result."""
-        all_bits, places, count, rate = inputs
-        probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
-        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes_at_once, probes)
-        mask = (places < count).to(gradients.dtype)
-        batch = replace(self.batch, gradients=gradients)
-        return vars(values_of(batch, jacobian or self._jacobian(gradients), self.wanted, draws, rate, mask))
+        probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
+        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
+        mask = (self.places < self.count).to(gradients.dtype)
+        yield values_of(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, mask)
 
 
 def _show(stage: Any, count: int, look: OutputLook | None) -> None:

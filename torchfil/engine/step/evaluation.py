@@ -50,7 +50,6 @@ class Evaluator:
         expected_batch: The mean batch size.
         max_memory: For temporary tensors, in bytes.
         cuda_graphs: Whether to capture recorded passes on a GPU.
-        compiled: Whether to compile passes that are used often.
         recorded: Whether recorded passes may be used; not if each parameter's gradient is clipped separately.
     """
 
@@ -61,12 +60,11 @@ class Evaluator:
         max_memory: int,
         *,
         cuda_graphs: bool,
-        compiled: bool,
         recorded: bool = True,
     ) -> None:
         self.replica = replica
         self.memory = PassMemory(max_memory)
-        self._expected_batch, self._compiled = expected_batch, compiled
+        self._expected_batch = expected_batch
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
         self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
@@ -256,7 +254,7 @@ class Evaluator:
         """A batch that is too large for one graph, in pieces of equal size; None if capturing does not work."""
         count = len(batch.gradients)
         largest = room // graphs.bucket(room) * graphs.bucket(room)
-        if not graphs.works or largest == 0 or graphs.compiled:
+        if not graphs.works or largest == 0:
             return None
         size = -(-count // -(-count // largest))
         parts = []
@@ -285,7 +283,7 @@ class Evaluator:
         """The graphs for the model's current state; graphs for earlier states are freed."""
         if self._graphs is None or self._graphs_made_at != self.replica.changes:
             works = self._graphs is None or self._graphs.works
-            self._graphs = CapturedPasses(self._expected_batch, compiled=self._compiled)
+            self._graphs = CapturedPasses(self._expected_batch)
             self._graphs.works, self._graphs_made_at = works, self.replica.changes
             self._graphs_of_few = None
         return self._graphs

@@ -15,11 +15,9 @@ from torchfil.engine.step.asking import Places
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.precision import product_precision
-from torchfil.fisher.recording.compiled import CompilationError
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["StepValues", "Wanted", "check_compiled", "joined", "values_of"]
+__all__ = ["StepValues", "Wanted", "joined", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -162,31 +160,3 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
         {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
         tuple(map(torch.cat, zip(*at_outputs, strict=True))) if len(at_outputs) == len(parts) else None,
     )
-
-
-def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype, *, narrow: bool = False) -> None:
-    """Raise unless both agree, because compilers make mistakes; computed in that dtype with exact convolutions.
-
-    ``narrow`` says that layers or probes are computed in bfloat16, where compilers round less often.
-
-    Raises:
-        CompilationError: With what differs, and by how much.
-    """
-    tolerance = 1e-8 if dtype == torch.float64 else 1e-2 if product_precision() == "tf32" else 1e-3
-    tolerance = 3e-2 if narrow else tolerance
-    values = _named(compiled)
-    for name, truth in _named(plain).items():
-        apart, size = float((values[name] - truth).abs().max()), float(truth.abs().max())
-        if not apart <= tolerance * size:
-            raise CompilationError(f"{name} off by {apart:.3g}, the largest being {size:.3g}")
-
-
-def _named(result: StepValues) -> dict[str, Tensor]:
-    """Every part with a name; the clipped sum is one part, because parts of it may be 0 up to rounding."""
-    named = {"norms": result.norm, "clipped norms": result.clipped_norm}
-    named |= {"losses": result.losses} if result.losses is not None else {}
-    named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}
-    named |= {f"gradient at output {k}": value for k, value in enumerate(result.output_gradients or ())}
-    if result.sums:
-        named["clipped sum"] = torch.cat([part.flatten() for part in result.sums.values()])
-    return named

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.fisher.rules.tracing import being_traced
-
 __all__ = ["kernels_for"]
 
 logger = logging.getLogger(__name__)
@@ -30,8 +28,7 @@ def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
     Triton launches on the current GPU, whichever GPU holds the tensors.
     """
     if (
-        being_traced()
-        or not tensor.is_cuda
+        not tensor.is_cuda
         or tensor.dtype not in (_WITH_REDUCED if reduced else _DTYPES)
         or tensor.device.index != torch.cuda.current_device()
     ):

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torchfil.fisher.precision import wide
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.inheritance import keeps_forward
-from torchfil.fisher.rules.products import batched_product, gram, outer_square
-from torchfil.fisher.rules.tracing import being_traced
+from torchfil.fisher.rules.products import batched_product, gram
 
 __all__ = [
     "Derivatives",
@@ -166,13 +165,9 @@ class OuterProductRule(LinearInWeightsRule):
             result["bias"] = delta.sum(dim=2).flatten(1)
         return result
 
-    def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
-        """:meth:`factors`, with the inputs of a position in any order."""
-        return self.factors(call)
-
     def squared_norm(self, call: Call) -> Tensor:
         """‖Σ_t δ_t a_tᵀ‖² + ‖Σ_t δ_t‖², [batch], in the cheaper of the two forms."""
-        a, delta = self.norm_factors(call)
+        a, delta = self.factors(call)
         positions, groups, p_in, p_out = a.shape[2], a.shape[1], a.shape[3], delta.shape[3]
         weight, bias = "weight" in call.parameters, "bias" in call.parameters
         if positions == groups == 1:
@@ -181,8 +176,6 @@ class OuterProductRule(LinearInWeightsRule):
         result = delta.new_zeros(len(delta))
         if weight and positions * (p_in + p_out) < p_in * p_out:
             result = (gram(a) * gram(delta)).sum(dim=(1, 2, 3))
-        elif weight and being_traced():
-            result = outer_square(a, delta)
         elif weight:  # copy the narrower one, if a copy is needed
             gradient = batched_product(a.mT, delta) if p_out <= p_in else batched_product(delta.mT, a)
             result = gradient.square().sum(dim=(1, 2, 3))

@@ -20,15 +20,13 @@ from torchfil.fisher.precision import autocast_inputs
 from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.patches import Convolutional, padded_input, pads_with_zeros, patches, patches_by_position
+from torchfil.fisher.rules.patches import Convolutional, padded_input, pads_with_zeros, patches
 from torchfil.fisher.rules.products import products_of_patches
 from torchfil.fisher.rules.substitutes import register_substitute
-from torchfil.fisher.rules.tracing import being_traced
 
 __all__ = ["ConvolutionRule", "convolve"]
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
-_CHANNELS_TOGETHER = 4
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
 
 
@@ -126,13 +124,6 @@ class ConvolutionRule(OuterProductRule):
             delta.reshape(batch, groups, -1, positions).mT,
         )
 
-    def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
-        """As :meth:`factors`, with channels last while a pass is traced."""
-        module, a, delta = call.module, call.input, call.delta
-        if not (being_traced() and isinstance(module, nn.Conv2d) and module.groups == 1 and a.ndim == 4):
-            return self.factors(call)
-        return patches_by_position(module, a)[:, None], delta.permute(0, 2, 3, 1).flatten(1, 2)[:, None]
-
 
 class _Convolution(Function):
     """a ↦ W ∗ a (+ bias), for constant W."""
@@ -141,8 +132,6 @@ class _Convolution(Function):
     def forward(a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
         zeros = [0] * len(stride)
-        if being_traced() and groups == 1:
-            a, weight = _filled_up(a), _filled_up(weight)
         result: Tensor = torch.ops.aten.convolution(a, weight, bias, stride, padding, dilation, False, zeros, groups)
         return result
 
@@ -189,8 +178,6 @@ class _Transposed(Function):
     @staticmethod
     def forward(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
-        if being_traced() and groups == 1:
-            return _transposed(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and _has_phases(weight, geometry):
             return _by_phases(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
@@ -235,22 +222,6 @@ class _Transposed(Function):
         )
         result = _Transposed.apply(delta.flatten(1, 2), weight.flatten(0, 1), wide, (*rest, groups * count))
         return result.unflatten(1, (count, shape[1])), 1
-
-
-def _filled_up(x: Tensor) -> Tensor:
-    """x, [a, channels, …], padded with channels of zeros to a multiple of four."""
-    missing = -x.shape[1] % _CHANNELS_TOGETHER
-    return F.pad(x, (*[0] * (2 * (x.ndim - 2)), 0, missing)) if missing else x
-
-
-def _transposed(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-    stride, padding, dilation, groups = geometry
-    sizes = zip(shape[2:], delta.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    beyond = [n - ((m - 1) * step - 2 * pad + gap * (size - 1) + 1) for n, m, size, step, pad, gap in sizes]
-    result: Tensor = torch.ops.aten.convolution(
-        delta, _filled_up(weight), None, stride, padding, dilation, True, beyond, groups
-    )
-    return result[:, : shape[1]]
 
 
 def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:

@@ -25,7 +25,6 @@ from torchfil.fisher.rules.base import LayerRule, register_rule
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.function import Function
 from torchfil.fisher.rules.substitutes import register_substitute
-from torchfil.fisher.rules.tracing import being_traced
 
 __all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
 
@@ -253,13 +252,13 @@ def group_norm(
 ) -> Tensor:
     """``F.group_norm`` of inputs [batch, channels, …]; differentiable twice in x, with constant weights.
 
-    On GPUs without Triton or a compiler, torch's own derivative is used: its many operations are mostly on few numbers.
+    On GPUs without Triton, torch's own derivative is used: its many operations are mostly on few numbers.
 
     Example:
         >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=0.0)
         tensor([[-1.,  1.]])
     """
-    if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
+    if x.device.type != "cpu" and kernels_for(x) is None:
         return F.group_norm(x, groups, weight, bias, eps)
     flat = wide(x).reshape(*x.shape[:2], -1).contiguous()
     weights = [None if value is None else wide(value) for value in (weight, bias)]

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.tracing import being_traced
 
-__all__ = ["Convolutional", "padded_input", "pads_with_zeros", "patches", "patches_by_position"]
+__all__ = ["Convolutional", "padded_input", "pads_with_zeros", "patches"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
@@ -52,9 +51,6 @@ class _Patches(Function):
         kernels = _kernels_for(gradients[0], ctx.walk)
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        if being_traced():  # a compiler makes one kernel of shifted images; its own fold writes to wrong places
-            taps = gradients[0].reshape(*ctx.shape[:2], *size, *_positions(ctx.shape, ctx.walk))
-            return _shifted_sum(taps.permute(0, 2, 3, 1, 4, 5), ctx.shape, ctx.walk), None
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
 
 
@@ -75,46 +71,6 @@ def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
     return tuple(
         (n + 2 * padding[k] - dilation[k] * (size[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape[2:])
     )
-
-
-def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """The sum of the values at each tap, [batch, kernel rows, kernel columns, channels, *positions], shifted."""
-    size, stride, dilation, padding = walk
-    (height, width), total = shape[2:], taps.new_zeros(shape)
-    for i in range(size[0]):
-        for j in range(size[1]):
-            spread = taps[:, i, j]
-            if stride != (1, 1):
-                spread = F.pad(spread[..., None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
-                spread = spread.flatten(-4, -3).flatten(-2)
-            top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
-            below, right = height - spread.shape[-2] - top, width - spread.shape[-1] - left
-            total = total + F.pad(spread, (left, right, top, below))
-    return total
-
-
-class _PatchesByPosition(Function):
-    """a ↦ its patches, [batch, positions, kernel·channels]: channels last, a compiler's layout of images."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
-        ctx.walk, ctx.shape = walk, a.shape
-        size, stride, dilation, padding = walk
-        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
-        for axis in (0, 1):
-            view = view.unfold(1 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
-        return view.permute(0, 1, 2, 4, 5, 3).reshape(len(a), view.shape[1] * view.shape[2], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *ctx.walk[0], ctx.shape[1])
-        return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
-
-
-def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
-    """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
-    return _PatchesByPosition.apply(*_walked(module, a))
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
