@@ -310,7 +310,8 @@ class Examples:
                 offsets[slot.place] = (*offsets.get(slot.place, ()), offset)
                 continue
             value = slot.fill(_at(public, slot.place), part, own)
-            for path in (slot.place, *(path for _, path in slot.copies)):
+            filled = with_value_at(filled, slot.place, value)
+            for _, path in slot.copies:
                 there = _at(public, path)
                 filled = with_value_at(filled, path, value.reshape(there.shape).to(there.dtype))
         return (*filled, offsets)
