@@ -50,7 +50,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Part
 from torchfil.private import Private
-from torchfil.utils.noise import derived_seed, log_line, noise_source
+from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -204,15 +204,7 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs=batch_to_inputs,
         )
         warn_without_noise(noise_multiplier)
-        noise = partial(
-            noise_source,
-            secure=self.secure_mode,
-            seed=self._noise_seed,
-            noise=noise_generator,
-            draws=data_loader.generator,
-            device=next(module.parameters()).device,
-        )
-        noise()  # raises if they contradict each other
+        self._noise_source(module, data_loader, noise_generator)  # raises if options contradict each other
         self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
@@ -243,7 +235,7 @@ class FILPrivacyEngine(Resuming):
                 "loss_reduction": loss_reduction,
             },
             drawn,
-            noise(rank=None if ranks is None else ranks.rank),
+            self._noise_source(module, data_loader, noise_generator, ranks),
             ranks,
             id_of,
         )
@@ -433,6 +425,23 @@ class FILPrivacyEngine(Resuming):
                 f"{max(steps)}; train to the end, or leave merged out"
             )
         return (target or self.bound_target).check(self.totals, *repetitions)
+
+    def _noise_source(
+        self,
+        module: nn.Module,
+        data_loader: DataLoader[Any],
+        generator: torch.Generator | None,
+        ranks: Ranks | None = None,
+    ) -> NoiseSource:
+        """Where noise and draws come from."""
+        return noise_source(
+            secure=self.secure_mode,
+            seed=self._noise_seed,
+            noise=generator,
+            draws=data_loader.generator,
+            device=next(module.parameters()).device,
+            rank=None if ranks is None else ranks.rank,
+        )
 
     def _check_unused(self) -> None:
         if self._made is not None:
