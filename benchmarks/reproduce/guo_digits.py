@@ -225,8 +225,7 @@ ROWS = (
         4,
         ("mnist",),
         gpu=True,
-        stand_in="the exact factors, and a second run that gives smaller weights to whom the first exposed most; "
-        "MEASURE-AGAIN",
+        stand_in="the exact factors, and a second run that gives smaller weights to whom the first exposed most",
         reason="One seed; three of them are in docs/guide/protect-the-few.md.",
     ),
 )
