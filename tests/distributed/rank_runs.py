@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private, zoo
-from torchfil.engine.loader import FILRankSampler
+from torchfil.engine.loader import FILPoissonSampler, FILRankSampler
 from torchfil.questions import Absent, Label, Token
 from torchfil.report import load
 
@@ -216,11 +215,10 @@ def replaying(draws: Draws | None) -> Iterator[None]:
     left = iter(draws)
 
     def replay(sampler: Any) -> Iterator[list[int]]:
-        if isinstance(sampler, FILRankSampler):
-            sampler._on_start()
+        sampler._on_start()
         yield from (list(drawn) for drawn in itertools.islice(left, len(sampler)))
 
-    kinds = (UniformWithReplacementSampler, FILRankSampler)
+    kinds = (FILPoissonSampler, FILRankSampler)
     with mock.patch.object(kinds[0], "__iter__", replay), mock.patch.object(kinds[1], "__iter__", replay):
         yield
 

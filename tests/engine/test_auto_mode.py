@@ -186,7 +186,7 @@ def test_refusals_change_nothing() -> None:
                 with pytest.raises(ValueError, match="requires a gradient"):
                     model(batch[0].to(DEVICE).clone().requires_grad_())
                 forward(model, batch).backward()
-                with pytest.raises(ValueError, match="2 backward passes"):
+                with pytest.raises(ValueError, match="called several times on one batch"):
                     attempt(model, optimizer, forward(model, batch))
                 model.zero_grad()
             optimizer.zero_grad()

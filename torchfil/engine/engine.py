@@ -275,13 +275,14 @@ class FILPrivacyEngine(Resuming):
             raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
         accounting = Accounting.given(accounting)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
-        rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
+        rate = 1.0  # every participation counts
+        if not known_batches:
+            rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
+            rate *= options.get("accumulation_steps", accounting.accumulation_steps)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1.0  # every participation counts
-            if known_batches
-            else rate * options.get("accumulation_steps", accounting.accumulation_steps),
+            sample_rate=rate,
             epochs=epochs * (most_in_a_pass(data_loader) if known_batches else 1),
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,

@@ -37,8 +37,8 @@ def _who_vouches(report: Report) -> Markup:
     """The run's signature by key; of a public page without checksums, which could be tried out."""
     found = report.signature
     if found is None:
-        why = " Nothing shows who made it. Checksums are no signatures: whoever edits a file writes a new one ("
-        return paragraph(tag("b", "The run is not signed."), why, tag("code", "torchfil sign"), ").")
+        why = " A checksum does not show who made it ("
+        return paragraph(tag("b", "The run is not signed."), why, tag("code", "torchfil sign"), " does).")
     files = []
     for file in found.files:
         digest = None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)]
