@@ -68,7 +68,7 @@ def trained(module: nn.Module, data: Any, way: str, *, first: bool, steps: int =
         criterion=nn.CrossEntropyLoss(),
         grad_sample_mode=mode,
         batch_first=first,
-        noise_generator=torch.Generator().manual_seed(5),
+        noise_generator=torch.Generator(DEVICE).manual_seed(5),
         **grouped(**options),
     )
     while steps > 0:
