@@ -21,6 +21,7 @@ BLOCKS = [
 OPTIONAL = ("lightning", "transformers")
 
 
+@pytest.mark.usefixtures("noise_of_users")
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
 def test_code_blocks_run(page: str, code: str) -> None:
     for package in OPTIONAL:
