@@ -51,16 +51,16 @@ REASONS = (
     Reason(
         "other-loss",
         "refused: the loss is not a standard one",
-        "The loops use `(y - out).mean()` with `y` of another shape than `out`. The accounting differentiates the loss of "
-        "each example, so it must know it: pass `criterion=`.",
+        "The loops use `(y - out).mean()` with `y` of another shape than `out`. The accounting differentiates the loss "
+        "of each example, so it must know it: pass `criterion=`.",
         r"LossMismatchError: the (loss in the training loop is not one of|gradient at the model's output differs)",
         r"test_noise_level",
     ),
     Reason(
         "other-data",
         "refused: resumed with other data",
-        "The test draws its data at random, and again for the engine that loads the checkpoint. A ledger belongs to the "
-        "examples that it was measured on, and a run resumes on them only.",
+        "The test draws its data at random, and again for the engine that loads the checkpoint. A ledger belongs to "
+        "the examples that it was measured on, and a run resumes on them only.",
         r"other data: its examples differ from those of the saved run",
         r"test_checkpoints",
     ),
