@@ -188,6 +188,8 @@ class Accounting:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
         self._check_extra_probes()
+
+        # single numbers
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
         if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():
@@ -204,6 +206,8 @@ class Accounting:
             )
         if self.expected_batch_size is not None and not 0 < self.expected_batch_size < float("inf"):
             raise ValueError(f"expected_batch_size={self.expected_batch_size} must be a positive number of examples")
+
+        # what must fit together: an estimator that gives what is tracked
         if self.amplification is not None:
             get_amplification(self.amplification)
         self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")

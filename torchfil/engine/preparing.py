@@ -49,6 +49,8 @@ def checked_options(
             "the model is already private (make_private was called on it); pass the plain module, or its _module"
         )
     check_optimizer(module, optimizer)
+
+    # how batches are drawn, which ε and the amplification rest on
     if accounting.sample_rate is not None and not poisson_sampling:
         raise ValueError(
             f"sample_rate={accounting.sample_rate} is the rate of Poisson sampling, and poisson_sampling=False draws "
@@ -58,6 +60,7 @@ def checked_options(
         check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
     else:
         check_sampler(data_loader, poisson_sampling=poisson_sampling)
+
     run_options = RunOptions(
         accounting,
         amplification=accounting.amplification_for(poisson_sampling=poisson_sampling),

@@ -140,6 +140,8 @@ def _aim(report: Report) -> str:
     text = "The weights were chosen in rounds of training, each from the leakage of the round before"
     if report.summary.redacted:
         return f"{text}. This version tells how many each round spared, and nothing that rests on single examples."
+
+    # what was aimed at, and what it cost
     question, target = report.about("equalised", "question"), report.about("equalised", "target")
     of = "smallest MSE bound (unbiased attackers)"
     if question is not None:
@@ -153,6 +155,8 @@ def _aim(report: Report) -> str:
         text += (
             f" Weights made from the data are outside one round’s ε; all rounds together have ε = {number(epsilon)}."
         )
+
+    # how to read the table
     text += (
         f" “Worst” is the {of}, estimated from that training alone, with the conservative end of its interval; random "
         "are its batches and noise. “Short” counts the examples that missed the aim."
