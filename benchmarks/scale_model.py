@@ -27,8 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.loops import MODELS
 from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.ledger import Ledger
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.ranks import Ranks
 
 __all__ = ["Constants", "Measured", "Size", "fit", "fitted", "measured_in_float32", "tables"]
 

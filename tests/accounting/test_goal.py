@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfil.accounting.goal import Exposure, Goal
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
+from torchfil.planning.goal import Exposure, Goal
 
 
 def exposed(values: list[float] | Tensor) -> Exposure:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfil.accounting.goal import Exposure, Goal
-from torchfil.accounting.sparing import (
+from torchfil.planning.goal import Exposure, Goal
+from torchfil.planning.sparing import (
     RoundWeights,
     group_factors,
     group_levels,

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from torchfil.accounting.targets import LeakageTarget, TargetCheck, mean_of_runs
 from torchfil.fisher.results import Estimate
 from torchfil.guessing import largest_true_positive_rate
+from torchfil.planning.targets import LeakageTarget, TargetCheck, mean_of_runs
 
 
 def estimate(value: float, error: float = 0.3, run_error: float | None = None) -> Estimate:

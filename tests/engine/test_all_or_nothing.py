@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.engine.ways import LOSS, examples, mlp, start, step
 from torchfil import FILPrivacyEngine
-from torchfil.engine.whole_file import sealed_when_complete
+from torchfil.engine.distributed.whole_file import sealed_when_complete
 
 
 def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from tests.engine.loops import train
 from torchfil import Private
-from torchfil.engine.attribute_table import attribute_table, with_levels
+from torchfil.engine.saving.attribute_table import attribute_table, with_levels
 from torchfil.report import load
 from torchfil.report.summary import summarise
 from torchfil.report.yardsticks import counted_spread, spread_of
@@ -211,7 +211,7 @@ def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
 
         return counted_spread(noted())
 
-    monkeypatch.setattr("torchfil.engine.data_spread.counted_spread", recorded)
+    monkeypatch.setattr("torchfil.engine.saving.data_spread.counted_spread", recorded)
     n, x = 100_000, torch.randn(100_000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     engine = train(TensorDataset(x, torch.zeros(n, dtype=torch.long)), steps=1, batch_size=64).engine
     run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from tests.engine.test_state import epochs, start
 from tests.engine.test_state import same as same_state
-from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
+from torchfil.engine.distributed.checkpoint_folder import is_folder, read_folder, write_folder
 
 pytestmark = pytest.mark.torch_versions
 ALONE = "ignore:torch.distributed is disabled:UserWarning"

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.accounting.targets import LeakageTarget, TargetCheck, mean_of_runs
 from torchfil.cli.digits import digits
-from torchfil.engine.calibration import NoiseChoice, NoiseSearch, choose_noise
+from torchfil.planning.calibration import NoiseChoice, NoiseSearch, choose_noise
+from torchfil.planning.targets import LeakageTarget, TargetCheck, mean_of_runs
 from torchfil.questions import Absent
 
 EPOCHS = 3

@@ -20,8 +20,8 @@ from torchfil import FILPrivacyEngine
 from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult
 from torchfil.engine.epsilon import epsilon_over_time
-from torchfil.engine.fingerprint import data_sha256
-from torchfil.engine.thumbnails import as_image
+from torchfil.engine.saving.fingerprint import data_sha256
+from torchfil.engine.saving.thumbnails import as_image
 from torchfil.report import load
 
 DELTA = 1e-5

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchfil.engine.distributed.shared_norms import SharedNormHistory
 from torchfil.engine.epsilon import NormHistory, individual_epsilon
-from torchfil.engine.shared_norms import SharedNormHistory
 
 
 class OneRank:

@@ -18,8 +18,8 @@ from tests.cases import DEVICE, grouped, relative_error
 from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine import executor as evaluation
 from torchfil.engine.replica import Replica
-from torchfil.engine.step import evaluation
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.recording import Plan
 from torchfil.report import run_file
@@ -315,7 +315,7 @@ def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch)
     tried: list[int] = []
     monkeypatch.setattr(evaluation, "plan", lambda gradients: tried.append(gradients.num_coordinates) or Plan(None, 64))
 
-    evaluator = evaluation.Evaluator(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False)
+    evaluator = evaluation.Executor(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False)
 
     def plan_for(length: int) -> Plan:
         model = nn.Sequential(nn.Flatten(), nn.Linear(length, 2))

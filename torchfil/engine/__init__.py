@@ -4,12 +4,12 @@ import torchfil.engine.layers  # noqa: F401  (registers Opacus's layers)
 from torchfil.engine.checked import ModelCheck
 from torchfil.engine.checking import check
 from torchfil.engine.engine import FILPrivacyEngine
-from torchfil.engine.equalised import Equalised
-from torchfil.engine.equalising import equalise
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, Execution
+from torchfil.planning.equalised import Equalised
+from torchfil.planning.equalising import equalise
 
 __all__ = [
     "Accounting",

@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.batches import BatchTracker
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.sharded import ShardedReplica, is_sharded
+from torchfil.engine.distributed.streams import FILStreamLoader
+from torchfil.engine.executor import Executor
 from torchfil.engine.loader import EmptySecond, FILDataLoader
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.module import RecordedModule
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions
-from torchfil.engine.ranks import Ranks
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
-from torchfil.engine.sharded import ShardedReplica, is_sharded
 from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
 from torchfil.engine.step.pipeline import StepPipeline
-from torchfil.engine.streams import FILStreamLoader
 from torchfil.utils.noise import NoiseSource
 
 __all__ = ["PrivateTraining", "assemble"]
@@ -120,14 +120,14 @@ def assemble(
     looks = DatasetLooks(run, replica, None if stream else prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
-    evaluator = Evaluator(
+    executor = Executor(
         replica,
         expected_batch,
         options.max_memory,
         cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights at their old addresses
         recorded=options.shares is None,
     )
-    pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)
+    pipeline = StepPipeline(run, replica, executor, checks, observer, looks)
 
     # The model comes last, after everything that could be refused: from here on it has hooks.
     watcher, private_module = None, None

@@ -19,17 +19,17 @@ from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.batches import BatchTracker, plain
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
+from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.executor import Executor
 from torchfil.engine.loader import is_target_name, split_batch
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
+from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.sharded import is_sharded
 from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import LossInside
 from torchfil.engine.step.stages import private_without_labels
-from torchfil.engine.step.values import Wanted
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import differentiable_twice
@@ -218,14 +218,14 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         autocast=forward.autocast,
         probe_precision=execution.probe_precision_on(replica.device),
     )
-    evaluator = Evaluator(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs)
-    plan = evaluator.plan(gradients)
-    batch = PrivateBatch(gradients, options.mechanism(_NOISE, _THRESHOLD), plan)
+    executor = Executor(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs)
+    plan = executor.plan(gradients)
+    mechanism = options.mechanism(_NOISE, _THRESHOLD)
     seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))
     wanted = Wanted((), options.accounting.estimator, seeds)
 
     # If an example's loss depends on others, no gradient belongs to it alone: the values of a first pass show this.
-    values = evaluator.evaluate(batch, wanted)
+    values = executor.run(gradients, mechanism, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -240,8 +240,9 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         private=str(examples),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
         layers=layers_of(gradients, plan, options.max_memory),
-        costs=_costs(subject, lambda: evaluator.evaluate(batch, wanted), plan, len(seeds), repeats),
-        bytes_per_example=plan.bytes_per_example or _mapped_bytes(batch, wanted, options.max_memory),
+        costs=_costs(subject, lambda: executor.run(gradients, mechanism, wanted), plan, len(seeds), repeats),
+        bytes_per_example=plan.bytes_per_example
+        or _mapped_bytes(PrivateBatch(gradients, mechanism, plan), wanted, options.max_memory),
         tried_in=str(plan.tried_in).removeprefix("torch."),
     )
     return replace(result, advice=_advice(replica.live, result, options.max_memory))

@@ -20,16 +20,16 @@ from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupported
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
-from torchfil.engine.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
+from torchfil.engine.distributed.ranks import Ranks, check_ranks
+from torchfil.engine.distributed.sharded import without_shards
+from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
-from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.preparing import (
     asked_question,
     checked_options,
@@ -39,16 +39,16 @@ from torchfil.engine.preparing import (
     warn_without_noise,
     with_rate,
 )
-from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.run import Run
-from torchfil.engine.sharded import without_shards
 from torchfil.engine.step.loss_inside import NO_TARGETS
-from torchfil.engine.streams import is_stream
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Part
+from torchfil.planning.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
+from torchfil.planning.pilots import Pilots, Train
+from torchfil.planning.targets import LeakageTarget, TargetCheck
 from torchfil.private import Private
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 

@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from torchfil.clipping import ClipFunction
-from torchfil.engine.ranks import Ranks, StepNotTakenError, part_of_sum
+from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.precision import wide_dtype
 from torchfil.utils.noise import NoiseSource
 

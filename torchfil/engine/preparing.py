@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import check_reads_alike
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.streams import check_stream, is_stream
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training
 from torchfil.engine.opacus_options import check_optimizer
 from torchfil.engine.options import Accounting, RunOptions
-from torchfil.engine.ranks import Ranks
-from torchfil.engine.streams import check_stream, is_stream
 
 __all__ = [
     "asked_question",

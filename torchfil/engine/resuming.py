@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.checkpoint import random_state, set_random_state
-from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
-from torchfil.engine.fingerprint import data_fingerprint
-from torchfil.engine.run_files import RunFiles
-from torchfil.engine.sharded import in_parts, is_sharded
+from torchfil.engine.distributed.checkpoint import random_state, set_random_state
+from torchfil.engine.distributed.checkpoint_folder import is_folder, read_folder, write_folder
+from torchfil.engine.distributed.sharded import in_parts, is_sharded
+from torchfil.engine.distributed.whole_file import MARK, load_whole, sealed_when_complete
+from torchfil.engine.saving.fingerprint import data_fingerprint
+from torchfil.engine.saving.run_files import RunFiles
 from torchfil.engine.step.batch_checks import nothing
-from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.fisher.amplification import name_of_amplification
 
 __all__ = ["Resuming"]

@@ -22,14 +22,14 @@ from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.clip_weights import weights_by_row
+from torchfil.engine.distributed.rank_state import RowBlocks, Whole, take_part
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.run_state import check_same_run, loaded_ids, loaded_ledger, with_blocks
+from torchfil.engine.distributed.shared_norms import SharedNormHistory
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
-from torchfil.engine.rank_state import RowBlocks, Whole, take_part
-from torchfil.engine.ranks import Ranks
-from torchfil.engine.run_state import check_same_run, loaded_ids, loaded_ledger, with_blocks
-from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.staging import LogicalBatch, Noise, Staged
 from torchfil.engine.step.forwards import ForwardPass
 

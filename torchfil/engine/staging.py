@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
+from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.ranks import Ranks, StepNotTakenError
 from torchfil.engine.step.forwards import ForwardPass
 
 __all__ = ["LogicalBatch", "Noise", "Staged"]

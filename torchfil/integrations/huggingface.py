@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from torchfil.engine import FILPrivacyEngine
-from torchfil.engine.ranks import shared_by
-from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
+from torchfil.engine.distributed.ranks import shared_by
+from torchfil.engine.distributed.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.batches import BatchTracker, make_current, plain
+from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.captured import Begun
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
@@ -58,7 +58,7 @@ class ForwardPass:
     outputs: Any
     targets: Any = NO_TARGETS
     masks: tuple[Tensor, ...] = ()
-    recorded: RecordedForward | Begun | None = None
+    recorded: RecordedForward | StartedGraph | None = None
     examples: Examples | None = None
     autocast: torch.dtype | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
@@ -252,7 +252,9 @@ class LoopForward:
         self,
         replica: Replica,
         observer: Observer,
-        record: Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward | Begun] | None],
+        record: Callable[
+            [tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward | StartedGraph] | None
+        ],
     ) -> None:
         self.replica = replica
         self.observer = observer

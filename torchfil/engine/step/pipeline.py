@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from torchfil.engine.batches import make_current, plain
+from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.measure import StepValues, joined
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
-from torchfil.engine.step.captured import Begun
 from torchfil.engine.step.checks import OTHER_OWN_LOSS
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.step.stages import Computed, StepStages
-from torchfil.engine.step.values import StepValues, joined
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
 from torchfil.fisher.precision import autocast_now
@@ -40,7 +40,7 @@ class StepPipeline(StepStages):
     Args:
         run: Stages the batches.
         replica: The model.
-        evaluator: Computes sums, norms and Fisher information.
+        executor: Computes sums, norms and Fisher information.
         checks: Compares them with what the loop did.
         observer: Holds the loop's forward passes.
         looks: Looks at all examples at once.
@@ -56,7 +56,7 @@ class StepPipeline(StepStages):
 
     def record_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
-    ) -> tuple[Examples, RecordedForward | Begun] | None:
+    ) -> tuple[Examples, RecordedForward | StartedGraph] | None:
         """The forward half of the pass over the loop's inputs; None if the loop must run a plain pass.
 
         It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn without the model.
@@ -73,7 +73,7 @@ class StepPipeline(StepStages):
 
         # on a CPU the live model's own pass is recorded
         gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
-        recorded = self.evaluator.recorded_forward(examples, gradients)
+        recorded = self.executor.begin_live(gradients)
         if recorded is not None:
             return examples, recorded
         if self.replica.device.type != "cuda":
@@ -89,7 +89,7 @@ class StepPipeline(StepStages):
         masked = replace(examples, masks=self.replica.masks_by_example(drawn, args, kwargs))
         masked = self._with_weights(masked, ids)
         copied = self._in_precision(self.replica.gradients(masked, loss), gradients.autocast)
-        begun = self.evaluator.begun_forward(copied)
+        begun = self.executor.begin_graph(copied)
         return None if begun is None else (examples, begun)
 
     def take(

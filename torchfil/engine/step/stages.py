@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
+from torchfil.engine.asking import Places, with_alternatives
+from torchfil.engine.executor import Executor, Started
 from torchfil.engine.loader import is_target_name
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.measure import StepValues, Wanted
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
 from torchfil.engine.staging import Noise
-from torchfil.engine.step.asking import Places, with_alternatives
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass, Observer
-from torchfil.engine.step.values import StepValues, Wanted
-from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import replayed_masks
@@ -70,7 +69,7 @@ class StepStages:
     Args:
         run: Stages the batches.
         replica: The model.
-        evaluator: Computes sums, norms and Fisher information.
+        executor: Computes sums, norms and Fisher information.
         checks: Compares them with what the loop did.
         observer: Holds the loop's forward passes.
         looks: Looks at all examples at once.
@@ -80,7 +79,7 @@ class StepStages:
         self,
         run: Run,
         replica: Replica,
-        evaluator: Evaluator,
+        executor: Executor,
         checks: StepChecks,
         observer: Observer,
         looks: DatasetLooks,
@@ -88,7 +87,7 @@ class StepStages:
         self.run = run
         self.options: RunOptions = run.options
         self.replica = replica
-        self.evaluator = evaluator
+        self.executor = executor
         self.checks = checks
         self.observer = observer
         self.looks = looks
@@ -147,23 +146,19 @@ class StepStages:
         # A wrong loss would spoil the trial, so the loss is checked first.
         gradients = self._in_precision(self.replica.gradients(examples, loss), forward.autocast)
         from_loop = forward.outputs is not None
-        looked_at = from_loop and not self.evaluator.has_plan(gradients)
+        looked_at = from_loop and not self.executor.knows(gradients)
         if looked_at:
             self.checks.check_loss(forward, loss)
-        batch = PrivateBatch(gradients, self._mechanism(setting.noise), self.evaluator.plan(gradients))
+        mechanism = self._mechanism(setting.noise)
+        wanted = self._wanted(setting, measured, questions, summed=summed)
+        started, forward.recorded = Started(forward.recorded), None
+        values = self.executor.run(gradients, mechanism, wanted, started)
 
         confirmations: list[Callable[[], None]] = []
-
-        def look(at_outputs: tuple[Tensor, ...]) -> None:
-            confirm = self.checks.begin_output_check(forward, at_outputs, loss)
-            if self.replica.device.type != "cuda":
-                confirm()  # before the costly part
-            confirmations.append(confirm)
-
-        wanted = self._wanted(setting, measured, questions, summed=summed)
-        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward)
+        if from_loop and values.output_gradients is not None:
+            confirmations.append(self.checks.begin_output_check(forward, values.output_gradients, loss))
         if measured:
-            values = self._measured_anew(batch, values, wanted, forward.ids or [])
+            values = self._measured_anew(gradients, mechanism, values, wanted, forward.ids or [])
         if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
             if not looked_at:
                 self.checks.check_loss(forward, loss)
@@ -172,22 +167,24 @@ class StepStages:
         confirmations.append(self.checks.begin_norm_look(values.norm, values.losses) if summed else nothing)
         confirmations.append(self.checks.begin_weight_look(loss, examples.public[2], by_opacus=not summed))
         if not from_loop and self.replica.written:
-            confirmations.append(lambda: self._write_buffers(forward, batch))
+            confirmations.append(lambda: self._write_buffers(forward, gradients))
         return values, confirmations
 
     def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
         probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
         return replace(gradients, autocast=autocast, probe_precision=probe_precision)
 
-    def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
+    def _measured_anew(
+        self, gradients: ExampleGradients, mechanism: Mechanism, values: StepValues, wanted: Wanted, ids: list[int]
+    ) -> StepValues:
         """The same values, with a few chosen examples measured again with more probes."""
         rows = self.run.exposed_rows(ids, values.clipped_norm)
-        if rows is None or batch.mechanism.noiseless or self.replica.written:
+        if rows is None or mechanism.noiseless or self.replica.written:
             return values
-        examples = replace(batch.gradients.examples, alternatives=())[rows]
-        few = replace(batch, gradients=replace(batch.gradients, examples=examples))
+        few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
         seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
-        anew = self.evaluator.evaluate(few, replace(wanted, seeds=seeds, summed=False, questions=()), few=True)
+        again = replace(wanted, seeds=seeds, summed=False, questions=())
+        anew = self.executor.run(few, mechanism, again, few=True)
         assert anew.additions is not None
         return values.measured_anew(rows, anew.additions)
 
@@ -252,10 +249,10 @@ class StepStages:
         weights = self.run.weights_of(ids)
         return examples if weights is None else replace(examples, clip_weights=weights)
 
-    def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
+    def _write_buffers(self, forward: ForwardPass, gradients: ExampleGradients) -> None:
         """Update the model's buffers as its forward pass would, once, however the passes were cut."""
-        if not self.evaluator.runs_in_pieces(batch):
-            self.replica.write_buffers(batch.gradients)
+        if not self.executor.runs_in_pieces(gradients):
+            self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(forward.masks):
             self.replica.live(*forward.args, **forward.kwargs)

@@ -103,23 +103,17 @@ class CapturedPass:
                 raise
             self.graphs.append(graph)
 
-    def replay(
-        self, examples: Examples, look: Callable[[int, Any], None] | None = None, *, begun: bool = False
-    ) -> list[Any]:
+    def replay(self, examples: Examples, *, begun: bool = False) -> list[Any]:
         """The results of the stages for these examples, at most ``size``; the next replay overwrites them.
 
         Args:
             examples: The examples.
-            look: Called with the number and result of each stage except the last, before the next stage starts.
             begun: Whether :meth:`begin` has replayed the first stage for them, and no other graph was replayed since.
         """
         if not begun:
             self.begin(examples)
-        for number, (graph, result) in enumerate(zip(self.graphs, self.results, strict=True)):
-            if number > 0:
-                graph.replay()
-            if look is not None and result is not self.results[-1]:
-                look(number, result)
+        for graph in self.graphs[1:]:
+            graph.replay()
         return self.results
 
     def begin(self, examples: Examples) -> Any:

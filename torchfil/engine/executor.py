@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from torchfil.engine.graphs import BUCKETS, CapturedPasses, StartedGraph
+from torchfil.engine.measure import StepValues, Wanted, joined, values_of
+from torchfil.engine.memory import PassMemory, is_recorded, passes_within, recorded_pass_within
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.captured import BUCKETS, Begun, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
-from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.memory import PassMemory, is_recorded, passes_within, recorded_pass_within
-from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import (
     Plan,
     RecordedForward,
@@ -34,7 +34,7 @@ from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
 from torchfil.utils.trees import form_of, tensors_of
 
-__all__ = ["Evaluator"]
+__all__ = ["Executor", "Started"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,19 @@ _MOST_PLANS = 256
 _LENGTHS_TO_TRY = 4  # of texts of which others lie between
 
 
-class Evaluator:
+class Started:
+    """The loop's forward pass, to be completed once: a second attempt must not keep its tensors in memory."""
+
+    def __init__(self, half: RecordedForward | StartedGraph | None) -> None:
+        self._half = half
+
+    def take(self) -> RecordedForward | StartedGraph | None:
+        """The pass; None from the second call on."""
+        half, self._half = self._half, None
+        return half
+
+
+class Executor:
     """Computes what a step needs from a batch: losses, norms, clipped sums, Fisher information.
 
     Args:
@@ -73,7 +85,7 @@ class Evaluator:
         self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
 
-    def has_plan(self, gradients: ExampleGradients) -> bool:
+    def knows(self, gradients: ExampleGradients) -> bool:
         """Whether such examples were tried before."""
         return self._key(gradients) in self._plans
 
@@ -104,12 +116,12 @@ class Evaluator:
             _tell(found, gradients.autocast)
         return found
 
-    def evaluate(
+    def run(
         self,
-        batch: PrivateBatch,
+        gradients: ExampleGradients,
+        mechanism: Mechanism,
         wanted: Wanted,
-        look: OutputLook | None = None,
-        forward: ForwardPass | None = None,
+        started: Started | None = None,
         *,
         few: bool = False,
     ) -> StepValues:
@@ -118,35 +130,27 @@ class Evaluator:
         If a pass runs out of memory, it is repeated with half as many examples at once.
 
         Args:
-            batch: The examples, with their plan.
+            gradients: The examples with their model.
+            mechanism: How their gradients are released.
             wanted: What to compute.
-            look: Receives the gradients at the model's outputs, if the pass has them, as early as possible.
-            forward: The loop's call of the model with these examples; its graph is used up.
-            few: Whether these are a fixed number of examples from the batch that was evaluated just before.
+            started: The loop's own forward pass over these examples, which is used up.
+            few: Whether these are a fixed number of examples from the batch that was run just before.
 
         Raises:
             torch.OutOfMemoryError: Not even one example fits.
         """
-        if batch.plan is not None and wanted.questions:
-            # an alternative has a pass in addition to the examples' own
-            batch = replace(batch, plan=replace(batch.plan, bytes_per_example=2 * batch.plan.bytes_per_example))
+        tried = self.plan(gradients)
+        if wanted.questions:  # an alternative has a pass in addition to the examples' own
+            tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
+        batch = PrivateBatch(gradients, mechanism, tried)
 
         def attempt() -> StepValues:
-            begun = None
-            if forward is not None:  # a repeated pass must not keep it in memory
-                begun, forward.recorded = forward.recorded, None
-            return self._evaluated(batch, wanted, look, begun, few=few)
+            return self._evaluated(batch, wanted, started.take() if started is not None else None, few=few)
 
         return self.memory.repeated(attempt, lambda limit: passes_within(limit, batch, wanted))
 
     def _evaluated(
-        self,
-        batch: PrivateBatch,
-        wanted: Wanted,
-        look: OutputLook | None,
-        forward: RecordedForward | Begun | None,
-        *,
-        few: bool,
+        self, batch: PrivateBatch, wanted: Wanted, forward: RecordedForward | StartedGraph | None, *, few: bool
     ) -> StepValues:
         if not is_recorded(batch):
             return self._mapped(batch, wanted)
@@ -155,7 +159,7 @@ class Evaluator:
         if recorded is not wanted and not wanted.summed:
             return self._mapped(batch, wanted)
         try:
-            values = self._recorded(batch, recorded, look, forward, few=few)
+            values = self._recorded(batch, recorded, forward, few=few)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's
             return self._mapped(replace(batch, plan=self._give_up(batch.gradients, str(error))), wanted)
 
@@ -166,9 +170,9 @@ class Evaluator:
             return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
         return values
 
-    def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
+    def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
-        key = self._key(gradients)
+        key, examples = self._key(gradients), gradients.examples
         tried = self._plans.get(key) if len(examples) else None
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
             return None
@@ -190,7 +194,7 @@ class Evaluator:
         drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 
-    def begun_forward(self, gradients: ExampleGradients) -> Begun | None:
+    def begin_graph(self, gradients: ExampleGradients) -> StartedGraph | None:
         """The forward half of a CUDA graph over the examples, with their masks; None if there is no such graph."""
         tried = self._plans.get(self._key(gradients))
         if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
@@ -199,30 +203,25 @@ class Evaluator:
         fits = len(gradients) + graphs.bucket(room) <= room
         return graphs.begin(gradients, room, self.replica.key) if fits else None
 
-    def runs_in_pieces(self, batch: PrivateBatch) -> bool:
+    def runs_in_pieces(self, gradients: ExampleGradients) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
-        return not is_recorded(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
+        tried = self.plan(gradients)
+        return not tried.fits or len(gradients) > self._room(tried)
 
     def _recorded(
-        self,
-        batch: PrivateBatch,
-        wanted: Wanted,
-        look: OutputLook | None,
-        forward: RecordedForward | Begun | None,
-        *,
-        few: bool,
+        self, batch: PrivateBatch, wanted: Wanted, forward: RecordedForward | StartedGraph | None, *, few: bool
     ) -> StepValues:
         """By a CUDA graph if the batch fits one, by completing the loop's pass, or by a separate pass."""
         assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
         room, count = self._room(batch.plan), len(batch.gradients)
-        begun, forward = (forward, None) if isinstance(forward, Begun) else (None, forward)
+        begun, forward = (forward, None) if isinstance(forward, StartedGraph) else (None, forward)
         if forward is None and self._uses_graphs(gradients.examples):
             graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
             if graphs.works and count + graphs.bucket(room) <= room:
-                values = graphs.run(batch, wanted, room, self.replica.key, look, begun)
+                values = graphs.run(batch, wanted, room, self.replica.key, begun)
             else:
-                values = self._captured_in_pieces(graphs, batch, wanted, room, look)
+                values = self._captured_in_pieces(graphs, batch, wanted, room)
             if values is not None:
                 return values
 
@@ -239,17 +238,12 @@ class Evaluator:
             except UnsupportedCallError:
                 self._not_recorded_live.add(self._key(gradients))
         for rows, jacobian in chunks:
-            if look is not None and rows == slice(0, count):
-                look(jacobian.output_gradients)
             draws = Draws(wanted.seeds, rows, count, 1, at_once)
             parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
-        values = joined(parts)
-        if look is not None and len(parts) > 1:
-            look(values.output_gradients or ())
-        return values
+        return joined(parts)
 
     def _captured_in_pieces(
-        self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int, look: OutputLook | None
+        self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int
     ) -> StepValues | None:
         """A batch that is too large for one graph, in pieces of equal size; None if capturing does not work."""
         count = len(batch.gradients)
@@ -261,14 +255,11 @@ class Evaluator:
         for start in range(0, count, size):
             examples = batch.gradients.examples[slice(start, start + size)]
             piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
-            values = graphs.run(piece, wanted, room, self.replica.key, None)
+            values = graphs.run(piece, wanted, room, self.replica.key)
             if values is None:
                 return None
             parts.append(values.kept(sums=True))  # the next replay overwrites them
-        values = joined(parts)
-        if look is not None:
-            look(values.output_gradients or ())
-        return values
+        return joined(parts)
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchfil.engine.equalised import Equalised
-from torchfil.engine.run_view import RunView
+from torchfil.engine.saving.run_view import RunView
+from torchfil.planning.equalised import Equalised
 
 __all__ = ["check_trained_with", "columns_of_rounds", "equalised_in_short", "noise_choice_in_short"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.parts import Parts, whole_ledger
-from torchfil.engine.ranks import Ranks
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.utils.noise import derived_seed
 from torchfil.utils.trees import map_tensors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchfil.accounting.contributions import additions
 from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.quantities import Track, needs_of
-from torchfil.engine.step.asking import Places
+from torchfil.engine.asking import Places
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import ClippedJacobian

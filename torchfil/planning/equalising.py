@@ -1,7 +1,7 @@
 """``torchfil.equalise``: rounds of training that spare the most exposed.
 
 Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
-and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.accounting.sparing`). The noise
+and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.planning.sparing`). The noise
 stays that of C: sparing an example reduces its pull on the model, and costs nothing else.
 
 What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.goal import Exposure, Goal, read_exposure
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.sparing import RoundWeights
 from torchfil.clipping import check_clip_weights
-from torchfil.engine.equalised import HELD_FIXED, Equalised, Round, Stopped
 from torchfil.engine.reading import LeakageReading
+from torchfil.planning.equalised import HELD_FIXED, Equalised, Round, Stopped
+from torchfil.planning.goal import Exposure, Goal, read_exposure
+from torchfil.planning.sparing import RoundWeights
 from torchfil.utils.progress import with_progress
 
 __all__ = ["equalise"]
@@ -75,7 +75,7 @@ def equalise(
 
     * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
     * Quote ε of all rounds together, ``epsilon_of_all_rounds``, which printing the result shows with ``delta=``; see
-      :mod:`torchfil.engine.equalising` for when it covers the weights.
+      :mod:`torchfil.planning.equalising` for when it covers the weights.
     * ``fresh_runs=``: weights come from some runs and bounds from others, so chance in the choice does not flatter the
       report. This is about chance, not about what the weights reveal. Without it bounds still come from a run that did
       not choose its own weights, but the rounds stop when a run looks good.

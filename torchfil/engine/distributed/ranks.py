@@ -1,7 +1,7 @@
 """Several processes that train one model (``torchrun``): everything that the engine knows about ``torch.distributed``.
 
 As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
-each of its weights (:mod:`torchfil.engine.sharded`), draws from a part of the data and clips; rank 0 adds the noise to
+each of its weights (``sharded``), draws from a part of the data and clips; rank 0 adds the noise to
 its sum, and the sums of all ranks are added. Each example is drawn by one rank, which books what the step reveals about
 it, so Fisher information needs no messages. Everything except gradients goes through a separate group (gloo, on the
 CPU).
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchfil.engine.distributed.sharded import check_sharded, is_sharded
 from torchfil.engine.options import Accounting
-from torchfil.engine.sharded import check_sharded, is_sharded
 from torchfil.utils.noise import derived_seed
 
 __all__ = ["Ranks", "StepNotTakenError", "check_ranks", "part_of_sum", "shared_by"]

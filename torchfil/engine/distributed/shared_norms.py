@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.ranks import Ranks
 
 __all__ = ["SharedNormHistory"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchfil.attribution.plis import token_norms
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.run_view import RunView
+from torchfil.engine.saving.run_view import RunView
 from torchfil.report.saved_run import Texts
 
 __all__ = ["Decodes", "TokenTexts", "exposed_words"]

@@ -11,7 +11,7 @@ import torch
 
 from torchfil.bounds import Prior
 from torchfil.engine.looks import DatasetLooks
-from torchfil.engine.run_view import RunView
+from torchfil.engine.saving.run_view import RunView
 from torchfil.report.saved_run import Spread
 from torchfil.report.yardsticks import counted_spread
 from torchfil.utils.trees import tensors_of

@@ -21,7 +21,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.engine.checkpoint import random_state, set_random_state
+from torchfil.engine.distributed.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
 from torchfil.fisher.recording.graphs import release_memory

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.engine.run_view import RunView
+from torchfil.engine.saving.run_view import RunView
 from torchfil.report.saved_run import Pictures
 
 __all__ = ["as_image", "thumbnails"]

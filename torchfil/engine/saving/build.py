@@ -18,24 +18,24 @@ from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
-from torchfil.engine.attribute_table import AttributeGroups, AttributeScales, with_levels
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.chosen import (
+from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.robustness import everybodys_robustness
+from torchfil.engine.saving.attribute_table import AttributeGroups, AttributeScales, with_levels
+from torchfil.engine.saving.data_spread import read_spread
+from torchfil.engine.saving.exposed_words import TokenTexts, exposed_words
+from torchfil.engine.saving.fingerprint import data_sha256
+from torchfil.engine.saving.run_view import RunView
+from torchfil.engine.saving.saved_attributes import attributes_of, table_to_save, yardsticks_of
+from torchfil.engine.saving.thumbnails import thumbnails
+from torchfil.fisher.amplification import name_of_amplification
+from torchfil.planning.chosen import (
     check_trained_with,
     columns_of_rounds,
     equalised_in_short,
     noise_choice_in_short,
 )
-from torchfil.engine.data_spread import read_spread
-from torchfil.engine.epsilon import epsilon_over_time
-from torchfil.engine.equalised import Equalised
-from torchfil.engine.exposed_words import TokenTexts, exposed_words
-from torchfil.engine.fingerprint import data_sha256
-from torchfil.engine.robustness import everybodys_robustness
-from torchfil.engine.run_view import RunView
-from torchfil.engine.saved_attributes import attributes_of, table_to_save, yardsticks_of
-from torchfil.engine.thumbnails import thumbnails
-from torchfil.fisher.amplification import name_of_amplification
+from torchfil.planning.equalised import Equalised
 from torchfil.report.saved_run import AttackRecord, QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.engine.clip_weights import check_same_weights
+from torchfil.engine.distributed.rank_state import RowBlocks
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.options import Accounting
-from torchfil.engine.rank_state import RowBlocks
-from torchfil.engine.ranks import Ranks
 
 __all__ = ["check_same_run", "loaded_ids", "loaded_ledger", "with_blocks"]
 

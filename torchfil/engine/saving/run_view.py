@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import RunOptions
+from torchfil.planning.calibration import NoiseChoice
 from torchfil.private import Examples, as_call
 from torchfil.utils.noise import NoiseKind
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison
-from torchfil.engine.attribute_table import AttributeGroups, AttributeScales
-from torchfil.engine.equalised import Equalised
-from torchfil.engine.exposed_words import TokenTexts
-from torchfil.engine.merged import as_merged, epsilon_of_all
 from torchfil.engine.reading import LeakageReading
-from torchfil.engine.run_view import RunView
-from torchfil.engine.saving import Labels, build_saved_run
+from torchfil.engine.saving.attribute_table import AttributeGroups, AttributeScales
+from torchfil.engine.saving.build import Labels, build_saved_run
+from torchfil.engine.saving.exposed_words import TokenTexts
+from torchfil.engine.saving.merged import as_merged, epsilon_of_all
+from torchfil.engine.saving.run_view import RunView
+from torchfil.planning.equalised import Equalised
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.engine.step.values import StepValues, Wanted, values_of
+from torchfil.engine.measure import StepValues, Wanted, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
@@ -20,11 +20,9 @@ from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signa
 from torchfil.private import Examples
 from torchfil.utils.trees import flattened, map_tensors
 
-__all__ = ["BUCKETS", "Begun", "CapturedPasses", "OutputLook"]
+__all__ = ["BUCKETS", "CapturedPasses", "StartedGraph"]
 
 logger = logging.getLogger(__name__)
-
-OutputLook = Callable[[tuple[Tensor, ...]], None]  # receives the gradients at the outputs as soon as they are ready
 
 _MOST_GRAPHS = 48
 _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
@@ -64,7 +62,7 @@ class CapturedPasses:
         """
         return max(-(-self._expected_batch // BUCKETS), min(8, room // 4), 1)
 
-    def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> Begun | None:
+    def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> StartedGraph | None:
         """Replay the forward half of an existing graph for such examples; None: there is no such graph.
 
         Args:
@@ -79,7 +77,7 @@ class CapturedPasses:
             if its_size == size and kind[:2] == (own, mode):  # type: ignore[index]
                 outputs = captured.begin(gradients.examples)
                 self._replays += 1
-                return None if outputs is None else Begun(captured, self._replays, outputs)
+                return None if outputs is None else StartedGraph(captured, self._replays, outputs)
         return None
 
     def run(
@@ -88,8 +86,7 @@ class CapturedPasses:
         wanted: Wanted,
         room: int,
         mode: Hashable,
-        look: OutputLook | None,
-        begun: Begun | None = None,
+        begun: StartedGraph | None = None,
     ) -> StepValues | None:
         """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites the result.
 
@@ -98,7 +95,6 @@ class CapturedPasses:
             wanted: What the pass computes.
             room: How many examples a pass can hold in memory.
             mode: The state of the model that is built into the pass; a graph serves one state.
-            look: Receives the gradients at the outputs before the rest is computed.
             begun: The result of :meth:`begin` for these examples, if it was called.
         """
         gradients = batch.gradients
@@ -130,7 +126,7 @@ class CapturedPasses:
         # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
-        return captured.replay(gradients.examples, wanted, look, begun=ready)
+        return captured.replay(gradients.examples, wanted, begun=ready)
 
     def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
         """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
@@ -143,7 +139,7 @@ class CapturedPasses:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedGraph:
     """The forward half of a captured pass, which a training loop has run.
 
     Attributes:
@@ -185,7 +181,7 @@ class _Captured:
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=3)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2)
 
     def begin(self, examples: Examples) -> Any:
         """The model's outputs for these examples, safe from later replays; None if some have no rows."""
@@ -195,13 +191,12 @@ class _Captured:
             return None
         return map_tensors(lambda leaf: leaf[: len(examples)].clone(), outputs)
 
-    def replay(self, examples: Examples, wanted: Wanted, look: OutputLook | None, *, begun: bool = False) -> StepValues:
+    def replay(self, examples: Examples, wanted: Wanted, *, begun: bool = False) -> StepValues:
         """The pass over these examples; the next replay overwrites the result.
 
         Args:
             examples: The examples.
             wanted: The probes' seeds and the rate; everything else is built in.
-            look: Receives the gradients at the outputs before the rest is computed.
             begun: Whether :meth:`begin` was the last replay, for these examples.
         """
         count = len(examples)
@@ -210,26 +205,18 @@ class _Captured:
             self.rate.fill_(wanted.rate)
         for bits, seed in zip(self.bits, wanted.seeds, strict=True):
             draw_bits(seed, bits, self.source)
-        *_, values = self.captured.replay(
-            examples, lambda number, stage: _show(stage, count, look) if number == 1 else None, begun=begun
-        )
+        *_, values = self.captured.replay(examples, begun=begun)
         result: StepValues = values.first(count)
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, then the gradients at them, then everything."""
+        """The outputs, then everything."""
         mechanism = self.batch.mechanism
         kind = RecordedJacobian if self.wanted.seeds else ReleasedGradients
         jacobian = kind(gradients, mechanism.clip, mechanism.max_grad_norm)
         yield jacobian.outputs
-        yield jacobian.output_gradients
 
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
         yield values_of(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, mask)
-
-
-def _show(stage: Any, count: int, look: OutputLook | None) -> None:
-    if look is not None and isinstance(stage, tuple):
-        look(tuple(value[:count] for value in stage))

@@ -22,9 +22,9 @@ from scipy import stats
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS
-from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.engine.options import Accounting
-from torchfil.engine.pilots import Pilots
+from torchfil.planning.pilots import Pilots
+from torchfil.planning.targets import LeakageTarget, TargetCheck
 
 __all__ = ["NoiseChoice", "NoiseSearch", "Pilot", "check_participations", "choose_noise", "warn_when_missed"]
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from torchfil.engine.step.values import Wanted
+from torchfil.engine.measure import Wanted
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.recording import Plan

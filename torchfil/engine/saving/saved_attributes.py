@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.engine.attribute_table import AttributeTable, attribute_table
-from torchfil.engine.data_spread import DataSpread, pixels_of_coordinates
-from torchfil.engine.run_view import RunView
+from torchfil.engine.saving.attribute_table import AttributeTable, attribute_table
+from torchfil.engine.saving.data_spread import DataSpread, pixels_of_coordinates
+from torchfil.engine.saving.run_view import RunView
 from torchfil.report.saved_run import Attributes, Spread, Yardsticks
 
 __all__ = ["attributes_of", "table_to_save", "yardsticks_of"]

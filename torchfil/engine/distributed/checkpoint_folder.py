@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from torchfil.engine.ranks import Ranks
-from torchfil.engine.whole_file import check_stored
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.whole_file import check_stored
 from torchfil.utils.files import lack_of_space_told, write_bytes
 
 __all__ = ["is_folder", "read_folder", "write_folder"]

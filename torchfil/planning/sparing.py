@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.goal import Exposure, Goal
 from torchfil.accounting.ids import plain_key
+from torchfil.planning.goal import Exposure, Goal
 
 __all__ = [
     "RoundWeights",

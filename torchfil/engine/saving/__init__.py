@@ -1,0 +1,1 @@
+"""From a run to its file: the tables, pictures and facts that a report is made from."""
