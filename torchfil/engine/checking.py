@@ -237,7 +237,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         verdict="recorded" if plan.fits else "mapped",
         reason=plan.reason,
         loss=subject.loss_in_words,
-        private=str(examples),
+        private=str(examples.layout),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
         layers=layers_of(gradients, plan, options.max_memory),
         costs=_costs(subject, lambda: executor.run(gradients, mechanism, wanted), plan, len(seeds), repeats),
