@@ -14,22 +14,6 @@ from torch import Tensor, nn
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = [
-    "Input",
-    "Inputs",
-    "Key",
-    "Path",
-    "as_call",
-    "as_given",
-    "check_finite",
-    "check_finite_later",
-    "first_example",
-    "is_mask",
-    "named_inputs",
-    "num_examples",
-    "with_value_at",
-]
-
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
 Path = tuple[Any, ...]
@@ -111,18 +95,6 @@ def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):  # not written in Python
         return ()
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-
-
-def with_value_at(tree: Any, path: Path, value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts with another value at this path.
-
-    Example:
-        >>> with_value_at(((1, {"a": 2}), {}), (0, 1, "a"), 5)
-        ((1, {'a': 5}), {})
-    """
-    parts: Any = dict(tree) if isinstance(tree, dict) else list(tree)
-    parts[path[0]] = with_value_at(parts[path[0]], path[1:], value) if len(path) > 1 else value
-    return tuple(parts) if isinstance(tree, tuple) else parts
 
 
 def is_mask(name: str) -> bool:

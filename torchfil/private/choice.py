@@ -18,19 +18,6 @@ from torch import Tensor
 from torchfil.private.batches import Input, Key, as_given, is_mask, named_inputs
 from torchfil.utils.trees import map_tensors
 
-__all__ = [
-    "Coordinates",
-    "Lengths",
-    "OwnPositions",
-    "Private",
-    "check_floating",
-    "flat_index",
-    "floating_inputs",
-    "own_positions",
-    "private_inputs",
-    "superpixel",
-]
-
 Coordinates = Tensor | Sequence[int] | slice | int
 Lengths = Key | Callable[[Any], Tensor]
 
@@ -116,24 +103,26 @@ def floating_inputs(named: Mapping[Key, Input]) -> list[Key]:
     ]
 
 
-def private_inputs(named: Mapping[Key, Input], private: Private) -> list[Key]:
-    """The private ones among all inputs, checked."""
+def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -> list[Key]:
+    """The private ones among all inputs, checked, as are private targets."""
+    if private.target:
+        remedy = "Use class probabilities (a one-hot tensor) as targets, or leave the target public."
+        _check_floating(targets, "the private target", remedy)
     if private.inputs is None:
         return [] if private.submodules else floating_inputs(named)
-    single = isinstance(private.inputs, int | str | Integral)
-    wanted: list[Any] = [private.inputs] if single else list(private.inputs)  # type: ignore[arg-type]
+    inputs: Any = private.inputs
+    wanted: list[Any] = [inputs] if isinstance(inputs, str | Integral) else list(inputs)
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"private inputs {wanted} name one input twice; its coordinates would count twice")
     for key in wanted:
         if key not in named:
             raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
-        check_floating(
-            named[key].value, f"private input {key!r}", "For integer tokens name the embedding: Private(submodule='…')"
-        )
+        remedy = "For integer tokens name the embedding: Private(submodule='…')"
+        _check_floating(named[key].value, f"private input {key!r}", remedy)
     return wanted
 
 
-def check_floating(value: Any, what: str, remedy: str) -> None:
+def _check_floating(value: Any, what: str, remedy: str) -> None:
     """Raise unless a private input or target is a floating-point tensor."""
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         kind = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
@@ -154,20 +143,16 @@ def flat_index(chosen: Coordinates | None, key: Key, shape: torch.Size, device: 
 
     # Masks and columns both become a mask of one example, so z has the same order for either.
     mask = torch.zeros(shape, dtype=torch.bool)
-    columns = chosen if isinstance(chosen, slice) else torch.as_tensor(chosen).cpu()
+    given: Any = chosen if isinstance(chosen, slice) else torch.as_tensor(chosen).cpu()
     try:
-        if isinstance(columns, Tensor) and isinstance(chosen, Tensor) and columns.dtype == torch.bool:
-            mask = columns.expand(shape)
-        elif isinstance(columns, Tensor) and (columns.is_floating_point() or columns.dtype == torch.bool):
-            raise TypeError(f"coordinates={chosen} of input {key!r} are not column numbers; a mask is a boolean tensor")
+        if isinstance(given, Tensor) and given.dtype == torch.bool:
+            mask = given.expand(shape)
         else:
-            mask[..., columns] = True
+            mask[..., given] = True
     except (IndexError, RuntimeError) as error:
-        what = f"a mask of shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else str(chosen)
         raise ValueError(
-            f"coordinates: {what} does not fit one example of input {key!r}, which has shape {tuple(shape)} ({error})"
+            f"coordinates={chosen} do not fit one example of input {key!r}, which has shape {tuple(shape)}: {error}"
         ) from error
-
     index = mask.reshape(-1).nonzero().flatten()
     if index.numel() == 0:
         raise ValueError(f"coordinates of input {key!r} choose nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -12,30 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.private.batches import (
-    Input,
-    Inputs,
-    Key,
-    Path,
-    as_call,
-    check_finite,
-    named_inputs,
-    num_examples,
-    with_value_at,
-)
-from torchfil.private.choice import (
-    OwnPositions,
-    Private,
-    check_floating,
-    flat_index,
-    for_names,
-    own_positions,
-    private_inputs,
-)
+from torchfil.private.batches import Input, Inputs, Key, Path, as_call, check_finite, named_inputs, num_examples
+from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
 from torchfil.private.submodules import Output, outputs_of_one_example
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
-
-__all__ = ["Examples", "Layout"]
 
 Public = Any  # a tuple of positional inputs, keyword inputs and targets
 _ENOUGH = 64  # numbers of two kinds (yes or no) that are not equal by chance
@@ -149,7 +130,7 @@ class Layout:
         """
         args, kwargs, targets = public
         named = named_inputs(args, kwargs, model)
-        chosen = private_inputs(named, private)
+        chosen = private_inputs(named, targets, private)
         outputs: tuple[Output, ...] = ()
         if private.submodules:
             if model is None:
@@ -160,9 +141,6 @@ class Layout:
             unknown = [key for key in given if key not in known] if isinstance(given, Mapping) else []
             if unknown:
                 raise ValueError(f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
-        if private.target:
-            remedy = "Use class probabilities (a one-hot tensor) as targets, or leave the target public."
-            check_floating(targets, "the private target", remedy)
 
         # A tensor that enters in several places is one private tensor: its places change together.
         of_targets = named_inputs((), {"target": targets})
@@ -183,13 +161,12 @@ class Layout:
             own = None if lengths is None and of_another else own_positions(lengths, named, value.shape[1:])
             limit = private.max_length if not outputs and value.ndim > 1 else None
             slots.append(_slot(private, keys, path, value[0:0], limit, own=own, copies=copies))
-        device = tensors_of(public)[0].device
         for output in outputs:
             keys = (output.key, output.submodule)
             tokens = (output.tokens, output.padding, output.mask_name, output.appended)
             lengths = for_names(private.lengths, keys)
             own = own_positions(lengths, named, output.shape, *tokens) if output.positions else None
-            like = torch.empty(0, *output.shape, dtype=output.dtype, device=device)
+            like = torch.empty(0, *output.shape, dtype=output.dtype, device=tensors_of(public)[0].device)
             limit = private.max_length if output.positions else None
             slots.append(_slot(private, keys, output.submodule, like, limit, own=own))
         if not slots:
@@ -199,7 +176,7 @@ class Layout:
     @cached_property
     def spans(self) -> list[tuple[_Slot, slice]]:
         """Each private tensor with its place in z."""
-        ends = [sum(slot.size for slot in self.slots[: i + 1]) for i in range(len(self.slots))]
+        ends = accumulate(slot.size for slot in self.slots)
         return [(slot, slice(end - slot.size, end)) for slot, end in zip(self.slots, ends, strict=True)]
 
     @cached_property
@@ -292,15 +269,14 @@ class Examples:
         """
         z = self.z.clone()
         for slot, span in self.layout.spans:
-            if not isinstance(slot.place, str):
-                value = reduce(getitem, slot.place, public)
-                z[:, span] = slot.select(value)
-                for key, path in slot.copies:
-                    copy = reduce(getitem, path, public)
-                    if not (torch.equal(copy, reduce(getitem, path, self.public)) or _equal(copy, value)):
-                        raise ValueError(
-                            f"{key!r} was changed, but it is the same tensor as {slot.key!r}: change that one"
-                        )
+            if isinstance(slot.place, str):
+                continue
+            value = reduce(getitem, slot.place, public)
+            z[:, span] = slot.select(value)
+            for key, path in slot.copies:
+                copy = reduce(getitem, path, public)
+                if not (torch.equal(copy, reduce(getitem, path, self.public)) or _equal(copy, value)):
+                    raise ValueError(f"{key!r} was changed, but it is the same tensor as {slot.key!r}: change that one")
         return replace(self, z=z, public=public)
 
     def __len__(self) -> int:
@@ -392,10 +368,10 @@ class Examples:
                 offsets[slot.place] = (*offsets.get(slot.place, ()), offset)
                 continue
             value = slot.fill(reduce(getitem, slot.place, public), part, own)
-            filled = with_value_at(filled, slot.place, value)
+            filled = _with_value_at(filled, slot.place, value)
             for _, path in slot.copies:
                 there = reduce(getitem, path, public)
-                filled = with_value_at(filled, path, value.reshape(there.shape).to(there.dtype))
+                filled = _with_value_at(filled, path, value.reshape(there.shape).to(there.dtype))
         return (*filled, offsets)
 
     def maps(self, values: Tensor) -> dict[Hashable, Tensor]:
@@ -434,12 +410,23 @@ def _nothing_private(named: Mapping[Key, Input], model: nn.Module | None) -> Val
     masks = " except masks, which are not private by default" if "float" in str(kinds) else ""
     modules = () if model is None else model.named_modules()
     embeddings = [name for name, module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    known = f" The model's embeddings are {', '.join(map(repr, embeddings))}." if embeddings else ""
-    example = embeddings[0] if embeddings else "embedding"
     return ValueError(
         f"nothing private to measure: no input is floating-point{masks} (inputs: {kinds}). Integer inputs have no "
-        f"derivative; name the submodule whose output is private, e.g. private=Private(submodule={example!r}).{known}"
+        "derivative; name the submodule whose output is private, e.g. "
+        f"private=Private(submodule={(embeddings or ['embedding'])[0]!r}). The model's embeddings: {embeddings}"
     )
+
+
+def _with_value_at(tree: Any, path: Path, value: Any) -> Any:
+    """A copy of nested tuples, lists and dicts with another value at this path.
+
+    Example:
+        >>> _with_value_at(((1, {"a": 2}), {}), (0, 1, "a"), 5)
+        ((1, {'a': 5}), {})
+    """
+    parts: Any = dict(tree) if isinstance(tree, dict) else list(tree)
+    parts[path[0]] = _with_value_at(parts[path[0]], path[1:], value) if len(path) > 1 else value
+    return tuple(parts) if isinstance(tree, tuple) else parts
 
 
 def same_tensors(

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from torchfil.private.batches import Input, Key, first_example, is_mask, named_inputs
 
-__all__ = ["Output", "added_to_outputs", "decoder_tokens", "embeddings_to_protect", "outputs_of_one_example"]
-
 Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
 Sources = Mapping[int, tuple[Key, Input]]  # inputs by their place in memory
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belongs to
 
 
@@ -79,7 +78,11 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
             _output(model, name, module, inputs[0] if inputs else None, output, sources)
         )
 
-    sharing = {name: _with_the_same_table(modules, name) for name in names}
+    sharing = {name: [name] for name in names}  # with the names of other embeddings of the same table
+    for name in names:
+        if isinstance(modules[name], _EMBEDDINGS):
+            tables = [other for other, each in modules.items() if isinstance(each, _EMBEDDINGS)]
+            sharing[name] = [other for other in tables if modules[other].weight is modules[name].weight]
     with contextlib.ExitStack() as stack, torch.no_grad():
         for name in {name for others in sharing.values() for name in others}:
             stack.callback(modules[name].register_forward_hook(note(name)).remove)
@@ -97,24 +100,12 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     return tuple(dict.fromkeys(outputs))
 
 
-def _with_the_same_table(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The name itself and, for an embedding, the names of others with the same table."""
-    module = modules[name]
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return [name]
-    return [
-        other
-        for other, each in modules.items()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.weight is module.weight
-    ]
-
-
 def _output(model: nn.Module, name: str, module: nn.Module, taken: Any, output: Any, sources: Sources) -> Output:
     """One call's output, with the source of its tokens."""
     if not (isinstance(output, Tensor) and output.is_floating_point()):
         raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
     shape = output.shape[1:] if output.shape[0] <= 1 else output.shape
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if not isinstance(module, _EMBEDDINGS):
         return Output(name, name, shape, output.dtype, positions=len(shape) >= 2)
 
     tokens: Any = None
@@ -168,11 +159,11 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if isinstance(module, _EMBEDDINGS):
                 stack.callback(module.register_forward_hook(note(name), with_kwargs=True).remove)
         model(*args, **kwargs)
 
-    taking = [(name, source) for name, source in called if source and not _is_place(source)]
+    taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
     texts = [name for name, source in taking if source.endswith("input_ids")]
     only = {name for name, _ in called} if len({name for name, _ in called}) == 1 else ()
     tables = {id(model.get_submodule(name).weight) for name in texts or [name for name, _ in taking] or only}
@@ -192,12 +183,7 @@ def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, 
 
 def _is_range(value: Any) -> bool:
     """Whether these are numbers that count up one by one."""
-    steps = value.flatten().diff() if isinstance(value, Tensor) else torch.zeros(0)
-    return bool(len(steps)) and bool((steps == 1).all())
-
-
-def _is_place(name: str) -> bool:
-    return is_mask(name) or name.endswith(_PLACES)
+    return isinstance(value, Tensor) and value.numel() > 1 and bool((value.flatten().diff() == 1).all())
 
 
 @contextlib.contextmanager
@@ -274,10 +260,9 @@ def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
     The model's own method makes them. Without one, as in Whisper, labels move one place to the right behind the start
     token, with padding instead of −100.
     """
-    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    own: Callable[[Tensor], Tensor] | None = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
-        tokens: Tensor = own(labels)
-        return tokens
+        return own(labels)
     config, generates = getattr(model, "config", None), getattr(model, "can_generate", lambda: False)
     start, padding = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
     if not (getattr(config, "is_encoder_decoder", False) and generates()) or start is None or padding is None:
@@ -288,9 +273,8 @@ def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
 
 def _padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
     """The padding token, if the embedding or the model's configuration names one."""
-    padding = getattr(embedding, "padding_idx", None)
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None) if padding is None else padding
-    return padding if isinstance(padding, int) else None
+    padding = [getattr(embedding, "padding_idx", None), getattr(getattr(model, "config", None), "pad_token_id", None)]
+    return next((token for token in padding if isinstance(token, int)), None)
 
 
 def _padded_input(sources: Sources, taken: Any, padding: int | None) -> tuple[Key | None, Input | None]:
