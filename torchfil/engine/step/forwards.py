@@ -14,9 +14,9 @@ from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.replica import Replica
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
-from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
+from torchfil.fisher.models import without_checkpoints
 from torchfil.fisher.precision import autocast_as, autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples
