@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.batches import BatchTracker
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.sharded import ShardedReplica, is_sharded
 from torchfil.engine.distributed.streams import FILStreamLoader
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import EmptySecond, FILDataLoader
+from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.batches import BatchTracker, plain
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
 from torchfil.engine.distributed.sharded import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import is_target_name, split_batch
+from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
 from torchfil.engine.loss_inside import LossInside
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
 from torchfil.engine.measure import Wanted

@@ -19,8 +19,8 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.graphs import StartedGraph
+from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.engine.replica import Replica
 from torchfil.fisher.checkpointing import without_checkpoints

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.engine.batches import BatchTracker
 from torchfil.engine.forward import ForwardPass
-from torchfil.engine.loader import split_batch
+from torchfil.engine.loader import BatchTracker, split_batch
 from torchfil.engine.loss_inside import NO_TARGETS
 from torchfil.engine.losses import (
     IdentifiedLoss,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from torchfil.engine.asking import with_alternatives
-from torchfil.engine.batches import make_current, plain
 from torchfil.engine.executor import Executor, Started
 from torchfil.engine.forward import ForwardPass, Observer
 from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
-from torchfil.engine.loader import is_target_name, split_batch
+from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
 from torchfil.engine.measure import StepValues, Wanted, joined
@@ -216,6 +215,8 @@ class Step:
         if self.run.ledger is not None:  # the first step has looked at once
             flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
             flags.start_reading()
+            if self.replica.device.type == "cpu":  # before the costly part; a GPU goes on meanwhile
+                guard.raise_if_any(flags)
         return examples
 
     def _joined_values(
