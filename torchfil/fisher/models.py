@@ -37,6 +37,7 @@ from torchfil.utils.trees import map_tensors
 logger = logging.getLogger(__name__)
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _uses_replaced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -305,10 +306,7 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
     if model not in _uses_replaced:
         _uses_replaced[model] = any(
             isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
-            or (
-                isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-                and module.stride == module.kernel_size != (1,) * len(module.stride)
-            )
+            or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
             for module in model.modules()
         )
     return _Replaced() if _uses_replaced[model] else contextlib.nullcontext()
