@@ -276,8 +276,6 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
     """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite if an entry is not finite."""
-    if matrix.shape[0] == 0:
-        return matrix.new_zeros(0)
     finite = matrix.isfinite().all(dim=(1, 2))
     largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[:, -1].clamp(min=0)
     return torch.where(finite, largest, torch.inf)
@@ -288,8 +286,6 @@ def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
 
     With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. It is infinite if Y is not finite.
     """
-    if sketch.shape[0] == 0:
-        return sketch.new_zeros(0)
     finite = sketch.isfinite().all(dim=(1, 2))
     sketch = sketch.where(finite[:, None, None], torch.zeros_like(sketch))
 

@@ -37,6 +37,7 @@ from torchfil.utils.trees import map_tensors
 logger = logging.getLogger(__name__)
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
+_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _uses_replaced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -147,9 +148,7 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def may_drop(module: nn.Module) -> bool:
     """Whether this module itself (not its children) is of a kind that drops something in training."""
-    if isinstance(module, nn.RNNBase):
-        return module.num_layers > 1
-    return isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention)
+    return isinstance(module, _DROPOUTS) or (isinstance(module, nn.RNNBase) and module.num_layers > 1)
 
 
 def has_active_dropout(module: nn.Module) -> bool:
@@ -162,9 +161,8 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
-    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
-        return
-    if loss_fn.weight is not None and loss_fn.reduction == "mean":
+    by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is not None
+    if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
             "batch, so no example has its own loss; pass reduction='sum', and in the loop divide by the number of "

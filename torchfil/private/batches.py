@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -128,25 +127,6 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
             "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
         )
     return sizes.pop()[0]
-
-
-def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
-    """Start to look for NaN and infinity; the returned function raises an error if there are any.
-
-    On a GPU the search runs while other work continues.
-    """
-    floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
-    sums = [leaf.sum(dtype=torch.float64) for leaf in floating if leaf.is_cuda]
-    if not sums or len(sums) < len(floating):
-        check_finite(args, kwargs, targets)
-        return lambda: None
-    totals = read_later(torch.stack(sums))
-
-    def confirm() -> None:
-        if not all(map(math.isfinite, totals().tolist())):
-            check_finite(args, kwargs, targets)
-
-    return confirm
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
