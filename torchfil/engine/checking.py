@@ -19,7 +19,7 @@ from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.batches import BatchTracker, plain
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
-from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.loader import is_target_name, split_batch
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss

@@ -128,7 +128,7 @@ class StepPipeline(StepStages):
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
             self.looks.refresh_norms(optimizer)
-        self.replica.let_go()
+        self.replica.free_weights()
 
     def forget(self) -> None:
         """Forget gradients that were discarded."""
@@ -156,11 +156,11 @@ class StepPipeline(StepStages):
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
         self.run.staged.clear()
-        self.replica.let_go()
+        self.replica.free_weights()
 
     def refused(self) -> None:
         """Note that this process has refused a step; a single process may recover from that."""
-        self.replica.let_go()
+        self.replica.free_weights()
 
     def close(self) -> None:
         """Take no further steps."""
