@@ -20,7 +20,6 @@ from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.checkpoints import is_folder, read_file, read_folder, write_file, write_folder
 from torchfil.engine.distributed.shards import in_parts, is_sharded
 from torchfil.engine.saving.fingerprint import data_fingerprint
-from torchfil.engine.step.batch_checks import nothing
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.noise import random_state, set_random_state
 
@@ -71,7 +70,7 @@ class Checkpoints:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        if self._training.run.staged.parts:
+        if self._training.run.batch.parts:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"
@@ -87,7 +86,7 @@ class Checkpoints:
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         self._training.run.load_state_dict(state_dict["run"])
-        self._training.checks.last_norms_were_finite = nothing
+        self._training.step.guard.forget_last_step()
         own = {"mechanism": self._accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
         self._accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
         self._collected = None
