@@ -561,8 +561,8 @@ class FILPrivacyEngine(RunFiles):
         it has the ledger and weights that were perhaps never released.
 
         With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
-        load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its part, by
-        ``torch.distributed.checkpoint``. Any number of processes can resume from either.
+        load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its shards of the model, and
+        rank 0 the rest, by ``torch.distributed.checkpoint``. Any number of processes can resume from either.
 
         Args:
             path: A file, or a folder: an existing one, or a name that ends with a slash.
@@ -602,6 +602,7 @@ class FILPrivacyEngine(RunFiles):
         Raises:
             ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
                 changed.
+            RuntimeError: The weights do not fit the module; nothing was changed.
             CheckpointError: The file is damaged or truncated; nothing was changed.
         """
         return self._checkpoints.load(path, module, optimizer, **options)

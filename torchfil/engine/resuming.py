@@ -70,19 +70,12 @@ class Checkpoints:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        if self._training.run.batch.parts:
-            raise RuntimeError(
-                "a state can be loaded only between logical batches; finish the batch first, or call "
-                "optimizer.discard_partial_batch()"
-            )
         try:
             self._check_settings(state_dict["settings"])
             with _all_or_nothing((self.state_dict, self._set_state)):
                 self._set_state(state_dict)
         except KeyError as error:
-            raise ValueError(
-                f"the state lacks {error.args[0]!r}; was it saved by FILPrivacyEngine.state_dict, of this version?"
-            ) from error
+            raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         self._training.run.load_state_dict(state_dict["run"])
@@ -184,9 +177,6 @@ class Checkpoints:
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
         if to_folder:
             self._wait_for_saving()
-            if self._ranks is not None:  # each rank writes a block of the rows
-                n, rows = self._training.run.ids.num_examples, ("ledger", "history", "clip_weights", "ranks")
-                state["run"] |= {name: self._ranks.in_blocks(state["run"][name], n) for name in rows}
             self._saving = write_folder(path, checkpoint, self._ranks, asynchronous=asynchronous)
             return self._saving
         if self._ranks is None or self._ranks.rank == 0:
@@ -231,10 +221,7 @@ class Checkpoints:
         # If one part cannot be loaded, the others are restored.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
         with _all_or_nothing(*loaded, (random_state, set_random_state)):
-            try:
-                module.load_state_dict(checkpoint[_MODULE], **module_load_dict_kwargs or {})
-            except RuntimeError as error:
-                raise ValueError(f"the checkpoint is from another model; nothing was loaded. {error}") from error
+            module.load_state_dict(checkpoint[_MODULE], **module_load_dict_kwargs or {})
             for key, part in parts.items():
                 part_state = checkpoint.pop(key, None)
                 if part is not None and part_state:

@@ -245,7 +245,7 @@ class Run:
         self.ranks.meet()
         self.history.enter()
         mine = self.ledger, self.test_matrix
-        self._whole = Whole.of(self.ranks, self.history.steps, *mine, self.new_ledger, self.generator)
+        self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
 
     @property
     def _is_gathered(self) -> bool:
@@ -510,7 +510,10 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
         if self.batch.parts:
-            raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
+            raise RuntimeError(
+                "a state can be saved and loaded only between logical batches; finish the batch first, or call "
+                "optimizer.discard_partial_batch()"
+            )
         ledger, test_matrix = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,

@@ -276,7 +276,7 @@ def read_folder(
     return tree
 
 
-def _read(folder: Path, like: Callable[[str], Any], without: tuple[str, ...]) -> dict[str, Any]:
+def _read(folder: Path, like: Callable[[str], Any], without: tuple[str, ...]) -> Any:
     latest = folder / _LATEST
     if not latest.exists():
         raise ValueError("it holds no complete checkpoint: the file 'latest', which names it, is missing")
@@ -298,13 +298,9 @@ def _read(folder: Path, like: Callable[[str], Any], without: tuple[str, ...]) ->
         warnings.filterwarnings("ignore", message=_NO_GROUP)
         load(values, storage_reader=reader, no_dist=True)  # each rank finds what it needs
 
-    content = io.BytesIO(values[_REST].numpy().tobytes())
-    rest: dict[str, Any] = torch.load(content, weights_only=True)
+    rest: dict[str, Any] = torch.load(io.BytesIO(values[_REST].numpy().tobytes()), weights_only=True)
     tree = {key: part for key, part in rest.items() if key not in without}
-    whole: dict[str, Any] = pytree.tree_map(
-        lambda leaf: values[leaf[1]] if _is_part(leaf) else leaf, tree, is_leaf=_is_part
-    )
-    return whole
+    return pytree.tree_map(lambda leaf: values[leaf[1]] if _is_part(leaf) else leaf, tree, is_leaf=_is_part)
 
 
 def _is_part(leaf: Any) -> bool:

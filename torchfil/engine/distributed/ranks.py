@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.accounting.ledger import Ledger
@@ -35,7 +34,6 @@ from torchfil.accounting.parts import whole_ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.engine.options import Accounting
 from torchfil.utils.noise import derived_seed
-from torchfil.utils.trees import map_tensors
 
 __all__ = ["Ranks", "StepNotTakenError", "Whole", "check_ranks", "part_of_sum", "shared_by", "take_part"]
 
@@ -74,8 +72,7 @@ class Ranks:
         self.seed: int = seeds[0]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"the ranks' data sets have {list(sizes)} examples: give every rank the whole data set; each rank then "
-                "draws from its own part"
+                f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
             )
         self.is_lost = False
 
@@ -221,20 +218,6 @@ class Ranks:
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
-    def in_blocks(self, tree: Any, num_rows: int) -> Any:
-        """A tree that is equal on all ranks, in which each keeps a block of every tensor [num_rows, …] (a DTensor)."""
-
-        def block(leaf: Tensor) -> Tensor:
-            if leaf.ndim == 0 or len(leaf) != num_rows:
-                return leaf
-            return distribute_tensor(leaf.cpu(), self._mesh, [Shard(0)], src_data_rank=None)
-
-        return map_tensors(block, tree)
-
-    @cached_property
-    def _mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self._group, "cpu")
-
     @cached_property
     def saving_group(self) -> dist.ProcessGroup:
         """The group for checkpoints, which may be written while steps are taken."""
@@ -244,6 +227,9 @@ class Ranks:
         value = value.detach().to("cpu", copy=True).contiguous()
         dist.all_reduce(value, op=operation, group=self._group)
         return value
+
+
+_Booked = tuple[Ledger | None, Tensor | None]  # a ledger and the test matrix of its sketch
 
 
 @dataclass(frozen=True)
@@ -264,30 +250,23 @@ class Whole:
 
     @classmethod
     def of(
-        cls,
-        ranks: Ranks,
-        steps: int,
-        ledger: Ledger | None,
-        test_matrix: Tensor | None,
-        new_ledger: Callable[[int], tuple[Ledger, Tensor | None]],
-        generator: torch.Generator,
+        cls, ranks: Ranks, steps: int, own: _Booked, new_ledger: Callable[[int], _Booked], generator: torch.Generator
     ) -> Whole:
         """Combine the parts (collective).
 
         Args:
             ranks: The processes.
             steps: The number of steps taken.
-            ledger: This rank's ledger; None if it has none.
-            test_matrix: The test matrix of its sketch.
-            new_ledger: Returns an empty ledger for d coordinates.
+            own: This rank's ledger, None if it has none, and the test matrix of its sketch.
+            new_ledger: Returns the same for d coordinates, empty.
             generator: This rank's source of probes.
         """
         parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
-        sizes = [size for size in ranks.objects(None if ledger is None else ledger.laid_out) if size is not None]
-        if not sizes:
+        num_coordinates = max(ranks.objects(0 if own[0] is None else own[0].laid_out))
+        if not num_coordinates:
             return cls(steps, None, None, parts)
-        if ledger is None:  # this rank has had only empty batches
-            ledger, test_matrix = new_ledger(max(sizes))
+        ledger, test_matrix = own if own[0] is not None else new_ledger(num_coordinates)  # after empty batches only
+        assert ledger is not None
         parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
         return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
 

@@ -30,10 +30,6 @@ __all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
 _ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
-_REMEDY = (
-    "Put an id into every example, the same whenever it comes again, and pass id_of=: the name or place of that part "
-    "of the batch, or a function from a batch to its ids."
-)
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
@@ -56,7 +52,11 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
             "length and numbered examples."
         )
     if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
-        raise ValueError(f"id_of={id_of!r} does not identify the examples in the stream {name}. {_REMEDY}")
+        raise ValueError(
+            f"id_of={id_of!r} does not identify the examples in the stream {name}. Put an id into every example, the "
+            "same whenever it comes again, and pass id_of=: the name or place of that part of the batch, or a function "
+            "from a batch to its ids."
+        )
     if loader.batch_size is None:
         raise ValueError(
             "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
@@ -150,7 +150,7 @@ class FILStreamLoader(DataLoader[Any]):
         tracker: BatchTracker,
         on_start: Callable[[], None],
         id_of: IdOf,
-        ranks: Ranks | None = None,
+        ranks: Ranks | None,
     ) -> None:
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
