@@ -81,13 +81,3 @@ def test_patches(
     columns = torch.randn_like(expected)
     folded = F.fold(columns, (15, 14), size, dilation, padding, stride)
     torch.testing.assert_close(kernels.fold_patches(columns, a.shape[2:], size, stride, dilation, padding), folded)
-
-
-@pytest.mark.parametrize(("size", "stride"), [((2, 2), (1, 1)), ((3, 2), (2, 3)), ((2, 2), (2, 2)), ((2, 3), (3, 1))])
-def test_pooling(size: tuple[int, int], stride: tuple[int, int]) -> None:
-    x = drawn(2, 3, 9, 11).requires_grad_()
-    pooled = F.avg_pool2d(x, size, stride)
-    torch.testing.assert_close(kernels.pool(x.detach(), size, stride), pooled.detach())
-    v = torch.randn_like(pooled)
-    (expected,) = torch.autograd.grad(pooled, x, v)
-    torch.testing.assert_close(kernels.spread(v, x.shape, size, stride), expected)

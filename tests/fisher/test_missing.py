@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchfil.fisher.models import with_second_derivatives
-from torchfil.fisher.rules.patches import patches
+from torchfil.fisher.rules.convolution import patches
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

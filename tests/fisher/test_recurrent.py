@@ -21,8 +21,7 @@ from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import MaskLayouts, recorded_masks
 from torchfil.fisher.recording import RecordedJacobian, forward_pass, norm_gradient, plan
-from torchfil.fisher.rules.cells import CELLS
-from torchfil.fisher.rules.recurrence import recurrence
+from torchfil.fisher.rules.recurrent import CELLS, recurrence
 
 BATCH, TIME, WIDTH, HIDDEN = 4, 5, 3, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {

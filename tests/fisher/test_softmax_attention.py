@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.cases import DEVICE
 from torchfil.fisher.masks import recorded_masks, replayed_masks
-from torchfil.fisher.rules.softmax_attention import attention
+from torchfil.fisher.rules.attention import attention
 
 SHAPE = (2, 3, 5, 4)
 

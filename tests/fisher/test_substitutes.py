@@ -13,12 +13,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from tests.cases import DEVICE
-from torchfil.fisher.rules import pooling, substitutes
+from torchfil.fisher.rules import substitutes
 from torchfil.fisher.rules.products import gram
 from torchfil.fisher.rules.substitutes import (
     FastFunctions,
     register_function,
-    register_named_substitute,
     register_substitute,
     with_substitutes,
 )
@@ -91,11 +90,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "silu, a module": nn.SiLU(),
     "silu, in place (torch's own)": lambda x: F.silu(x + 0, inplace=True),
-    "tanh": torch.tanh,
-    "tanh, a method": lambda x: x.tanh(),
-    "cube": lambda x: torch.pow(x, 3.0),
-    "cube, an operator": lambda x: x**3,
-    "other powers (torch's own)": lambda x: x**2 + torch.pow(2.0, x),
     "product": lambda x: x @ x.cos().mT,
     "product of four": lambda x: torch.matmul(x[None], x.cos().mT[None]),
     "product, bmm": lambda x: torch.bmm(x.mT, x.cos()),
@@ -144,18 +138,6 @@ def test_derivatives_are_those_of_finite_differences(name: str) -> None:
         assert gradgradcheck(module, x)
 
 
-@pytest.mark.parametrize(("windows", "shape"), [(((2, 1), (3, 1)), (2, 3, 5, 6)), (((2, 2), (3, 3)), (2, 3, 5, 10))])
-def test_the_way_back_for_gpus_is_the_transposed_map(windows: pooling._Windows, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(shape, dtype=torch.float64)
-    pooled = pooling._Pool.apply(x, windows)
-    value = torch.randn_like(pooled)
-    spread = pooling._spread_on_gpu(value, x.shape, windows)
-    assert spread.shape == x.shape
-    torch.testing.assert_close((spread * x).sum(), (value * pooled).sum())
-    torch.testing.assert_close(spread, pooling._Spread.apply(value, x.shape, windows))
-
-
 def test_substitutes_are_not_replaced_silently() -> None:
     with pytest.raises(ValueError, match="Tanh already has a substitute, .*; pass overwrite=True to replace it"):
         register_substitute(nn.Tanh, lambda module: torch.tanh)
@@ -193,8 +175,8 @@ class Written(nn.Module):
 
 
 def test_classes_of_packages_that_may_be_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(substitutes, "_NAMED", {})
-    register_named_substitute(f"{__name__}.Written", lambda module: partial(F.gelu, approximate="tanh"))
+    monkeypatch.setattr(substitutes, "_SUBSTITUTES", {})
+    register_substitute(f"{__name__}.Written", lambda module: partial(F.gelu, approximate="tanh"))
     module, x = Written(), torch.randn(4, 5, dtype=torch.float64).to(DEVICE)
     want = second_derivatives(module, x)
     with with_substitutes(module):

@@ -17,9 +17,8 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.passes import record
 from torchfil.fisher.rules.convolution import ConvolutionRule
-from torchfil.fisher.rules.embedding import EmbeddingRule
 from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.linear import LinearRule
+from torchfil.fisher.rules.linear import EmbeddingRule, LinearRule
 from torchfil.fisher.rules.normalisation import NormalisationRule
 from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 

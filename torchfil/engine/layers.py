@@ -8,7 +8,7 @@ from typing import Any
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 
 from torchfil.fisher.rules.recurrent import run_recurrent
-from torchfil.fisher.rules.telling import register_telling
+from torchfil.fisher.rules.substitutes import register_substitute
 
 __all__ = ["recurrent_forward"]
 
@@ -25,4 +25,4 @@ def recurrent_forward(module: Any) -> Callable[..., Any]:
 
 
 for _kind in (DPLSTM, DPGRU, DPRNN):
-    register_telling(_kind, recurrent_forward)
+    register_substitute(_kind, recurrent_forward, reports_uses=True)

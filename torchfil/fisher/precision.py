@@ -18,8 +18,11 @@ from torch import Tensor
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
 PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
 
+REDUCED = frozenset({torch.bfloat16, torch.float16})  # fewer digits than float32
+
 __all__ = [
     "PROBE_PRECISIONS",
+    "REDUCED",
     "ProbePrecision",
     "autocast_as",
     "autocast_inputs",
@@ -50,28 +53,27 @@ def autocast_now(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-@contextlib.contextmanager
-def autocast_as(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+def autocast_as(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Inside, autocast is as :func:`autocast_now` found it, whatever it is outside.
 
     Casts of weights are not cached: if the whole loop runs inside one autocast, they would outlive an update of the
     weights, and they would keep the graph of a recorded pass.
     """
-    if not torch.amp.is_autocast_available(device.type) or (dtype is None and autocast_now(device) is None):
-        yield
-        return
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-        yield
+    if not torch.amp.is_autocast_available(device.type) or (
+        dtype is None and not torch.is_autocast_enabled(device.type)
+    ):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def is_reduced(dtype: torch.dtype) -> bool:
     """Whether numbers of this dtype have fewer digits than float32."""
-    return dtype in (torch.bfloat16, torch.float16)
+    return dtype in REDUCED
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype for norms and sums of such numbers: float32 or wider."""
-    return torch.float32 if is_reduced(dtype) else dtype
+    return torch.float32 if dtype in REDUCED else dtype
 
 
 def wide(value: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def wide(value: Tensor) -> Tensor:
         >>> wide(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    return value.float() if is_reduced(value.dtype) else value
+    return value.float() if value.dtype in REDUCED else value
 
 
 def autocast_inputs(*values: Tensor | None) -> tuple[Any, ...]:
@@ -98,20 +100,20 @@ def normalised_dtype(x: Tensor) -> torch.dtype:
 
 def product_precision() -> str:
     """The current precision of products of float32 matrices on GPUs."""
-    precision: str = torch.backends.cuda.matmul.fp32_precision
-    return precision
+    return torch.backends.cuda.matmul.fp32_precision
 
 
-@contextlib.contextmanager
-def products_in(precision: str) -> Iterator[None]:
+def products_in(precision: str) -> contextlib.AbstractContextManager[None]:
     """Inside, products of float32 matrices on GPUs have this precision.
 
     "tf32" keeps every digit of numbers that come from bfloat16 or float16, and sums in float32.
     """
     before = product_precision()
-    if precision == before:
-        yield
-        return
+    return contextlib.nullcontext() if precision == before else _products_in(precision, before)
+
+
+@contextlib.contextmanager
+def _products_in(precision: str, before: str) -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield

@@ -5,7 +5,7 @@ from torchfil.fisher.recording.norms import NormGradient, norm_gradient
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, losses_of, record, run_alike
 from torchfil.fisher.recording.released import ReleasedGradients
 from torchfil.fisher.recording.trial import Plan, plan
-from torchfil.fisher.rules.call import UnsupportedCallError
+from torchfil.fisher.rules.base import UnsupportedCallError
 
 __all__ = [
     "NormGradient",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchfil.fisher.precision import wide
 from torchfil.fisher.recording.passes import Recording
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules.base import Call, UnsupportedCallError
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["CutRecording", "DifferentiableSum", "Part", "cut"]

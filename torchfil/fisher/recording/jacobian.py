@@ -20,7 +20,7 @@ from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 from torchfil.fisher.recording.cut import CutRecording, DifferentiableSum, cut
 from torchfil.fisher.recording.norms import gradient_products, inner_products, squared_norms, weighted_sum
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, targets_at
-from torchfil.fisher.rules.call import UnsupportedCallError
+from torchfil.fisher.rules.base import UnsupportedCallError
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["RecordedJacobian"]

@@ -15,8 +15,7 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.precision import probes_are_narrow
 from torchfil.fisher.recording.cut import CutRecording, Part, cut
 from torchfil.fisher.recording.passes import Recording, record
-from torchfil.fisher.rules.base import products_of, total_square
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
 from torchfil.fisher.rules.generic import GenericRule
 
 __all__ = [

@@ -25,12 +25,10 @@ from torchfil.fisher.precision import autocast_now, wide
 from torchfil.fisher.recording.uses import Layouts, Use, Uses, by_example, layouts_of
 from torchfil.fisher.recording.watching import WatchedParameters
 from torchfil.fisher.rules.attention import attends_in_steps
-from torchfil.fisher.rules.base import LayerRule, rule_for
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, rule_for
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
-from torchfil.fisher.rules.substitutes import FastFunctions, with_substitutes
-from torchfil.fisher.rules.telling import listening, tells_uses
+from torchfil.fisher.rules.substitutes import FastFunctions, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -347,7 +345,7 @@ def _is_whole(module: nn.Module) -> bool:
     """Whether it uses its children's parameters itself: attention, recurrent layers."""
     if isinstance(module, nn.MultiheadAttention):
         return module in _seen_whole or not attends_in_steps(module)
-    return tells_uses(module)
+    return reports_uses(module)
 
 
 def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], set[nn.Module], list[str]]:
@@ -359,7 +357,7 @@ def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Mo
     unrecorded: set[nn.Module] = set()
     bare: set[int] = set()
     for module in holders(gradients.model):
-        if tells_uses(module):
+        if reports_uses(module):
             continue
         ruled = _is_whole(module) or not isinstance(rule_for(module), GenericRule)
         if module in _seen_whole or (ruled and module not in _seen_apart):

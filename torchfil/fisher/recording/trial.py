@@ -15,8 +15,7 @@ from torchfil.fisher.recording.cut import cut
 from torchfil.fisher.recording.doubled import in_double
 from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
 from torchfil.fisher.recording.passes import learn_layouts, record, watch_parameters
-from torchfil.fisher.rules.base import LayerRule
-from torchfil.fisher.rules.call import Call
+from torchfil.fisher.rules.base import Call, LayerRule
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchfil.fisher.recording.uses import Use, Uses
-from torchfil.fisher.rules.operations import Operation, operation_of
+from torchfil.fisher.rules.parameters import Operation, operation_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Meeting", "WatchedParameters"]

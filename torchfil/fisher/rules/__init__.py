@@ -3,20 +3,8 @@
 Each file holds one family of layers, with its rule and its substitute; importing it here registers both.
 """
 
-from torchfil.fisher.rules import (
-    activation,
-    attention,
-    convolution,
-    embedding,
-    generic,
-    linear,
-    normalisation,
-    pooling,
-    recurrent,
-    softmax_attention,
-)
-from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules import activation, attention, convolution, generic, linear, normalisation, pooling, recurrent
+from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
 
 __all__ = [
     "Call",
@@ -25,7 +13,6 @@ __all__ = [
     "activation",
     "attention",
     "convolution",
-    "embedding",
     "generic",
     "linear",
     "normalisation",
@@ -33,5 +20,4 @@ __all__ = [
     "recurrent",
     "register_rule",
     "rule_for",
-    "softmax_attention",
 ]

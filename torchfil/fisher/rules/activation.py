@@ -1,11 +1,12 @@
-"""Tanh, GELU, SiLU and cubes with their second derivatives in few operations.
+"""GELU, SiLU and, on GPUs, tanh, with their second derivatives in few operations.
 
 With y = tanh(x),
 
     ⟨γ, ∂y⟩ = ⟨γ(1 − y²), ∂x⟩,       ⟨w, ∂(γ(1 − y²))⟩ = ⟨w(1 − y²), ∂γ⟩ − 2⟨wγy, ∂y⟩.
 
-The others compute y′ and y″ once, in the forward pass. Φ and φ are the normal distribution function and its density, σ
-is the logistic function, t = tanh(u) and u = k(x + cx³):
+On GPUs, tanh and GELU have a kernel for it. Elsewhere, torch's own tanh is as fast, and the others compute y′ and y″
+once, in the forward pass. Φ and φ are the normal distribution function and its density, σ is the logistic function,
+t = tanh(u) and u = k(x + cx³):
 
     y = xΦ(x):       y′ = Φ(x) + xφ(x),              y″ = (2 − x²)φ(x);
     y = x(1 + t)/2:  y′ = (1 + t + x(1 − t²)u′)/2,   y″ = (1 − t²)(u′ + x(u″/2 − tu′²));
@@ -24,57 +25,41 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.rules.accelerated import kernels_for
-from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.substitutes import (
-    is_served,
-    register_function,
-    register_named_substitute,
-    register_substitute,
-)
+from torchfil.fisher.rules.substitutes import Function, is_served, kernels_for, register_function, register_substitute
 
 
-class _Tanh(Function):
-    """x ↦ y."""
-
-    generate_vmap_rule = True
+class _OnGPU(Function):
+    """x ↦ y by torch's own kernels; only one tensor is kept: y for tanh, x for GELU."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.tanh()
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        result = x.tanh() if name == "tanh" else F.gelu(x)
+        ctx.save_for_backward(result if name == "tanh" else x)
+        ctx.name = name
+        return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _PulledOnGPU.apply(gradients[0].contiguous(), *ctx.saved_tensors, ctx.name), None
+
+
+class _PulledOnGPU(Function):
+    """(γ, kept) ↦ γy′."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return _TanhPulled.apply(gradients[0], y)
-
-
-class _TanhPulled(Function):
-    """(γ, y) ↦ γ(1 − y²)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gamma: Tensor, y: Tensor) -> Tensor:
-        return torch.ops.aten.tanh_backward(gamma, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def forward(ctx: Any, gamma: Tensor, kept: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(gamma, kept)
+        ctx.name = name
+        back = torch.ops.aten.tanh_backward if name == "tanh" else torch.ops.aten.gelu_backward
+        return back(gamma, kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (w,), (gamma, y) = gradients, ctx.saved_tensors
-        kernels = kernels_for(y)
-        if kernels is not None and y.is_contiguous():
-            both: tuple[Tensor, Tensor] = kernels.tanh_pulled_twice(w.contiguous(), gamma.contiguous(), y)
-            return both
-        return torch.ops.aten.tanh_backward(w, y), (w * gamma).mul_(y).mul_(-2)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        gamma, kept = ctx.saved_tensors
+        kernels = kernels_for(kept, reduced=True)
+        twice = kernels.tanh_pulled_twice if ctx.name == "tanh" else kernels.gelu_pulled_twice
+        return *twice(gradients[0].contiguous(), gamma, kept), None
 
 
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # x ↦ y, y′ and y″
@@ -118,38 +103,6 @@ class _SmoothPulled(Function):
         return w * first, w * curved, None, None
 
 
-class _GeluOnGPU(Function):
-    """x ↦ xΦ(x), by torch's own kernels; only x is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return F.gelu(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _GeluPulledOnGPU.apply(gradients[0].contiguous(), *ctx.saved_tensors)
-
-
-class _GeluPulledOnGPU(Function):
-    """(γ, x) ↦ γy′."""
-
-    @staticmethod
-    def forward(ctx: Any, gamma: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(gamma, x)
-        result: Tensor = torch.ops.aten.gelu_backward(gamma, x)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gamma, x = ctx.saved_tensors
-        both: tuple[Tensor, Tensor] = kernels_for(x, reduced=True).gelu_pulled_twice(
-            gradients[0].contiguous(), gamma, x
-        )
-        return both
-
-
 def _gelu_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first = torch.ops.aten.gelu_backward(torch.ones((), dtype=x.dtype).expand(x.shape), x)
     square = x.square()
@@ -176,52 +129,31 @@ def _silu_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return result, left.mul_(x).add_(1).mul_(y), second
 
 
-def _cube_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    square = x.square()
-    return square * x, square.mul_(3), x * 6
+def _smooth(x: Any, derivatives: Derivatives) -> Tensor | None:
+    served = is_served(x) or (isinstance(x, Tensor) and x.requires_grad and kernels_for(x) is not None)
+    return _Smooth.apply(x, derivatives) if served else None
 
 
 def _gelu(x: Any, approximate: str = "none") -> Tensor | None:
-    if not is_served(x):
-        return None
-    return _Smooth.apply(x, _gelu_derivatives if approximate == "none" else _gelu_tanh_derivatives)
-
-
-def _gelu_on_gpu(x: Any, approximate: str = "none") -> Tensor | None:
-    if not isinstance(x, Tensor) or not x.requires_grad or kernels_for(x, reduced=True) is None:
-        return None
-    if approximate == "none":
-        return _GeluOnGPU.apply(x.contiguous())
-    return _Smooth.apply(x, _gelu_tanh_derivatives) if kernels_for(x) is not None else None
-
-
-def _silu_on_gpu(x: Any, inplace: bool = False) -> Tensor | None:
-    served = isinstance(x, Tensor) and x.requires_grad and not inplace and kernels_for(x) is not None
-    return _Smooth.apply(x, _silu_derivatives) if served else None
+    if approximate != "none":
+        return _smooth(x, _gelu_tanh_derivatives)
+    if isinstance(x, Tensor) and x.requires_grad and kernels_for(x, reduced=True) is not None:
+        return _OnGPU.apply(x.contiguous(), "gelu")
+    return _smooth(x, _gelu_derivatives)
 
 
 def _silu(x: Any, inplace: bool = False) -> Tensor | None:
-    return _Smooth.apply(x, _silu_derivatives) if is_served(x) and not inplace else None
+    return None if inplace else _smooth(x, _silu_derivatives)
 
 
-def _tanh(*args: Any, **options: Any) -> Tensor | None:
-    return _Tanh.apply(*args) if len(args) == 1 and not options and is_served(args[0]) else None
+def _tanh(module: nn.Tanh) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.tanh(x) if kernels_for(x) is None else _OnGPU.apply(x.contiguous(), "tanh")
 
 
-def _power(x: Any, exponent: Any = None, **options: Any) -> Tensor | None:
-    cube = not isinstance(exponent, Tensor) and exponent == 3 and not options
-    return _Smooth.apply(x, _cube_derivatives) if cube and is_served(x) else None
-
-
-register_substitute(nn.Tanh, lambda module: _Tanh.apply)
-register_named_substitute(  # written out there in eight operations
+register_substitute(nn.Tanh, _tanh)
+register_substitute(  # written out there in eight operations
     "transformers.activations.NewGELUActivation", lambda module: partial(F.gelu, approximate="tanh")
 )
-register_function(F.gelu, _gelu)
-register_function(F.silu, _silu)
-register_function(F.gelu, _gelu_on_gpu, device="cuda")
-register_function(F.silu, _silu_on_gpu, device="cuda")
-for _function in (torch.tanh, Tensor.tanh):
-    register_function(_function, _tanh)
-for _raise in (torch.pow, Tensor.pow, Tensor.__pow__):
-    register_function(_raise, _power)
+for _device in ("cpu", "cuda"):
+    register_function(F.gelu, _gelu, device=_device)
+    register_function(F.silu, _silu, device=_device)

@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.precision import wide
-from torchfil.fisher.rules.call import Call
-from torchfil.fisher.rules.inheritance import keeps_forward
+from torchfil.fisher.precision import REDUCED, wide
 from torchfil.fisher.rules.products import batched_product, gram
+from torchfil.fisher.rules.substitutes import registered
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = [
+    "Call",
     "Derivatives",
     "LayerRule",
     "LinearInWeightsRule",
     "OuterProductRule",
+    "UnsupportedCallError",
     "per_example",
     "products_of",
     "register_rule",
@@ -36,6 +40,90 @@ __all__ = [
 ]
 
 Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative
+
+
+class UnsupportedCallError(Exception):
+    """The model uses a parameter in a way that a recorded pass cannot attribute to examples."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a module that holds trainable parameters.
+
+    Attributes:
+        name: The module's name, as in ``named_modules``.
+        module: The module.
+        rule: The rule that computes gradients from the rest.
+        args: Its positional inputs.
+        kwargs: Its keyword inputs.
+        delta: δ, the gradient of the summed loss at its output, [batch, …]; differentiable.
+        parameters: Its trainable parameters by local name, detached.
+        constants: Its other parameters and buffers by local name.
+        shared_names: The model's name of each trainable parameter; tied weights share one name.
+        memo: Results that a rule has computed for this call and may use again.
+        narrow: The call as it was recorded, if this one is its :meth:`wide` form; None: this is the recorded one.
+    """
+
+    name: str
+    module: nn.Module
+    rule: LayerRule
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    delta: Tensor
+    parameters: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    shared_names: dict[str, str]
+    memo: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    narrow: Call | None = field(default=None, compare=False)
+
+    @cached_property
+    def input(self) -> Tensor:
+        """a, the first positional input, [batch, …].
+
+        Raises:
+            UnsupportedCallError: It is not a tensor, or its first dimension does not run over the examples.
+        """
+        value = self.args[0] if self.args else None
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.delta.shape[0]:
+            raise UnsupportedCallError(f"{self.name}: the first dimension of its input does not run over the examples")
+        return value
+
+    @cached_property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Its inputs and δ, if they can be differentiated; an input that is passed twice appears once."""
+        if self.narrow is not None:
+            return self.narrow.leaves
+        return tuple({id(value): value for value in self._tensors if value.requires_grad}.values())
+
+    @cached_property
+    def is_wide(self) -> bool:
+        """Whether :meth:`wide` is the call itself."""
+        return REDUCED.isdisjoint([value.dtype for value in (*self._tensors, *self.parameters.values())])
+
+    def wide(self) -> Call:
+        """The same call in float32 or wider, so that rules lose no digits in norms and sums; itself if it is wide.
+
+        The leaves remain those of the recorded call; the wide tensors are attached to them.
+        """
+        if self.is_wide:
+            return self
+        with torch.enable_grad():
+            args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
+        parameters, constants = map_tensors(wide, (self.parameters, self.constants))
+        return replace(
+            self, args=args, kwargs=kwargs, delta=delta, parameters=parameters, constants=constants, narrow=self
+        )
+
+    def origin(self, leaf: Tensor) -> Tensor:
+        """The recorded tensor whose wide form this tensor of the call is."""
+        if self.narrow is None:
+            return leaf
+        pairs = zip(self._tensors, self.narrow._tensors, strict=True)
+        return next((recorded for own, recorded in pairs if own is leaf), leaf)
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return tensors_of((self.args, dict(self.kwargs), self.delta))
 
 
 class LayerRule:
@@ -135,7 +223,7 @@ class LinearInWeightsRule(LayerRule):
             output = self.output(call, direction)
         derivatives = [(call.delta, output)] if call.delta.requires_grad else []
         if call.input.requires_grad:
-            derivatives.append((call.input, self.way_back(call, direction, delta)))
+            derivatives.append((call.input, self.input_grad(call, direction, delta)))
         by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions then follow the memory order
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
@@ -143,7 +231,7 @@ class LinearInWeightsRule(LayerRule):
         """layer(a; weights := u); weights that are missing in u are 0."""
         raise NotImplementedError
 
-    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+    def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """The derivative of ⟨δ, layer(a; weights := u)⟩ with respect to a."""
         raise NotImplementedError
 
@@ -205,8 +293,7 @@ class OuterProductRule(LinearInWeightsRule):
         return total
 
 
-_RULES: dict[type[nn.Module], LayerRule] = {}
-_RULES_BY_NAME: dict[str, LayerRule] = {}
+_RULES: dict[type[nn.Module] | str, LayerRule] = {}
 
 
 def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bool = False) -> None:
@@ -229,12 +316,9 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
     name = kind if isinstance(kind, str) else kind.__name__
     if not isinstance(rule, LayerRule):
         raise TypeError(f"{rule!r} is not a layer rule; pass an instance of a LayerRule, for example {name}Rule()")
-    registry: dict[Any, LayerRule] = _RULES_BY_NAME if is_name else _RULES
-    if kind in registry and not overwrite:
-        raise ValueError(
-            f"{name} already has a rule, {type(registry[kind]).__name__}; pass overwrite=True to replace it"
-        )
-    registry[kind] = rule
+    if kind in _RULES and not overwrite:
+        raise ValueError(f"{name} already has a rule, {type(_RULES[kind]).__name__}; pass overwrite=True to replace it")
+    _RULES[kind] = rule
     _rule_of_class.cache_clear()
 
 
@@ -244,16 +328,13 @@ def rule_for(module: nn.Module) -> LayerRule:
     A module whose weight is a function of other parameters (weight normalisation, pruning) gets the generic rule.
     """
     rule = _rule_of_class(type(module))  # type: ignore[arg-type]
-    known = rule.parameter_names
-    if known is not None and any(value is not None and name not in known for name, value in module._parameters.items()):
-        return _RULES[nn.Module]
+    if rule.parameter_names is not None:
+        for name, value in module._parameters.items():
+            if value is not None and name not in rule.parameter_names:
+                return _RULES[nn.Module]
     return rule
 
 
 @functools.cache
 def _rule_of_class(kind: type[nn.Module]) -> LayerRule:
-    for base in kind.__mro__:
-        rule = _RULES.get(base) or _RULES_BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
-        if rule is not None and keeps_forward(kind, base):
-            return rule
-    return _RULES[nn.Module]
+    return registered(_RULES, kind) or _RULES[nn.Module]

@@ -3,8 +3,7 @@
 torch's derivative of ``convolution_backward`` always computes the derivative with respect to the weight as well, which
 is the slowest one on a GPU. Here weights are constants, and this derivative is left out.
 
-While a pass is traced, everything is written as plain and transposed convolutions, whose layout the compiler chooses.
-Channels are padded to a multiple of four, which the fast kernels of GPUs need.
+The rule multiplies δ with the patches of the input that the convolution sees.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import autocast_inputs
-from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
-from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.patches import Convolutional, padded_input, pads_with_zeros, patches
+from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, per_example, register_rule
 from torchfil.fisher.rules.products import products_of_patches
-from torchfil.fisher.rules.substitutes import register_substitute
+from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
 
-__all__ = ["ConvolutionRule", "convolve"]
+__all__ = ["ConvolutionRule", "convolve", "patches"]
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
+_Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
+_MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
 
 
 class ConvolutionRule(OuterProductRule):
@@ -40,17 +39,18 @@ class ConvolutionRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """U ∗ a + b."""
-        assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if "weight" not in direction:
-            return direction["bias"].reshape(-1, *[1] * len(call.module.kernel_size)).expand(call.delta.shape)
+            return direction["bias"].reshape(-1, *[1] * (call.delta.ndim - 2)).expand(call.delta.shape)
         return convolve(call.module, call.input, direction["weight"], direction.get("bias"))
 
-    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+    def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """Uᵀ ∗ δ."""
-        assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if "weight" not in direction:
             return torch.zeros_like(call.input)
-        return _convolve_back(call.module, delta, direction["weight"], call.input)
+        with torch.enable_grad():
+            a, geometry = _padded(call.module, call.input)
+        back = _Transposed.apply(delta, direction["weight"], a.shape, geometry)
+        return back if a is call.input else torch.autograd.grad(a, call.input, back)[0]
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """From products of patches."""
@@ -69,71 +69,104 @@ class ConvolutionRule(OuterProductRule):
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
-        module, result = call.module, {}
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        result = {}
         with torch.no_grad():
             delta = call.delta * per_example(weight, call.delta)
             if "weight" in call.parameters:
-                axes = len(module.kernel_size)
+                a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
+                zeros, wanted = [0] * len(stride), [False, True, False]
                 result["weight"] = torch.ops.aten.convolution_backward(
-                    delta,
-                    self._padded(call),
-                    call.parameters["weight"],
-                    None,
-                    module.stride,
-                    [0] * axes,
-                    module.dilation,
-                    False,
-                    [0] * axes,
-                    module.groups,
-                    [False, True, False],
+                    delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
                 )[1]
             if "bias" in call.parameters:
                 result["bias"] = delta.transpose(0, 1).flatten(1).sum(dim=1)
         return result
 
-    @staticmethod
-    def _padded(call: Call) -> Tensor:
-        module, a = call.module, call.input
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        if a.ndim != 2 + len(module.kernel_size):
-            raise UnsupportedCallError(f"{call.name}: a convolution of inputs without a batch dimension")
-        return padded_input(module, a)
-
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
-        module, a, delta = call.module, call.input, call.delta
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        positions = delta.shape[2:].numel()
-        if isinstance(module, nn.Conv2d) and a.ndim == 4:
-            columns = patches(module, a)  # [batch, in·kernel, T]
-            return (
-                columns.reshape(len(a), module.groups, -1, positions).mT,
-                delta.reshape(len(a), module.groups, -1, positions).mT,
-            )
-        view = self._padded(call)
-        for axis, (size, stride, dilation) in enumerate(
-            zip(module.kernel_size, module.stride, module.dilation, strict=True)
-        ):
-            view = view.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        batch, groups, axes = len(a), module.groups, len(module.kernel_size)
+        module: Any = call.module
+        batch, groups, positions = len(call.delta), module.groups, call.delta.shape[2:].numel()
+        delta = call.delta.reshape(batch, groups, -1, positions).mT
+        if isinstance(module, nn.Conv2d):
+            return patches(module, call.input).reshape(batch, groups, -1, positions).mT, delta
+        view, (stride, padding, dilation, _) = _padded(module, call.input)
+        view = F.pad(view, [pad for pad in reversed(padding) for _ in range(2)])
+        for axis, size in enumerate(module.kernel_size):
+            view = view.unfold(2 + axis, dilation[axis] * (size - 1) + 1, stride[axis])[..., :: dilation[axis]]
         view = view.reshape(batch, groups, -1, *view.shape[2:])  # [batch, groups, in, *positions, *kernel]
-        view = view.movedim(2, 2 + axes)  # [batch, groups, *positions, in, *kernel]
-        return (
-            view.reshape(batch, groups, positions, -1),
-            delta.reshape(batch, groups, -1, positions).mT,
-        )
+        return view.movedim(2, 2 + len(stride)).reshape(batch, groups, positions, -1), delta
+
+
+def _padded(module: Any, a: Tensor) -> tuple[Tensor, _Geometry]:
+    """The input, padded unless the convolution itself pads it with zeros, and the convolution's geometry after that."""
+    if a.ndim != 2 + len(module.kernel_size):
+        raise UnsupportedCallError("a convolution of inputs without a batch dimension")
+    padding = module.padding
+    if module.padding_mode != "zeros" or isinstance(padding, str):
+        around, padding = module._reversed_padding_repeated_twice, (0,) * len(module.kernel_size)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        a = F.pad(a, around, mode=mode) if any(around) else a
+    return a, (module.stride, padding, module.dilation, module.groups)
+
+
+class _Patches(Function):
+    """a ↦ its patches, [batch, channels·kernel, positions]; backwards, each number sums over its patches."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
+        ctx.walk, ctx.shape = walk, a.shape
+        size, stride, dilation, padding = walk
+        if _side_by_side(a.shape, walk):
+            view = a.reshape(*a.shape[:2], -1, size[0], a.shape[3] // size[1], size[1]).permute(0, 1, 3, 5, 2, 4)
+        elif (kernels := _kernels_for(a, walk)) is not None:
+            view = kernels.unfold_patches(a.contiguous(), *walk)
+        else:
+            view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
+            for i in (0, 1):
+                view = view.unfold(2 + i, dilation[i] * (size[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+            view = view.permute(0, 1, 4, 5, 2, 3)
+        return view.reshape(len(a), a.shape[1] * size[0] * size[1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), shape, (size, stride, dilation, padding) = gradients, ctx.shape, ctx.walk
+        if _side_by_side(shape, ctx.walk):
+            apart = gradient.reshape(*shape[:2], *size, shape[2] // size[0], shape[3] // size[1])
+            return apart.permute(0, 1, 4, 2, 5, 3).reshape(shape), None
+        kernels = _kernels_for(gradient, ctx.walk)
+        if kernels is not None:
+            return kernels.fold_patches(gradient.contiguous(), shape[2:], *ctx.walk), None
+        return F.fold(gradient, shape[2:], size, dilation, padding, stride), None
+
+
+def _side_by_side(shape: torch.Size, walk: _Walk) -> bool:
+    """Whether patches tile the image, as in a vision transformer: each number belongs to one patch."""
+    size, stride, dilation, padding = walk
+    whole = shape[2] % size[0] == 0 and shape[3] % size[1] == 0
+    return whole and size == stride and dilation == (1, 1) and padding == (0, 0)
+
+
+def _kernels_for(a: Tensor, walk: _Walk) -> Any:
+    return kernels_for(a) if walk[0][0] * walk[0][1] <= _MOST_TAPS else None
+
+
+def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
+    """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
+    a, (stride, padding, dilation, _) = _padded(module, a)
+    return _Patches.apply(a, (module.kernel_size, stride, dilation, padding))
 
 
 class _Convolution(Function):
     """a ↦ W ∗ a (+ bias), for constant W."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
         zeros = [0] * len(stride)
-        result: Tensor = torch.ops.aten.convolution(a, weight, bias, stride, padding, dilation, False, zeros, groups)
-        return result
+        return torch.ops.aten.convolution(a, weight, bias, stride, padding, dilation, False, zeros, groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -146,34 +179,11 @@ class _Convolution(Function):
         (weight,) = ctx.saved_tensors
         return _Transposed.apply(gradients[0], weight, ctx.shape, ctx.geometry), None, None, None
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
-    ) -> tuple[Tensor, int]:
-        """Many inputs become one large batch; many weights for one input become one weight with many channels."""
-        of_a, of_weight, of_bias, _ = in_dims
-        if bias is not None and of_bias is not None:
-            result, dim = _Convolution.vmap(info, (of_a, of_weight, None, None), a, weight, None, geometry)
-            each = bias.movedim(of_bias, 0).reshape(info.batch_size, 1, -1, *[1] * len(geometry[0]))
-            return result.movedim(dim, 0) + each, 0
-        if of_weight is None:
-            if of_a is None:
-                return _Convolution.apply(a, weight, bias, geometry)[None], 0
-            a = a.movedim(of_a, 0)
-            return _Convolution.apply(a.flatten(0, 1), weight, bias, geometry).unflatten(0, a.shape[:2]), 0
-        weight = weight.movedim(of_weight, 0)
-        count, outputs, (*rest, groups) = len(weight), weight.shape[1], geometry
-        bias = None if bias is None else bias.repeat(count)
-        if of_a is None and groups == 1:
-            result = _Convolution.apply(a, weight.flatten(0, 1), bias, geometry)
-        else:
-            a = a.movedim(of_a, 1) if of_a is not None else a[:, None].expand(-1, count, *a.shape[1:])
-            result = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
-        return result.unflatten(1, (count, outputs)), 1
-
 
 class _Transposed(Function):
     """δ ↦ Wᵀ ∗ δ, the derivative of :class:`_Convolution`."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
@@ -186,10 +196,9 @@ class _Transposed(Function):
             )
         zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
-        result: Tensor = torch.ops.aten.convolution_backward(
+        return torch.ops.aten.convolution_backward(
             delta, placeholder, weight, None, stride, padding, dilation, False, zeros, groups, [True, False, False]
         )[0]
-        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,28 +209,6 @@ class _Transposed(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry
-    ) -> tuple[Tensor, int]:
-        """The transposed form of :meth:`_Convolution.vmap`."""
-        of_delta, of_weight, *_ = in_dims
-        if of_weight is None:
-            delta = delta.movedim(of_delta, 0)
-            shape = torch.Size((len(delta) * shape[0], *shape[1:]))
-            return _Transposed.apply(delta.flatten(0, 1), weight, shape, geometry).unflatten(0, delta.shape[:2]), 0
-        weight = weight.movedim(of_weight, 0)
-        count, (*rest, groups) = len(weight), geometry
-        wide = torch.Size((shape[0], count * shape[1], *shape[2:]))
-        if of_delta is None and groups == 1:
-            weight = weight.transpose(0, 1).flatten(1, 2)  # [out, count·in, …]
-            return _Transposed.apply(delta, weight, wide, geometry).unflatten(1, (count, shape[1])), 1
-        delta = (
-            delta.movedim(of_delta, 1) if of_delta is not None else delta[:, None].expand(-1, count, *delta.shape[1:])
-        )
-        result = _Transposed.apply(delta.flatten(1, 2), weight.flatten(0, 1), wide, (*rest, groups * count))
-        return result.unflatten(1, (count, shape[1])), 1
 
 
 def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
@@ -253,26 +240,10 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     return F.pad(phased, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
-def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolve(module: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The module's output for inputs [batch, channels, …] with these weights as constants."""
-    a, geometry = a if pads_with_zeros(module) else padded_input(module, a), _geometry(module)
+    a, geometry = _padded(module, a)
     return _Convolution.apply(a, weight, bias, geometry)
-
-
-def _convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-    """The derivative of ⟨δ, :func:`convolve` (a)⟩ with respect to a."""
-    geometry = _geometry(module)
-    if pads_with_zeros(module):
-        return _Transposed.apply(delta, weight, a.shape, geometry)
-    with torch.enable_grad():
-        padded = padded_input(module, a)
-    return torch.autograd.grad(padded, a, _Transposed.apply(delta, weight, padded.shape, geometry))[0]
-
-
-def _geometry(module: Convolutional) -> _Geometry:
-    """The geometry, with the padding that is left to the convolution."""
-    padding = module.padding if pads_with_zeros(module) else (0,) * len(module.kernel_size)
-    return tuple(module.stride), tuple(padding), tuple(module.dilation), module.groups  # type: ignore[arg-type]
 
 
 def _substitute(module: Any) -> Callable[..., Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +11,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.rules.base import LayerRule, register_rule
-from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule
 
 __all__ = ["GenericRule"]
 
@@ -35,8 +33,8 @@ class GenericRule(LayerRule):
 
         def one(args: Any, kwargs: Any, delta: Tensor) -> dict[str, Tensor]:
             def output(parameters: dict[str, Tensor]) -> Tensor:
-                single = tuple(_one_more(x) if dim == 0 else x for x, dim in zip(args, of_args, strict=True))
-                named = {name: _one_more(x) if of_kwargs[name] == 0 else x for name, x in kwargs.items()}
+                single = tuple(x[None] if dim == 0 else x for x, dim in zip(args, of_args, strict=True))
+                named = {name: x[None] if of_kwargs[name] == 0 else x for name, x in kwargs.items()}
                 weights = {f"module.{name}": value for name, value in (parameters | call.constants).items()}
                 result = functional_call(module, weights, single, named)
                 first: Tensor = result[0] if isinstance(result, tuple) else result
@@ -47,10 +45,9 @@ class GenericRule(LayerRule):
         try:
             mapped = vmap(one, in_dims=(of_args, of_kwargs, 0))
             with _WeightsApart():
-                result: dict[str, Tensor] = mapped(call.args, dict(call.kwargs), call.delta)
+                return mapped(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:
             raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
-        return result
 
 
 class _WeightsApart(TorchFunctionMode):
@@ -61,44 +58,20 @@ class _WeightsApart(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _NORMS.get(func)
-        return func(*args, **(kwargs or {})) if own is None else own(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _NORMS:
+            return func(*args, **kwargs)
+        given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        result = func(**given)
+        by_channel = (-1, *[1] * (result.ndim - 2)) if func is F.instance_norm else tuple(given["normalized_shape"])
+        result = result if weight is None else result * weight.reshape(by_channel)
+        return result if bias is None else result + bias.reshape(by_channel)
 
 
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    result = F.layer_norm(input, normalized_shape, None, None, eps)
-    result = result if weight is None else result * weight
-    return result if bias is None else result + bias
-
-
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    result = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    by_channel = (-1, *[1] * (input.ndim - 2))
-    result = result if weight is None else result * weight.reshape(by_channel)
-    return result if bias is None else result + bias.reshape(by_channel)
-
-
-_NORMS: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-}
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+_INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+_NORMS = {F.layer_norm: _LAYER_NORM, torch.layer_norm: _LAYER_NORM, F.instance_norm: _INSTANCE_NORM}
 
 
 def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
@@ -131,10 +104,6 @@ class _WithoutOwnHooks(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
-
-
-def _one_more(value: Tensor) -> Tensor:
-    return value.unsqueeze(0)
 
 
 register_rule(nn.Module, GenericRule())

@@ -1,10 +1,12 @@
 """GPU kernels in Triton for computations that take torch many small steps, or that are slow in torch.
 
 Each has a counterpart in plain torch next to its caller, which other devices use and tests compare it with. Import this
-module only through :mod:`torchfil.fisher.rules.accelerated`, because Triton may be missing.
+module only through :func:`torchfil.fisher.rules.substitutes.kernels_for`, because Triton may be missing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +21,6 @@ __all__ = [
     "group_pulled_twice",
     "normalised_sums",
     "normalised_sums_back",
-    "pool",
-    "spread",
     "tanh_pulled_twice",
     "unfold_patches",
 ]
@@ -250,47 +250,6 @@ def _fold_kernel(
     tl.store(out_at + image * size + pixel, total, mask=inside)
 
 
-@triton.jit
-def _pool_kernel(
-    x_at, out_at, size, height, width, out_height, out_width,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    column, rest = place % out_width, place // out_width
-    start = (rest // out_height * height + rest % out_height * STRIDE_H) * width + column * STRIDE_W
-    total = tl.zeros([BLOCK], x_at.dtype.element_ty)
-    for i in tl.static_range(KERNEL_H):
-        for j in tl.static_range(KERNEL_W):
-            total += tl.load(x_at + start + i * width + j, mask=inside, other=0.0)
-    tl.store(out_at + place, total / (KERNEL_H * KERNEL_W), mask=inside)
-
-
-@triton.jit
-def _spread_kernel(
-    value_at, out_at, size, height, width, out_height, out_width,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    x, rest = place % width, place // width
-    y, image = rest % height, rest // height
-    total = tl.zeros([BLOCK], value_at.dtype.element_ty)
-    for i in tl.static_range(KERNEL_H):
-        for j in tl.static_range(KERNEL_W):
-            h, w = y - i, x - j
-            row, column = h // STRIDE_H, w // STRIDE_W
-            met = inside & (h >= 0) & (w >= 0) & (row < out_height) & (column < out_width)
-            if STRIDE_H > 1:
-                met &= h % STRIDE_H == 0
-            if STRIDE_W > 1:
-                met &= w % STRIDE_W == 0
-            total += tl.load(value_at + (image * out_height + row) * out_width + column, mask=met, other=0.0)
-    tl.store(out_at + place, total / (KERNEL_H * KERNEL_W), mask=inside)
-
-
 def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
     """P(γ·weight) of :mod:`torchfil.fisher.rules.normalisation`, for contiguous γ and x, [batch, channels, positions].
 
@@ -361,26 +320,25 @@ def normalised_sums_back(
 
 def tanh_pulled_twice(w: Tensor, gamma: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The derivatives of ⟨w, γ(1 − y²)⟩ with respect to γ and y, for contiguous tensors of one shape."""
-    to_gamma, to_y = torch.empty_like(y), torch.empty_like(y)
-    _tanh_pulled_twice_kernel[(triton.cdiv(y.numel(), _ELEMENTWISE_BLOCK),)](
-        w, gamma, y, to_gamma, to_y, y.numel(), BLOCK=_ELEMENTWISE_BLOCK
-    )
-    return to_gamma, to_y
+    return _elementwise(_tanh_pulled_twice_kernel, w, gamma, y)
 
 
 def gelu_pulled_twice(w: Tensor, gamma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The derivatives of ⟨w, γy′(x)⟩ with respect to γ and x, y = xΦ(x), for contiguous tensors of one shape."""
-    to_gamma, to_x = torch.empty_like(x), torch.empty_like(x)
-    _gelu_pulled_twice_kernel[(triton.cdiv(x.numel(), _ELEMENTWISE_BLOCK),)](
-        w, gamma, x, to_gamma, to_x, x.numel(), BLOCK=_ELEMENTWISE_BLOCK
-    )
-    return to_gamma, to_x
+    return _elementwise(_gelu_pulled_twice_kernel, w, gamma, x)
+
+
+def _elementwise(kernel: Any, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    results = torch.empty_like(kept), torch.empty_like(kept)
+    blocks = triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK)
+    kernel[(blocks,)](w, gamma, kept, *results, kept.numel(), BLOCK=_ELEMENTWISE_BLOCK)
+    return results
 
 
 def attention_pulled_twice(
     p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dS, A and E of :mod:`torchfil.fisher.rules.softmax_attention`, contiguous [rows, T, S]; M is factor · keep."""
+    """dS, A and E of :mod:`torchfil.fisher.rules.attention`, contiguous [rows, T, S]; M is factor · keep."""
     if keep is not None and p.dtype == torch.float64:  # a kernel receives a number in float32
         keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
@@ -424,26 +382,6 @@ def fold_patches(
         columns, out, size, width, out_height, out_width, *kernel, *stride, *dilation, *padding,
         BLOCK=block, num_warps=max(1, min(4, block // 128)),
     )  # fmt: skip
-    return out
-
-
-def pool(x: Tensor, kernel: _Pair, stride: _Pair) -> Tensor:
-    """Means over windows of a contiguous [batch, channels, height, width], without padding."""
-    height, width = x.shape[2:]
-    out_height, out_width = _outputs(x.shape[2:], kernel, stride, (1, 1), (0, 0))
-    out = x.new_empty(*x.shape[:2], out_height, out_width)
-    _pool_kernel[(triton.cdiv(out.numel(), _ELEMENTWISE_BLOCK),)](
-        x, out, out.numel(), height, width, out_height, out_width, *kernel, *stride, BLOCK=_ELEMENTWISE_BLOCK
-    )
-    return out
-
-
-def spread(value: Tensor, shape: torch.Size, kernel: _Pair, stride: _Pair) -> Tensor:
-    """The transposed map of :func:`pool` for inputs of this shape, for a contiguous value."""
-    out = value.new_empty(shape)
-    _spread_kernel[(triton.cdiv(out.numel(), _ELEMENTWISE_BLOCK),)](
-        value, out, out.numel(), *shape[2:], *value.shape[2:], *kernel, *stride, BLOCK=_ELEMENTWISE_BLOCK
-    )
     return out
 
 

@@ -1,8 +1,8 @@
-"""Linear layers: a weight applied at every position."""
+"""Linear layers and embeddings: a weight applied at every position, and rows of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,10 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import probe_inputs
-from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
-from torchfil.fisher.rules.call import Call
+from torchfil.fisher.rules.base import (
+    Call,
+    LinearInWeightsRule,
+    OuterProductRule,
+    UnsupportedCallError,
+    per_example,
+    register_rule,
+)
+from torchfil.fisher.rules.products import batched_product, gram
 
-__all__ = ["LinearRule", "TransposedLinearRule"]
+__all__ = ["EmbeddingRule", "LinearRule", "TransposedLinearRule"]
 
 
 class LinearRule(OuterProductRule):
@@ -27,12 +34,11 @@ class LinearRule(OuterProductRule):
             return direction["bias"].expand(call.delta.shape)
         return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
 
-    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+    def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
         if "weight" not in direction:
             return torch.zeros_like(call.input)
-        factors = probe_inputs(delta, direction["weight"])
-        return torch.matmul(*factors)
+        return torch.matmul(*probe_inputs(delta, direction["weight"]))
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, one product over examples and positions."""
@@ -59,33 +65,78 @@ class TransposedLinearRule(LinearRule):
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Σ_t a_t δ_tᵀ and Σ_t δ_t of every example."""
-        return _with_weight(super().gradients(_turned(call)), _transposed)
+        return _transposed(super().gradients(replace(call, parameters=_transposed(call.parameters))))
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aU + b."""
-        return super().output(call, _with_weight(direction, _transposed))
+        return super().output(call, _transposed(direction))
 
-    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+    def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δUᵀ."""
-        return super().way_back(call, _with_weight(direction, _transposed), delta)
+        return super().input_grad(call, _transposed(direction), delta)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LinearRule`, transposed."""
-        return _with_weight(super().weighted_sum(call, weight), _transposed)
+        return _transposed(super().weighted_sum(call, weight))
 
 
-def _turned(call: Call) -> Call:
-    """The call of a layer with the weight [out, in] instead."""
-    return replace(call, parameters=_with_weight(call.parameters, _transposed))
+def _transposed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with the weight transposed."""
+    return {name: value.mT if name == "weight" else value for name, value in tensors.items()}
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.mT
+class EmbeddingRule(LinearInWeightsRule):
+    """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
 
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """δ_t added to the row of token t."""
+        tokens, delta = self._layout(call)
+        table = call.parameters["weight"]
+        empty = delta.new_zeros(len(delta), *table.shape)
+        index = tokens[:, :, None].expand(-1, -1, table.shape[1])
+        return {"weight": empty.scatter_add(1, index, delta)}
 
-def _with_weight(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: function(value) if name == "weight" else value for name, value in tensors.items()}
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, added to the table's rows."""
+        with torch.no_grad():
+            tokens, delta = self._layout(call)
+            empty = torch.zeros_like(call.parameters["weight"])
+            return {"weight": empty.index_add(0, tokens.flatten(), (delta * weight[:, None, None]).flatten(0, 1))}
+
+    def squared_norm(self, call: Call) -> Tensor:
+        """From products of δ with itself: no table per example is formed."""
+        tokens, delta = self._layout(call)
+        same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
+        return (gram(delta) * same).sum(dim=(1, 2))
+
+    def products(self, call: Call, other: Call) -> Tensor:
+        """As in :class:`LayerRule`: no table per example is formed."""
+        own, others = self._layout(call), self._layout(other)
+        pairs = ((own, own), (others, others), (own, others))
+        return torch.stack(
+            [(batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs]
+        )
+
+    def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        """The rows of U, 0 for the padding token, whose row gets no gradient."""
+        assert isinstance(call.module, nn.Embedding)
+        rows, padding = F.embedding(call.input, direction["weight"]), call.module.padding_idx
+        return rows if padding is None else rows * call.input.ne(padding).unsqueeze(-1)
+
+    @staticmethod
+    def _layout(call: Call) -> tuple[Tensor, Tensor]:
+        """The tokens, [batch, T], and δ, [batch, T, width], 0 at padding."""
+        module = call.module
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise UnsupportedCallError(f"{call.name}: max_norm and scale_grad_by_freq change the gradient")
+        tokens = call.input.reshape(len(call.delta), -1)
+        delta = call.delta.reshape(*tokens.shape, -1)
+        if module.padding_idx is not None:
+            delta = delta * (tokens != module.padding_idx)[:, :, None]
+        return tokens, delta
 
 
 register_rule(nn.Linear, LinearRule())
 register_rule("transformers.pytorch_utils.Conv1D", TransposedLinearRule())
+register_rule(nn.Embedding, EmbeddingRule())

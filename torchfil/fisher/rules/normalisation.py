@@ -20,11 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import normalised_dtype, wide
-from torchfil.fisher.rules.accelerated import kernels_for
-from torchfil.fisher.rules.base import LayerRule, register_rule
-from torchfil.fisher.rules.call import Call
-from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.substitutes import register_substitute
+from torchfil.fisher.rules.base import Call, LayerRule, register_rule
+from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
 
 __all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
 
@@ -63,13 +60,13 @@ class GroupNormRule(NormalisationRule):
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Both sums from one kernel, if there is one."""
-        if not call.memo:
-            assert isinstance(call.module, nn.GroupNorm)
-            sums = _normalised_sums(call.module, call.delta, call.input)
-            if sums is None:
-                return super().gradients(call)
-            named = zip(("weight", "bias"), sums, strict=True)
-            call.memo.update({name: value for name, value in named if name in call.parameters})
+        if call.memo or kernels_for(call.input) is None or call.input.ndim < 3:
+            return super().gradients(call)
+        module: Any = call.module
+        delta, x = (value.flatten(2).contiguous() for value in (call.delta, call.input))
+        sums = _NormalisedSums.apply(delta, x, module.num_groups, module.eps)
+        named = zip(("weight", "bias"), sums, strict=True)
+        call.memo.update({name: value for name, value in named if name in call.parameters})
         return call.memo
 
 
@@ -112,26 +109,20 @@ class _GroupPulled(Function):
         if kernels is not None:
             both_derivatives = kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups)
             return (*both_derivatives, None, None, None, None)
-        batch, channels, positions = x.shape
+        each, rows = 1 if weight is None else weight[:, None], (*mean.shape, -1)
         pulled_w = _pulled_by_group(w, x, mean, scale, None, groups)
-        to_gamma = pulled_w if weight is None else pulled_w * weight[:, None]
-        if not ctx.needs_input_grad[1]:
-            return to_gamma, None, None, None, None, None
-        size = channels // groups * positions
+        x_hat, given = (x.reshape(rows) - mean[:, :, None]) * scale[:, :, None], (gamma * each, w, pulled_v, pulled_w)
+        to_x = _second(x_hat, scale[:, :, None], *(value.reshape(rows) for value in given))
+        return pulled_w * each, to_x.reshape(x.shape), None, None, None, None
 
-        def along(value: Tensor, factor: Tensor | None) -> Tensor:
-            """m(value · factor · x̂), [batch, groups]."""
-            centred = _dot(value, x) - mean.repeat_interleave(channels // groups, dim=1) * value.sum(dim=2)
-            centred = centred if factor is None else centred * factor
-            return centred.reshape(batch, groups, -1).sum(dim=2) * scale / size
 
-        rows = (batch, groups, -1)
-        both = _dot(gamma.reshape(rows), to_gamma.reshape(rows)) * scale.square() / size
-        from_v, from_w = -scale * along(w, None), -scale * along(gamma, weight)
-        to_x = pulled_v.reshape(rows) * from_v[:, :, None]
-        to_x = torch.addcmul(to_x, pulled_w.reshape(rows), from_w[:, :, None])
-        to_x = torch.addcmul(to_x, x.reshape(rows), both[:, :, None], value=-1).add_((both * mean)[:, :, None])
-        return to_gamma, to_x.reshape(x.shape), None, None, None, None
+def _second(x_hat: Tensor, scale: Tensor, v: Tensor, w: Tensor, pulled_v: Tensor, pulled_w: Tensor) -> Tensor:
+    """The derivative of ⟨w, P(v)⟩ with respect to x; groups are the last dimension."""
+    along_v, along_w, both = (
+        ((one * other).sum(dim=-1, keepdim=True) * scale).div_(-x_hat.shape[-1])
+        for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
+    )
+    return torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
 
 
 def _pulled_by_group(
@@ -140,12 +131,10 @@ def _pulled_by_group(
     batch, channels, positions = x.shape
     kernels = kernels_for(x)
     if kernels is not None:
-        pulled: Tensor = kernels.group_pulled(value, x, mean, scale, weight, groups)
-        return pulled
-    result: Tensor = torch.ops.aten.native_group_norm_backward(
+        return kernels.group_pulled(value, x, mean, scale, weight, groups)
+    return torch.ops.aten.native_group_norm_backward(
         value, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
     )[0]
-    return result
 
 
 class _NormalisedSums(Function):
@@ -165,19 +154,6 @@ class _NormalisedSums(Function):
         delta, x, mean, scale, *sums = ctx.saved_tensors
         to_delta, to_x = kernels_for(x).normalised_sums_back(delta, x, mean, scale, sums, gradients)
         return to_delta, to_x, None, None
-
-
-def _normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None if torch has to compute them."""
-    if kernels_for(x) is None or x.ndim < 3:
-        return None
-    flat_delta, flat_x = (value.reshape(*x.shape[:2], -1).contiguous() for value in (delta, x))
-    return _NormalisedSums.apply(flat_delta, flat_x, module.num_groups, module.eps)  # type: ignore[return-value]
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products over the last dimension."""
-    return (a * b).sum(dim=-1)
 
 
 class _LayerNorm(Function):
@@ -212,24 +188,16 @@ class _LayerPulled(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         v, x, x_hat, mean, scale, pulled_v = ctx.saved_tensors
-        w, size = gradients[0], x.shape[-1]
+        w = gradients[0]
         pulled_w = _pulled(w, x, mean, scale)
-        if not ctx.needs_input_grad[1]:
-            return pulled_w, None, None, None, None
-        along_v, along_w, both = (
-            (_dot(one, other).unsqueeze(-1) * scale).div_(-size)
-            for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
-        )
-        to_x = torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
-        return pulled_w, to_x, None, None, None
+        return pulled_w, _second(x_hat, scale, v, w, pulled_v, pulled_w), None, None, None
 
 
 def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """P(v)."""
-    result: Tensor = torch.ops.aten.native_layer_norm_backward(
-        v, x, x.shape[-1:], mean, scale, None, None, [True, False, False]
-    )[0]
-    return result
+    return torch.ops.aten.native_layer_norm_backward(v, x, x.shape[-1:], mean, scale, None, None, [True, False, False])[
+        0
+    ]
 
 
 def layer_norm(
@@ -273,15 +241,14 @@ def _group_substitute(module: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
     return lambda x: group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
 
 
-register_rule(
-    nn.LayerNorm,
-    NormalisationRule(lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False),
-)
-register_substitute(nn.LayerNorm, _layer_substitute)
-register_rule(
-    nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
-)
-register_rule(nn.GroupNorm, GroupNormRule())
-register_substitute(nn.GroupNorm, _group_substitute)
+def _register(kind: type[nn.Module], normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
+    register_rule(kind, NormalisationRule(normalised, channels_first=channels_first))
+
+
+_register(nn.LayerNorm, lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
+_register(nn.RMSNorm, lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
-    register_rule(_kind, NormalisationRule(lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True))
+    _register(_kind, lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True)
+register_rule(nn.GroupNorm, GroupNormRule())
+register_substitute(nn.LayerNorm, _layer_substitute)
+register_substitute(nn.GroupNorm, _group_substitute)

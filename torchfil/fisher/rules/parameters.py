@@ -1,18 +1,27 @@
-"""Parameters outside layers, which meet the examples directly."""
+"""Parameters outside layers: those that meet the examples directly, and those of layers called as functions.
+
+This concerns only watched parameters (:mod:`torchfil.fisher.recording.watching`). A function such as
+``F.linear(x, weight)`` corresponds to a layer with the same geometry and no weights; the layer's rule does the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchfil.fisher.precision import wide
-from torchfil.fisher.rules.base import LayerRule
-from torchfil.fisher.rules.call import Call
+from torchfil.fisher.rules.base import Call, LayerRule, rule_for
+from torchfil.fisher.rules.convolution import convolve
+from torchfil.fisher.rules.linear import TransposedLinearRule
+from torchfil.fisher.rules.normalisation import group_norm, layer_norm
 
-__all__ = ["ParameterRule", "ReparametrisedRule"]
+__all__ = ["Operation", "ParameterRule", "ReparametrisedRule", "operation_of"]
 
 
 class ParameterRule(LayerRule):
@@ -35,16 +44,12 @@ class ParameterRule(LayerRule):
             delta, shape = call.delta, self.value.shape
             aligned = (1,) * (delta.ndim - len(shape)) + shape
             broadcast = [k for k in range(1, delta.ndim) if aligned[k] == 1 and delta.shape[k] > 1]
-            summed = delta.sum(dim=broadcast) if broadcast else delta
-            call.memo.update(self._way_back(summed.reshape(len(delta), *shape)))
+            summed = (delta.sum(dim=broadcast) if broadcast else delta).reshape(len(delta), *shape)
+            (name, leaf), *more = self.leaves.items()
+            plain = self.value is leaf and not more
+            by_leaf = {name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed})
+            call.memo.update(by_leaf)
         return call.memo
-
-    def _way_back(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Gradients at θ from those at θ′, both [batch, …]."""
-        (name, leaf), *more = self.leaves.items()
-        if self.value is leaf and not more:
-            return {name: gradient}
-        return _led_back([self.value], self.leaves, [gradient], by_example=True)
 
 
 class ReparametrisedRule(LayerRule):
@@ -67,32 +72,186 @@ class ReparametrisedRule(LayerRule):
         """J_fᵀ times the layer's own gradients, formed once."""
         if not call.memo:
             by_value = self.rule.gradients(self._own_call(call))
-            call.memo.update(self._way_back(by_value, by_example=True))
+            call.memo.update(_at_leaves(self.values, self.leaves, by_value))
         return call.memo
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`; J_fᵀ is applied once, to the sum."""
-        return self._way_back(self.rule.weighted_sum(self._own_call(call), weight), by_example=False)
+        summed = self.rule.weighted_sum(self._own_call(call), weight)
+        return _at_leaves(self.values, self.leaves, summed, by_example=False)
 
     def _own_call(self, call: Call) -> Call:
         """The call in the form that the layer's own rule expects."""
         return replace(call, parameters={name: value.detach() for name, value in self.values.items()}, memo={})
 
-    def _way_back(self, gradients: Mapping[str, Tensor], *, by_example: bool) -> dict[str, Tensor]:
-        values = [self.values[name] for name in gradients]
-        return _led_back(values, self.leaves, list(gradients.values()), by_example=by_example)
 
-
-def _led_back(
-    values: Sequence[Tensor], leaves: Mapping[str, Tensor], gradients: Sequence[Tensor], *, by_example: bool
+def _at_leaves(
+    values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor], by_example: bool = True
 ) -> dict[str, Tensor]:
     """Gradients at θ from those at θ′; with ``by_example``, both are [batch, …]."""
     by_leaf = torch.autograd.grad(
-        values,
+        [values[name] for name in gradients],
         list(leaves.values()),
-        [gradient.to(value.dtype) for gradient, value in zip(gradients, values, strict=True)],
+        [gradient.to(values[name].dtype) for name, gradient in gradients.items()],
         retain_graph=True,
         create_graph=by_example and torch.is_grad_enabled(),
         is_grads_batched=by_example,
     )
     return dict(zip(leaves, map(wide, by_leaf), strict=True))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a function that is a layer.
+
+    Attributes:
+        module: A layer with the same geometry.
+        rule: Its rule.
+        input: a.
+        weights: The weights by the layer's local names.
+        run: Computes the output from weights by name.
+    """
+
+    module: nn.Module
+    rule: LayerRule
+    input: Tensor
+    weights: dict[str, Tensor]
+    run: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def operation_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operation | None:
+    """The layer that the call corresponds to; None if it is not a known layer.
+
+    Example:
+        >>> x, weight = torch.ones(2, 3), torch.ones(4, 3)
+        >>> operation_of(F.linear, (x, weight), {}).module
+        Linear(in_features=3, out_features=4, bias=False)
+        >>> operation_of(torch.add, (x, x), {}) is None
+        True
+    """
+    read = _READERS.get(function)
+    try:
+        return None if read is None else read(*args, **kwargs)
+    except TypeError:  # not the usual signature
+        return None
+
+
+def _operation(
+    module: nn.Module, input: Tensor, weight: Any, bias: Any, function: Callable[..., Tensor], rule: Any = None
+) -> Operation:
+    """``function(weight, bias)`` as a layer's operation."""
+    weights = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
+    run = lambda w: function(w.get("weight"), w.get("bias"))  # noqa: E731
+    return Operation(module, rule or rule_for(module), input, weights, run)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stand_in(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """A layer without weights. It draws no random numbers, because a pass counts them."""
+    weightless: Callable[..., nn.Module] = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
+    return weightless(*args, **kwargs, device="meta")
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
+    if weight.ndim != 2:
+        return None
+    module = _stand_in(nn.Linear, weight.shape[1], weight.shape[0], bias=False)
+    return _operation(module, input, weight, bias, lambda w, b: F.linear(input, w, b))
+
+
+def _product(input: Tensor, other: Tensor) -> Operation | None:
+    """input @ other, of a weight [in, out]."""
+    if other.ndim != 2 or input.ndim < 2:
+        return None
+    module = _stand_in(nn.Linear, *other.shape, bias=False)
+    return _operation(module, input, other, None, lambda w, b: input @ w, TransposedLinearRule())
+
+
+def _product_plus(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Operation | None:
+    """input + mat1 @ mat2, of a bias [out] and a weight [in, out]: GPT-2's Conv1D."""
+    if input.ndim != 1 or beta != 1 or alpha != 1:
+        return None
+    module = _stand_in(nn.Linear, *mat2.shape, bias=False)
+    return _operation(module, mat1, mat2, input, lambda w, b: torch.addmm(b, mat1, w), TransposedLinearRule())
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Operation | None:
+    outputs, inputs, *size = weight.shape
+    if input.ndim != weight.ndim:
+        return None
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
+    walk = (_each(value, len(size)) for value in (stride, padding, dilation))
+    module = _stand_in(kind, inputs * groups, outputs, tuple(size), *walk, groups, bias=False)
+    return _operation(module, input, weight, bias, lambda w, b: convolve(module, input, w, b))
+
+
+def _each(value: Any, axes: int) -> Any:
+    """One number for every axis; strings stay as they are."""
+    if isinstance(value, int):
+        return (value,) * axes
+    return value if isinstance(value, str) else tuple(value) * (axes if len(value) == 1 else 1)
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+) -> Operation | None:
+    shape = tuple(normalized_shape)
+    module = _stand_in(nn.LayerNorm, shape, eps, elementwise_affine=False)
+    return _operation(module, input, weight, bias, lambda w, b: layer_norm(input, shape, w, b, eps))
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Operation | None:
+    shape = tuple(normalized_shape)
+    module = _stand_in(nn.RMSNorm, shape, eps, elementwise_affine=False)
+    return _operation(module, input, weight, None, lambda w, b: F.rms_norm(input, shape, w, eps))
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+) -> Operation | None:
+    module = _stand_in(nn.GroupNorm, num_groups, input.shape[1], eps, affine=False)
+    return _operation(module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Operation | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    module = _stand_in(nn.Embedding, *weight.shape, padding_idx)
+    return _operation(module, input, weight, None, lambda w, b: F.embedding(input, w, padding_idx))
+
+
+def _rows(table: Tensor, index: Any) -> Operation | None:
+    """table[index], for integers that differ between examples."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
+        return None
+    return _embedding(index, table)
+
+
+_READERS: dict[Any, Callable[..., Operation | None]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _product),
+    Tensor.__rmatmul__: lambda self, other: _product(other, self),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _product_plus),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _layer_norm),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
+    **dict.fromkeys((F.group_norm, torch.group_norm), _group_norm),
+    F.embedding: _embedding,
+    Tensor.__getitem__: _rows,
+}

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.precision import product_precision, products_in
-from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.substitutes import is_served, register_function
+from torchfil.fisher.rules.substitutes import Function, is_served, register_function
 
-__all__ = [
-    "batched_product",
-    "convolution_precision",
-    "gram",
-    "products_of_patches",
-]
+__all__ = ["batched_product", "convolution_precision", "gram", "products_of_patches"]
 
 
 def convolution_precision(tensor: Tensor) -> str:
@@ -32,12 +26,7 @@ def convolution_precision(tensor: Tensor) -> str:
     return "tf32" if in_tf32 else product_precision()
 
 
-_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)
-
-
-def _are_of_patches() -> bool:
-    """Whether products are currently computed for a convolution."""
-    return _of_patches.get()
+_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution
 
 
 @contextlib.contextmanager
@@ -65,12 +54,12 @@ class _BatchedProduct(Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        return _product_of_any(a, b)
+        return a @ (b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.of_patches = _are_of_patches()
+        ctx.of_patches = _of_patches.get()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -82,15 +71,9 @@ class _BatchedProduct(Function):
         return left, right
 
 
-def _product_of_any(a: Tensor, b: Tensor) -> Tensor:
-    return a @ (b.contiguous() if b.device.type == "cpu" else b)
-
-
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b over leading dimensions, differentiable any number of times."""
-    if not torch.is_grad_enabled():
-        return _product_of_any(a, b)
-    return _BatchedProduct.apply(a, b)
+    return _BatchedProduct.apply(a, b) if torch.is_grad_enabled() else _BatchedProduct.forward(a, b)
 
 
 class _Gram(Function):
@@ -100,12 +83,12 @@ class _Gram(Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return _product_of_any(x, x.mT)
+        return _BatchedProduct.forward(x, x.mT)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.of_patches = _are_of_patches()
+        ctx.of_patches = _of_patches.get()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

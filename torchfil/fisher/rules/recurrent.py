@@ -1,28 +1,38 @@
-"""Recurrent layers: LSTM, GRU and Elman's, in several layers and both directions, of whole or packed sequences.
+r"""Recurrent layers: LSTM, GRU and Elman's, in several layers and both directions, of whole or packed sequences.
 
 Each of their weights is a linear layer over all time steps, applied to the inputs x_t or to the states h_{t−1}; δ_t is
-the gradient at the gates. :mod:`torchfil.fisher.rules.recurrence` computes the states from the gates.
+the gradient at the gates. The states are those of a recurrence h_t = cell(a_t, h_{t−1}), a_t = x_t + W h_{t−1}, whose
+second derivative is two more sweeps over time. From here on, x are the gates' inputs, however they were computed; m is
+the cell's memory (c in an LSTM, otherwise h itself). At the values of a forward pass, every cell is linear in small
+changes, with coefficients that need no sweep:
+
+    ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}        (an LSTM; ḣ_t = ṁ_t otherwise).
+
+* The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ (:func:`_swept_back`).
+* The derivative of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩ with respect to γ is a forward sweep, ḣ(u) (:func:`_swept_on`).
+* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. Each cell adds a source at its inputs, which
+  also needs no sweep (``Cell.curvature``), and one more backward sweep takes the sources to x.
+
+Time is the first dimension: [T, batch, gates·H] outside, [T, probes, batch, gates, H] inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from torchfil.fisher.rules.call import UnsupportedCallError
-from torchfil.fisher.rules.cells import CELLS
+from torchfil.fisher.rules.base import UnsupportedCallError
 from torchfil.fisher.rules.linear import LinearRule
-from torchfil.fisher.rules.recurrence import recurrence
-from torchfil.fisher.rules.telling import register_telling, tell_use
+from torchfil.fisher.rules.substitutes import Function, register_substitute, report_use
 
-__all__ = ["run_recurrent"]
+__all__ = ["CELLS", "Cell", "Moved", "Slopes", "recurrence", "run_recurrent"]
 
 _RULE = LinearRule()
 
@@ -40,20 +50,18 @@ class _Sequences:
     packed: PackedSequence | None = None
 
     @property
-    def _places(self) -> Tensor:
-        """The places of the packed rows in [T, batch], with the longest sequence first."""
+    def _filled(self) -> Tensor:
+        """Which places of [T, batch] the packed rows fill, with the longest sequence first."""
         assert self.packed is not None
         sizes = self.packed.batch_sizes
-        return (torch.arange(int(sizes[0])) < sizes[:, None]).flatten().nonzero()[:, 0].to(self.packed.data.device)
+        return (torch.arange(int(sizes[0])) < sizes[:, None]).to(self.packed.data.device)
 
     @property
     def lengths(self) -> Tensor | None:
         """The lengths of packed sequences, [batch]."""
         if self.packed is None:
             return None
-        sizes = self.packed.batch_sizes
-        lengths = (torch.arange(int(sizes[0])) < sizes[:, None]).sum(dim=0).to(self.packed.data.device)
-        order = self.packed.unsorted_indices
+        lengths, order = self._filled.sum(dim=0), self.packed.unsorted_indices
         return lengths if order is None else lengths[order]
 
     def laid_out(self, data: Tensor) -> Tensor:
@@ -61,7 +69,8 @@ class _Sequences:
         if self.packed is None:
             return data if self.batch_first else data.transpose(0, 1)
         sizes, order = self.packed.batch_sizes, self.packed.unsorted_indices
-        rows = data.new_zeros(len(sizes) * int(sizes[0]), data.shape[1]).index_copy(0, self._places, data)
+        places = self._filled.flatten().nonzero()[:, 0]
+        rows = data.new_zeros(len(sizes) * int(sizes[0]), data.shape[1]).index_copy(0, places, data)
         rows = rows.reshape(len(sizes), -1, data.shape[1])
         return (rows if order is None else rows[:, order]).transpose(0, 1)
 
@@ -72,18 +81,18 @@ class _Sequences:
         _, sizes, order, inverse = self.packed
         values = values.transpose(0, 1)
         values = values if order is None else values[:, order]
-        return PackedSequence(values.flatten(0, 1)[self._places], sizes, order, inverse)
+        return PackedSequence(values[self._filled], sizes, order, inverse)
 
 
 def run_recurrent(
-    module: Any, mode: str, sequences: Tensor | PackedSequence, state: Any = None, *, drops_states: bool = False
+    module: Any, mode: str, sequences: Any, state: Any = None, *, drops_states: bool = False
 ) -> tuple[Any, Any]:
     """The outputs of a recurrent module: all states of its last layer, and the last states of all layers.
 
     Args:
         module: A module with the attributes and parameter names of :class:`torch.nn.LSTM`.
         mode: The cell, by torch's name.
-        sequences: Its input.
+        sequences: Its input, a tensor or packed sequences.
         state: The first states, h or (h, c), [layers·directions, batch, H] each; None: 0.
         drops_states: Whether dropout applies to every new state before it is used again, as in Opacus's layers, or
             between layers, as in torch's.
@@ -92,10 +101,17 @@ def run_recurrent(
         UnsupportedCallError: A single sequence without a batch, projections, or dropout in packed sequences.
     """
     dropout = module.dropout if module.training else 0.0
-    packed = sequences if isinstance(sequences, PackedSequence) else None
-    _check(module, sequences, dropout)
+    packed, kind = sequences if isinstance(sequences, PackedSequence) else None, type(module).__name__
+    if packed is None and sequences.ndim != 3:
+        raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
+    if getattr(module, "proj_size", 0):
+        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
+    if packed is not None and dropout:
+        raise UnsupportedCallError(
+            f"a {kind} with dropout={dropout} of packed sequences draws across examples; use dropout=0 there"
+        )
     layout = _Sequences(module.batch_first, packed)
-    x = layout.laid_out(sequences.data if isinstance(sequences, PackedSequence) else sequences)
+    x = layout.laid_out(sequences if packed is None else packed.data)
     cell, directions = CELLS[mode], 2 if module.bidirectional else 1
     given = state if cell.has_memory and state is not None else (state, None)
 
@@ -105,7 +121,7 @@ def run_recurrent(
         for direction in range(directions):
             place = layer * directions + direction
             first = [None if value is None else value[place] for value in given]
-            drop = partial(_drawn_by_step, dropout) if drops_states and dropout else None
+            drop = dropout if drops_states else 0.0
             states, ends = _run_layer(module, mode, layer, direction == 1, x, first, layout.lengths, drop)
             outputs.append(states)
             last.append(ends)
@@ -118,18 +134,6 @@ def run_recurrent(
     return layout.put_back(x), h if c is None else (h, c)
 
 
-def _check(module: Any, sequences: Any, dropout: float) -> None:
-    kind = type(module).__name__
-    if not isinstance(sequences, PackedSequence) and sequences.ndim != 3:
-        raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
-    if getattr(module, "proj_size", 0):
-        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
-    if isinstance(sequences, PackedSequence) and dropout:
-        raise UnsupportedCallError(
-            f"a {kind} with dropout={dropout} of packed sequences draws across examples; use dropout=0 there"
-        )
-
-
 def _run_layer(
     module: Any,
     mode: str,
@@ -138,7 +142,7 @@ def _run_layer(
     x: Tensor,
     first: list[Tensor | None],
     lengths: Tensor | None,
-    drop: Callable[[Tensor], Tensor] | None,
+    dropout: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
     cell, suffix = CELLS[mode], f"l{layer}{'_reverse' if backwards else ''}"
@@ -147,9 +151,11 @@ def _run_layer(
         for part in ("ih", "hh")
     }
     weights = {part: [getattr(module, name) for name in names[part].values()] for part in names}
-    turned = partial(_turned, lengths=lengths) if backwards else lambda value: value
 
-    inputs = tell_use(module, _RULE, x, F.linear(x, *weights["ih"]), names["ih"])
+    def turned(values: Tensor) -> Tensor:
+        return _turned(values, lengths) if backwards else values
+
+    inputs = report_use(module, _RULE, x, F.linear(x, *weights["ih"]), names["ih"])
     weight, *bias = weights["hh"]
     gates = hidden = turned(inputs)
     if mode == "GRU":  # the states enter the last gate separately
@@ -162,10 +168,12 @@ def _run_layer(
         gates = gates + bias[0]
 
     start = [x.new_zeros(len(x), module.hidden_size) if value is None else value for value in first]
-    multiplier = None if drop is None else torch.stack([drop(start[0]) for _ in range(x.shape[1])])
-    found, memories = recurrence(cell, gates.transpose(0, 1), start[0], start[1], weight, multiplier)
+    drop = None
+    if dropout:  # drawn for each new state
+        drop = torch.stack([F.dropout(torch.ones_like(start[0]), dropout) for _ in range(x.shape[1])])
+    found, memories = recurrence(cell, gates.transpose(0, 1), start[0], start[1], weight, drop)
     before = torch.cat([start[0][None], found[:-1]]).transpose(0, 1)
-    tell_use(module, _RULE, before, hidden, names["hh"])
+    report_use(module, _RULE, before, hidden, names["hh"])
 
     # The sequences end at different times; values after the ends are not used.
     def at_the_end(values: Tensor) -> Tensor:
@@ -183,16 +191,403 @@ def _turned(values: Tensor, lengths: Tensor | None) -> Tensor:
     return values.gather(1, order[:, :, None].expand(values.shape))
 
 
-def _drawn_by_step(dropout: float, like: Tensor) -> Tensor:
-    return F.dropout(torch.ones_like(like), dropout)
-
-
 def _substitute(module: nn.RNNBase) -> Callable[..., Any]:
-    def forward(sequences: Any, hx: Any = None) -> Any:
-        return run_recurrent(module, module.mode, sequences, hx)
+    return lambda sequences, hx=None: run_recurrent(module, module.mode, sequences, hx)
 
-    return forward
+
+def recurrence(
+    cell: Cell, gates: Tensor, h: Tensor, m: Tensor | None, weight: Tensor, drop: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h_1 … h_T and, if the cell has a memory, c_1 … c_T, [T, batch, H] each; differentiable twice, except in W.
+
+    Args:
+        cell: One of :data:`CELLS`.
+        gates: The gates' inputs besides W h, [T, batch, gates·H].
+        h: The first state, [batch, H].
+        m: The first memory, if the cell has one.
+        weight: W, [gates·H, H].
+        drop: Factors for each new state, [T, batch, H]; None: 1.
+
+    Example:
+        >>> states, _ = recurrence(CELLS["RNN_TANH"], torch.ones(2, 1, 1), torch.zeros(1, 1), None, torch.eye(1))
+        >>> [round(float(h), 3) for h in states]
+        [0.762, 0.943]
+    """
+    found: Any = _Run.apply(gates, h, m if cell.has_memory else None, weight, drop, cell)
+    return (found[0], found[1]) if cell.has_memory else (found, None)
+
+
+class _Run(Function):
+    """(x, h_0, c_0) ↦ h (and c)."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell) -> Any:
+        seen = cell.run(gates, h, m, weight, drop)
+        ctx.save_for_backward(gates, h, m, weight, drop, *seen)
+        ctx.cell = cell
+        ctx.set_materialize_grads(False)
+        return (seen[0][1:].clone(), seen[1][1:].clone()) if cell.has_memory else seen[0][1:].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        gates, h, m, weight, drop, *seen = ctx.saved_tensors
+        to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
+        if to_h is None and to_m is None:
+            return (None,) * 6
+        found: Any
+        if torch.is_grad_enabled():
+            found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
+        else:  # the last derivative, which may be mapped over probes
+            found = _ForProbes.apply(_back, (to_h, to_m), weight, drop, ctx.cell, *seen)
+        to_gates, to_state, to_memory = found
+        return to_gates, to_state, to_memory if ctx.cell.has_memory else None, None, None, None
+
+
+class _Pulled(Function):
+    """(∂h, ∂c, x, h_0, c_0) ↦ δ at x, h_0 and c_0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Any, drop: Any, cell: Cell, *seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slopes = cell.slopes(seen, drop)
+        one = tuple(None if value is None else value[:, None] for value in (to_h, to_m))
+        delta, dh, dm = _swept_back(slopes, weight, cell.gates, *one)
+        ctx.save_for_backward(weight, drop, dh, dm, *seen)
+        ctx.cell = cell
+        ctx.set_materialize_grads(False)
+        to_state, to_memory = (value[0] for value in _to_start(cell, slopes, weight, delta, dm))
+        return delta.reshape(gates.shape), to_state, to_memory
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        weight, drop, dh, dm, *seen = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if all(u is None for u in gradients):
+            return (None,) * len(needs)
+        found: Any = _ForProbes.apply(_twice, gradients, weight, drop, dh, dm, ctx.cell, *seen)
+        to_h, to_m, to_gates, to_state, to_memory = found
+        by_memory = (to_m if needs[1] else None, to_memory if needs[4] else None)
+        return to_h, by_memory[0], to_gates, to_state, by_memory[1], *[None] * (len(needs) - 5)
+
+
+class _ForProbes(Function):
+    """``function(*values, *rest)`` of values and results with probes first; for one probe, or many if mapped.
+
+    It is not differentiated.
+    """
+
+    @staticmethod
+    def forward(function: Callable[..., Any], values: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(result[0] for result in function(*(None if x is None else x[None] for x in values), *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, function: Any, values: tuple[Any, ...], *rest: Any) -> tuple[Any, int]:
+        """Probes become separate examples."""
+        each = [
+            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(values, in_dims[1], strict=True)
+        ]
+        return function(*each, *rest), 0
+
+
+def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Tensor) -> tuple[Tensor, ...]:
+    """As :class:`_Pulled`, with probes first, in and out."""
+    slopes = cell.slopes(seen, drop)
+    by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
+    delta, _, dm = _swept_back(slopes, weight, cell.gates, *by_time)
+    return delta.flatten(3).transpose(0, 1), *_to_start(cell, slopes, weight, delta, dm)
+
+
+def _twice(
+    u: Any, u_h: Any, u_m: Any, weight: Tensor, drop: Any, dh: Tensor, dm: Tensor, cell: Cell, *seen: Tensor
+) -> tuple[Tensor, ...]:
+    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and out."""
+    slopes, (steps, _, batch, width) = cell.slopes(seen, drop), dm.shape
+    count = next(len(x) for x in (u, u_h, u_m) if x is not None)
+    state, memory = (dm.new_zeros(count, batch, width) if x is None else x for x in (u_h, u_m))
+    if not cell.has_memory:
+        memory = state
+    shape = (steps, count, batch, cell.gates, width)
+    u = dm.new_zeros(shape) if u is None else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
+
+    gates, states, memories = _swept_on(slopes, weight, u, state, memory)
+    moved = Moved(gates, memories[:-1], memories[1:], dh, dm)
+    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, moved)
+    sources = to_memory
+    if to_memory_before is not None:
+        sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
+        sources[:-1] += to_memory_before[1:]
+    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates, like=gates)
+
+    before = 0 if to_memory_before is None else to_memory_before[0]
+    to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
+    flat = delta.reshape(steps, count, batch, -1)
+    return states.transpose(0, 1), memories[1:].transpose(0, 1), flat.transpose(0, 1), to_state, to_start
+
+
+def _to_start(
+    cell: Cell, slopes: Slopes, weight: Tensor, delta: Tensor, dm: Tensor, before: Any = 0
+) -> tuple[Tensor, Tensor]:
+    """The derivatives at h_0 and c_0, [probes, batch, H]."""
+    to_state = (delta[0].flatten(0, 1).flatten(1) @ weight).view(dm.shape[1:])
+    to_memory = torch.zeros_like(to_state) if slopes.kept_memory is None else slopes.kept_memory[0] * dm[0]
+    to_memory = to_memory + before
+    return (to_state, to_memory) if cell.has_memory else (to_state + to_memory, to_memory)
+
+
+def _swept_back(
+    slopes: Slopes,
+    weight: Tensor,
+    gates: int,
+    to_state: Tensor | None,
+    to_memory: Tensor | None,
+    to_gates: Tensor | None = None,
+    like: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
+    given = next(x for x in (to_state, to_memory, to_gates, like) if x is not None)
+    steps, count, batch, width = *given.shape[:3], given.shape[-1]
+    delta = given.new_empty(steps, count, batch, gates, width)
+    dh, dm = (given.new_zeros(steps, count, batch, width) for _ in range(2))
+    flat_delta, flat_dh = delta.view(steps, count * batch, -1), dh.view(steps, count * batch, -1)
+    flat_source = None if to_state is None else to_state.reshape(steps, count * batch, -1)
+    through = slopes.into_memory.shape[3]
+    into, shown = slopes.into_memory.unbind(0), slopes.memory_shown
+
+    for t in reversed(range(steps)):
+        if t + 1 < steps and flat_source is not None:
+            torch.addmm(flat_source[t], flat_delta[t + 1], weight, out=flat_dh[t])
+        elif t + 1 < steps:
+            torch.mm(flat_delta[t + 1], weight, out=flat_dh[t])
+        elif to_state is not None:
+            dh[t] = to_state[t]
+        torch.mul(dh[t], 1 if shown is None else shown[t], out=dm[t])
+        if to_memory is not None:
+            dm[t] += to_memory[t]
+        if t + 1 < steps and slopes.kept_memory is not None:
+            dm[t].addcmul_(slopes.kept_memory[t + 1], dm[t + 1])
+        torch.mul(into[t], dm[t].unsqueeze(2), out=delta[t, :, :, :through])
+        if slopes.into_state is not None:
+            torch.mul(dh[t], slopes.into_state[t], out=delta[t, :, :, through])
+        if to_gates is not None:
+            delta[t] += to_gates[t]
+    return delta, dh, dm
+
+
+def _swept_on(
+    slopes: Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ȧ, [T, probes, batch, gates, H], ḣ_1 … ḣ_T and ṁ_0 … ṁ_T, for changes u of x and of the first state."""
+    steps, count, batch, _, width = u.shape
+    a = u.new_empty(u.shape)
+    states, memories = u.new_empty(steps, count, batch, width), u.new_empty(steps + 1, count, batch, width)
+    flat_u, flat_a = u.reshape(steps, count * batch, -1), a.view(steps, count * batch, -1)
+    memories[0] = memory
+    through, into, transposed = slopes.into_memory.shape[3], slopes.into_memory.unbind(0), weight.mT
+
+    for t in range(steps):
+        before = state if t == 0 else states[t - 1]
+        torch.addmm(flat_u[t], before.reshape(count * batch, width), transposed, out=flat_a[t])
+        torch.sum(into[t] * a[t, :, :, :through], dim=2, out=memories[t + 1])
+        if slopes.kept_memory is not None:
+            memories[t + 1].addcmul_(slopes.kept_memory[t], memories[t])
+        if slopes.memory_shown is None:
+            states[t] = memories[t + 1]
+            continue
+        torch.mul(slopes.memory_shown[t], memories[t + 1], out=states[t])
+        if slopes.into_state is not None:
+            states[t].addcmul_(slopes.into_state[t], a[t, :, :, through])
+    return a, states, memories
+
+
+class Slopes(NamedTuple):
+    """The coefficients of the linear equations, [T, 1, batch, (gates,) H]; None: 0, or 1 for α."""
+
+    into_memory: Tensor  # β
+    kept_memory: Tensor | None  # f
+    memory_shown: Tensor | None = None  # α
+    into_state: Tensor | None = None  # ω
+
+
+class Moved(NamedTuple):
+    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a backward sweep has left at each step."""
+
+    gates: Tensor
+    memory_before: Tensor
+    memory: Tensor
+    to_state: Tensor
+    to_memory: Tensor
+
+
+class Cell:
+    """One kind of cell.
+
+    Attributes:
+        gates: The number of blocks of H numbers in a_t.
+        has_memory: Whether it has a state c besides h.
+    """
+
+    gates: int
+    has_memory = False
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
+        raise NotImplementedError
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        """The coefficients at the values of the forward pass."""
+        raise NotImplementedError
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0."""
+        raise NotImplementedError
+
+
+class _Lstm(Cell):
+    """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)."""
+
+    gates = 4
+    has_memory = True
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
+        shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
+        states[0], memories[0] = h, m
+        transposed, factors = weight.mT, active.unbind(2)
+
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a, out=active[t])
+            i, f, g, o = (factor[t] for factor in factors)
+            torch.tanh(a[:, 2], out=g)
+            torch.addcmul(i * g, f, memories[t], out=memories[t + 1])
+            torch.tanh(memories[t + 1], out=shown[t])
+            torch.mul(o, shown[t], out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, memories, active, shown
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        _, memories, active, shown = seen
+        i, f, g, o = active.unbind(2)
+        into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
+        alpha, omega = o * (1 - shown * shown), shown * _sigmoid_slope(o)
+        if drop is not None:
+            alpha, omega = alpha * drop, omega * drop
+        return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        _, memories, active, tau = (value[:, None] for value in seen)
+        (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), moved.gates.unbind(3)
+        dm, dh = moved.to_memory, moved.to_state if drop is None else moved.to_state * drop[:, None]
+        i1, f1, o1, g1 = _sigmoid_slope(i), _sigmoid_slope(f), _sigmoid_slope(o), 1 - g * g
+        both, t1 = i1 * g1, 1 - tau * tau
+
+        to_gates = torch.stack(
+            [
+                dm * (i1 * (1 - 2 * i) * g * ai + both * ag),
+                dm * f1 * torch.addcmul(moved.memory_before, (1 - 2 * f) * memories[:-1], af),
+                dm * (both * ai - 2 * i * g * g1 * ag),
+                dh * o1 * ((1 - 2 * o) * tau * ao + t1 * moved.memory),
+            ],
+            dim=3,
+        )
+        to_memory = dh * t1 * (o1 * ao - 2 * o * tau * moved.memory)
+        return to_gates, to_memory, dm * f1 * af
+
+
+class _Gru(Cell):
+    """r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m."""
+
+    gates = 4
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, active = gates.new_empty(steps + 1, batch, width), gates.new_empty(steps, batch, 4, width)
+        states[0] = h
+        transposed = weight.mT
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a[:, :2], out=active[t, :, :2])
+            r, z, n, hidden = active[t].unbind(1)
+            hidden.copy_(a[:, 3])
+            torch.tanh(torch.addcmul(a[:, 2], r, hidden), out=n)
+            torch.lerp(n, states[t], z, out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, active
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        states, active = seen
+        r, z, n, hidden = active.unbind(2)
+        to_n = (1 - z) * (1 - n * n)
+        parts = [to_n * hidden * _sigmoid_slope(r), (states[:-1] - n) * _sigmoid_slope(z), to_n, to_n * r]
+        into, kept = torch.stack(parts, dim=2), z
+        if drop is not None:
+            into, kept = into * drop[:, :, None], z * drop
+        return Slopes(into[:, None], kept[:, None])
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        states, active = (value[:, None] for value in seen)
+        (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), moved.gates.unbind(3)
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        r1, z1, n1 = _sigmoid_slope(r), _sigmoid_slope(z), 1 - n * n
+        r_moved, z_moved = r1 * ar, z1 * az
+        q_moved = an + r_moved * hidden + r * ah  # q = a_n + r a_m
+        to_n = dh * (1 - z) * n1
+        to_q = -2 * to_n * n * q_moved - dh * z_moved * n1
+
+        to_r = to_q * hidden + to_n * ah
+        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (moved.memory_before - n1 * q_moved))
+        parts = [r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n, to_z, to_q, to_q * r + to_n * r_moved]
+        return torch.stack(parts, dim=3), None, dh * z_moved
+
+
+class _Elman(Cell):
+    """h_t = tanh(a), or ReLU."""
+
+    gates = 1
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        states = gates.new_empty(len(gates) + 1, *h.shape)
+        values = torch.empty_like(states[1:])
+        states[0] = h
+        for t in range(len(gates)):
+            a = torch.addmm(gates[t], states[t], weight.mT)
+            torch.tanh(a, out=values[t]) if self.function == "tanh" else torch.clamp(a, min=0, out=values[t])
+            states[t + 1] = values[t] if drop is None else values[t] * drop[t]
+        return states, values
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        values = seen[1]
+        slope = 1 - values * values if self.function == "tanh" else (values > 0).to(values.dtype)
+        return Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        if self.function == "relu":
+            return None, None, None
+        values = seen[1][:, None]
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        return (-2 * dh * values * (1 - values * values))[:, :, :, None] * moved.gates, None, None
+
+
+CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
+
+
+def _sigmoid_slope(y: Tensor) -> Tensor:
+    """σ′ from σ."""
+    return y * (1 - y)
 
 
 for _kind in (nn.LSTM, nn.GRU, nn.RNN):
-    register_telling(_kind, _substitute)
+    register_substitute(_kind, _substitute, reports_uses=True)

@@ -2,73 +2,143 @@
 
 The outputs are the same. Derivatives with respect to the layers' weights are not defined, because a recorded pass
 treats weights as constants. Each family of layers registers its own substitutes.
+
+A substitute of a layer with several weights also reports each use of a weight. From outside, a recorded pass sees only
+the layer's input and output; in between, a recurrent layer uses four weights at every time step. Its substitute reports
+what each weight was applied to and the result, as if each were a layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.overrides import TorchFunctionMode
-
-from torchfil.fisher.rules.inheritance import keeps_forward
 
 __all__ = [
     "FastFunctions",
+    "Function",
     "is_served",
+    "keeps_forward",
+    "kernels_for",
+    "listening",
     "register_function",
-    "register_named_substitute",
     "register_substitute",
+    "registered",
+    "report_use",
+    "reports_uses",
     "with_substitutes",
 ]
 
-Layer = TypeVar("Layer", bound=nn.Module)
+logger = logging.getLogger(__name__)
 
-_SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Any]]]] = {}
-_NAMED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {}  # of packages not imported here
-_FUNCTIONS: dict[tuple[str, Callable[..., Any]], Callable[..., Tensor | None]] = {}  # by device and function
+Entry = TypeVar("Entry")
+
+
+class _Substitute(NamedTuple):
+    """A function that makes the substitute for a module's method, and whether that reports all uses of parameters."""
+
+    make: Callable[[Any], Callable[..., Any]]
+    method: str
+    reports_uses: bool
+
+
+_SUBSTITUTES: dict[type[nn.Module] | str, _Substitute] = {}
+_FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
+
+_HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
+
+
+def keeps_forward(kind: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether a subclass computes the same as its base: it overrides nothing that the base defines.
+
+    Example:
+        >>> class Named(nn.Linear):
+        ...     def extra_repr(self):
+        ...         return "mine"
+        >>> class Other(nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2 * super().forward(x)
+        >>> keeps_forward(Named, nn.Linear), keeps_forward(Other, nn.Linear)
+        (True, False)
+    """
+    if base is nn.Module:
+        return True
+    below = kind.__mro__[: kind.__mro__.index(base)]
+    vital = {"forward", "__call__", "__getattr__", "__getattribute__"}
+    for part in base.__mro__:
+        if part not in (nn.Module, object):
+            names = {*vars(part), *getattr(part, "__annotations__", ())}
+            vital |= {name for name in names if not name.startswith("__") and name not in _HARMLESS}
+    return not any(vital & set(vars(part)) for part in below)
+
+
+def registered(entries: Mapping[type[nn.Module] | str, Entry], kind: type[nn.Module]) -> Entry | None:
+    """The entry of a class, or of the base class whose forward pass it keeps; keys are classes or their full names."""
+    for base in kind.__mro__:
+        entry = entries.get(base) or entries.get(f"{base.__module__}.{base.__qualname__}")
+        if entry is not None and keeps_forward(kind, base):
+            return entry
+    return None
 
 
 def register_substitute(
-    kind: type[Layer],
-    make: Callable[[Layer], Callable[..., Any]],
+    kind: type[nn.Module] | str,
+    make: Callable[[Any], Callable[..., Any]],
     *,
     method: str = "forward",
+    reports_uses: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Compute modules of this class, and of subclasses that keep its forward pass, by ``make(module)``.
 
     Args:
-        kind: The class.
+        kind: The class; or its full name, if its library may be missing:
+            ``transformers.activations.NewGELUActivation``.
         make: Returns the substitute for the method of a module.
         method: The method that it replaces.
+        reports_uses: Whether the substitute reports all uses of the module's parameters by :func:`report_use`.
         overwrite: Whether to replace the class's current substitute.
 
     Raises:
         ValueError: The class already has a substitute, and ``overwrite`` is False.
     """
     if kind in _SUBSTITUTES and not overwrite:
-        raise ValueError(
-            f"{kind.__name__} already has a substitute, {_SUBSTITUTES[kind][1].__qualname__}; pass overwrite=True to "
-            "replace it"
-        )
-    _SUBSTITUTES[kind] = method, make
+        name, current = kind if isinstance(kind, str) else kind.__name__, _SUBSTITUTES[kind].make.__qualname__
+        raise ValueError(f"{name} already has a substitute, {current}; pass overwrite=True to replace it")
+    _SUBSTITUTES[kind] = _Substitute(make, method, reports_uses)
     _substitute_of.cache_clear()
 
 
-def register_named_substitute(name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """As :func:`register_substitute`, for ``forward`` of a class of a package that may be missing.
+@functools.cache
+def _substitute_of(kind: type[nn.Module]) -> _Substitute | None:
+    return registered(_SUBSTITUTES, kind)
 
-    Args:
-        name: The full name of the class: "transformers.activations.NewGELUActivation".
-        make: Returns the substitute for the method of a module.
+
+@contextlib.contextmanager
+def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Inside, layers that have a substitute are computed by it.
+
+    Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
     """
-    _NAMED[name] = "forward", make
-    _substitute_of.cache_clear()
+    changed: list[tuple[nn.Module, str]] = []
+    try:
+        for module in model.modules():
+            found = _substitute_of(type(module))  # type: ignore[arg-type]
+            if found is not None and found.method not in vars(module) and module not in but:
+                setattr(module, found.method, found.make(module))
+                changed.append((module, found.method))
+        yield
+    finally:
+        for module, method in changed:
+            delattr(module, method)
 
 
 def register_function(
@@ -83,39 +153,12 @@ def register_function(
     Raises:
         ValueError: The function already has a substitute, and ``overwrite`` is False.
     """
-    if (device, function) in _FUNCTIONS and not overwrite:
+    current = _FUNCTIONS[device].get(function)
+    if current is not None and not overwrite:
         raise ValueError(
-            f"{function.__name__} already has a substitute, {_FUNCTIONS[device, function].__qualname__}; pass "
-            "overwrite=True to replace it"
+            f"{function.__name__} already has a substitute, {current.__qualname__}; pass overwrite=True to replace it"
         )
-    _FUNCTIONS[device, function] = substitute
-
-
-@contextlib.contextmanager
-def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, layers that have a substitute are computed by it.
-
-    Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
-    """
-    changed: list[tuple[nn.Module, str]] = []
-    try:
-        for module in model.modules():
-            method, make = _substitute_of(type(module))  # type: ignore[arg-type]
-            if make is not None and method not in vars(module) and module not in but:
-                setattr(module, method, make(module))
-                changed.append((module, method))
-        yield
-    finally:
-        for module, method in changed:
-            delattr(module, method)
-
-
-@functools.cache
-def _substitute_of(kind: type[nn.Module]) -> tuple[str, Callable[[Any], Callable[..., Any]] | None]:
-    for base in kind.__mro__:
-        if base in _SUBSTITUTES and keeps_forward(kind, base):
-            return _SUBSTITUTES[base]
-    return _NAMED.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
+    _FUNCTIONS[device][function] = substitute
 
 
 class FastFunctions(TorchFunctionMode):
@@ -123,7 +166,7 @@ class FastFunctions(TorchFunctionMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self._substitutes = {function: other for (kind, function), other in _FUNCTIONS.items() if kind == device}
+        self._substitutes = _FUNCTIONS.get(device, {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,3 +187,90 @@ def is_served(value: Any) -> bool:
         and value.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
+    """The module :mod:`torchfil.fisher.rules.kernels`; None if torch must compute: CPUs, no Triton, other dtypes.
+
+    ``reduced`` says that bfloat16 and float16 are served, too. Triton launches on the current GPU, whichever GPU holds
+    the tensors, so tensors of other GPUs are not served.
+    """
+    if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
+        return None
+    served = tensor.dtype in (torch.float32, torch.float64) or (
+        reduced and tensor.dtype in (torch.bfloat16, torch.float16)
+    )
+    return _kernels(tensor.device) if served else None
+
+
+@functools.cache
+def _kernels(device: torch.device) -> Any:
+    """The kernels, tried once: Triton may be missing, lack a compiler, or not support the GPU."""
+    try:
+        from torchfil.fisher.rules import kernels
+
+        probe = torch.ones(8, device=device)
+        kernels.tanh_pulled_twice(probe, probe, probe)
+    except Exception as error:
+        logger.info("Triton does not work on %s, so second derivatives are slower: %s", device, error)
+        return None
+    return kernels
+
+
+class Function(torch.autograd.Function):
+    """:class:`torch.autograd.Function` for positional arguments without defaults.
+
+    torch binds the arguments to the signature of ``forward`` at every call, which takes longer than all the rest (on
+    two CPU cores, a step of a ViT-Tiny took 6 % longer).
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """As in torch; a tuple if the function has several results."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+
+# The module, its rule, a, the output, and the parameters' names in the module by their names in the rule.
+Listener = Callable[[nn.Module, Any, Tensor, Tensor, Mapping[str, str]], None]
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+def reports_uses(module: nn.Module) -> bool:
+    """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
+    found = _substitute_of(type(module))  # type: ignore[arg-type]
+    return found is not None and found.reports_uses
+
+
+def report_use(module: nn.Module, rule: Any, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
+    """Report that parameters were applied to ``a``, [batch, …], with the result ``output``, [batch, …].
+
+    Args:
+        module: The layer.
+        rule: The rule of a layer with only these parameters.
+        a: The tensor that they were applied to.
+        output: The result.
+        names: The parameters' names in the module by their names in the rule.
+
+    Returns:
+        The tensor to continue with instead of ``output``.
+    """
+    listener = _listener.get()
+    if listener is None:
+        return output
+    if not output.requires_grad:
+        output = output.detach().requires_grad_()
+    listener(module, rule, a, output, names)
+    return output
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, ``listener`` is called with the arguments of every :func:`report_use`."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
