@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
-from torchfil.engine.asking import Places, with_alternatives
 from torchfil.engine.executor import Executor, Started
 from torchfil.engine.loader import is_target_name
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
-from torchfil.engine.measure import StepValues, Wanted
+from torchfil.engine.measure import Places, StepValues, Wanted, with_alternatives
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run

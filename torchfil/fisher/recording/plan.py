@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.recording.cut import cut
-from torchfil.fisher.recording.doubled import in_double
-from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
-from torchfil.fisher.recording.passes import learn_layouts, record, watch_parameters
-from torchfil.fisher.rules.base import LayerRule
+from torchfil.fisher.gradients import ExampleGradients, ModelFacts
+from torchfil.fisher.recording.cut import Cotangents, cut, term_of, weighted_sum
+from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule
-from torchfil.private import Examples
 
 __all__ = ["Plan", "plan"]
 
@@ -31,6 +29,8 @@ _PROBE_SEED = 1
 _CANDIDATES = 8  # rows searched for two examples with a gradient
 _MOST_NAMES = 4
 _FAR_ENOUGH = 0.1  # of a parameter's size
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Plan:
         generic: The layers without their own rule, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
         tried_in: The dtype of the trial: float64, or the model's own dtype if it does not run in float64.
+        facts: What passes over the model have shown; passes of this plan add to it.
     """
 
     reason: str | None
@@ -50,6 +51,7 @@ class Plan:
     generic: tuple[str, ...] = ()
     convolutions: float = 1.0
     tried_in: torch.dtype = torch.float64
+    facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
     @property
     def fits(self) -> bool:
@@ -72,7 +74,7 @@ def plan(gradients: ExampleGradients) -> Plan:
     """
     if gradients.dtype != torch.float64:
         try:
-            with in_double(gradients) as doubled:
+            with _in_double(gradients) as doubled:
                 return _tried(doubled, gradients.dtype)
         except Exception as error:  # a kernel without float64, or too little memory: use the model's own dtype
             logger.info("the trial does not run in float64: %s", error)
@@ -81,30 +83,34 @@ def plan(gradients: ExampleGradients) -> Plan:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # mapping over examples may still work, or will report the error
-        return Plan(str(error) or type(error).__name__, 0, tried_in=gradients.dtype)
+        return Plan(str(error) or type(error).__name__, 0, tried_in=gradients.dtype, facts=gradients.facts)
 
 
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
-    held = Held([*gradients.parameters.values(), *gradients.constants.values()])
     probe = _probe(gradients)
     rows, plain = _telling_rows(gradients, probe)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
-    recorded = _recorded(part, probe, held)
+    recorded = _recorded(part, probe)
     reason = _difference(part, recorded, plain)
     for another_way in (_learn_layouts, _watch_what_is_missing):
         if reason is not None and another_way(part, recorded, plain):
-            recorded = _recorded(part, probe, held := held.anew())
+            recorded = _recorded(part, probe)
             reason = _difference(part, recorded, plain)
-    if reason is None and _some_gradient_vanishes(part, plain):
-        reason = _difference_nearby(part, probe)
+    if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
+        reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
     if reason is not None:
-        return Plan(reason, 0, tried_in=gradients.dtype)
+        return Plan(reason, 0, tried_in=gradients.dtype, facts=gradients.facts)
 
     rules = {call.module: call.rule for call in recorded.calls if not isinstance(call.rule, ParameterRule)}
     convolutions = sum(isinstance(rule, ConvolutionRule) for rule in rules.values())
-    size = 2 * held.total * dtype.itemsize // (gradients.dtype.itemsize * len(part.examples))
-    return Plan(None, size, _without_rule(part.model, rules), convolutions / max(1, len(rules)), gradients.dtype)
+    size = 2 * recorded.held * dtype.itemsize // (gradients.dtype.itemsize * len(part.examples))
+    generic = tuple(
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in part.model.named_modules()
+        if isinstance(rules.get(module), GenericRule)
+    )
+    return Plan(None, size, generic, convolutions / max(1, len(rules)), gradients.dtype, gradients.facts)
 
 
 @dataclass(frozen=True)
@@ -133,13 +139,14 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], and its calls."""
+    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], its calls and the bytes it held."""
 
     squares: Tensor
     slopes: Tensor
     products: Tensor
     summed: Tensor
     calls: tuple[Call, ...]
+    held: int
 
 
 def _probe(gradients: ExampleGradients) -> Tensor:
@@ -155,10 +162,11 @@ def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> tuple[list[int]
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
 
+    tensors = (gradients.examples.z, *gradients.examples.tensors)
     telling: list[int] = []
     by_row: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for row in candidates:
-        if any(_alike(gradients.examples, row, other) for other in telling):
+        if any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling):
             continue
         by_row[row] = gradients.plain_products_of_one(row, probe)
         if bool(by_row[row][0].any()):
@@ -171,15 +179,6 @@ def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> tuple[list[int]
     return rows, _Plain.of(gradients, probe, rows, by_row)
 
 
-def _alike(examples: Examples, row: int, other: int) -> bool:
-    return all(torch.equal(leaf[row], leaf[other]) for leaf in (examples.z, *examples.tensors))
-
-
-def _some_gradient_vanishes(part: ExampleGradients, plain: _Plain) -> bool:
-    """Whether a parameter has the gradient 0 for all examples, so that a trial says nothing about it."""
-    return not all(bool(value.any()) for value in part.unflatten(plain.gradients.abs().sum(dim=0)).values())
-
-
 def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
     """The difference at slightly changed weights; None also if the model has no finite gradient there."""
     source = torch.Generator(part.device).manual_seed(_PROBE_SEED)
@@ -190,15 +189,10 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
         return value + _FAR_ENOUGH * size * step
 
     near = replace(part, parameters={name: moved(value) for name, value in part.parameters.items()})
-    plain = _Plain.of(near, probe, _laid_out(near))
+    plain = _Plain.of(near, probe, [0, 1, 0][: len(near)])  # the examples a, b, a
     if not all(bool(value.isfinite().all()) for value in (plain.gradients, plain.slopes, plain.products)):
         return None
     return _difference(near, _recorded(near, probe), plain)
-
-
-def _laid_out(part: ExampleGradients) -> list[int]:
-    """The examples a, b, a of a trial as separate rows."""
-    return [0, 1, 0][: len(part)]
 
 
 def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:
@@ -237,7 +231,7 @@ def _watch_what_is_missing(part: ExampleGradients, recorded: _Recorded, plain: _
     if _norms_agree(recorded, plain):
         return False
     missing = recorded.summed - plain.gradients.sum(dim=0)
-    return watch_parameters(part.model, _parameters_apart(part, missing, _TOLERANCE.get(part.dtype, 1e-3)))
+    return watch_parameters(part, _parameters_apart(part, missing, _TOLERANCE.get(part.dtype, 1e-3)))
 
 
 def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> list[str]:
@@ -246,27 +240,96 @@ def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -
     return [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
 
 
-def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:
-    """Everything that the trial compares, from one recorded pass; ``held`` counts the bytes that its norms keep."""
+def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
+    """Everything that the trial compares, from one recorded pass."""
     z = part.examples.z.detach().requires_grad_()
+    held = _Held([*part.parameters.values(), *part.constants.values()])
     with torch.enable_grad(), part.backward_state():
-        with held.counting() if held is not None else nullcontext():
+        with held.counting():
             recording = record(part, z)
         attached = cut(recording)
-        norms = squares_and_slopes(attached, z, held)
-        weight = torch.ones(len(part), dtype=part.dtype, device=part.device)
-        _, cotangents = inner_products(attached, part.unflatten(probe))
-        products = attached.pulled_back(cotangents, z).detach()
-        sums = weighted_sum(recording, weight)
+        square = attached.squared_norm(held)
+        held.total += held.largest + sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+        cotangents: Cotangents = {}
+        square.add_derivative(cotangents)
+        slopes = attached.pulled_back(cotangents).detach()
+        _, cotangents = attached.inner_products(part.unflatten(probe))
+        products = attached.pulled_back(cotangents).detach()
+        sums = weighted_sum(recording, torch.ones(len(part), dtype=part.dtype, device=part.device))
 
     flat = [sums[name] if name in sums else torch.zeros_like(value) for name, value in part.parameters.items()]
     summed = torch.cat([value.flatten() for value in flat])
-    return _Recorded(norms.square, norms.gradient, products, summed, recording.calls)
+    return _Recorded(square.total, slopes, products, summed, recording.calls, held.total)
 
 
-def _without_rule(model: nn.Module, rules: Mapping[nn.Module, LayerRule]) -> tuple[str, ...]:
-    return tuple(
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(rules.get(module), GenericRule)
-    )
+class _Held:
+    """Bytes that autograd keeps for backward passes, not counting the weights.
+
+    Attributes:
+        total: The bytes kept at the same time.
+        largest: The bytes of the largest term of ‖g‖²; each is freed before the next.
+    """
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.total = self.largest = 0
+        self._known = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the bytes kept inside this context."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in self._known:
+                self._known.add(pointer)
+                self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
+            return tensor.detach()  # attached, a node that keeps its own result would keep itself alive
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def term(self, recording: Recording, calls: Sequence[Call]) -> Tensor:
+        """A term of ‖g‖², counted."""
+        before = self.total
+        generic = [call for call in calls if isinstance(call.rule, GenericRule)]
+        if generic:  # such hooks do not work there; estimate two gradients per example
+            value = term_of(recording, calls)
+            for call in generic:
+                size = sum(weight.numel() * weight.itemsize for weight in call.parameters.values())
+                self.total += 2 * size * len(call.delta)
+        else:
+            with self.counting():
+                value = term_of(recording, calls)
+        self.largest, self.total = max(self.largest, self.total - before), before
+        return value
+
+
+class _CastsToDouble(TorchFunctionMode):
+    """Inside, a cast to a narrower floating-point type becomes a cast to float64.
+
+    Models contain casts: Llama casts to float32 in RMSNorm and for rotary positions, and masks have a fixed type.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+        func = Tensor.double if func in _CASTS else func
+        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def _in_double(gradients: ExampleGradients) -> Iterator[ExampleGradients]:
+    """The same examples and weights in float64, whatever casts the model contains: rounding errors are not compared.
+
+    Changes that the model makes to its buffers are copied to the original buffers.
+    """
+    doubled = gradients.double()
+    try:
+        with _CastsToDouble():
+            yield doubled
+    finally:
+        for name, value in gradients.constants.items():
+            copy = doubled.constants[name]
+            if copy is not value and copy._version > 0:
+                value.copy_(copy)
