@@ -54,8 +54,9 @@ def test_operators(name: str, kind: Any) -> None:
     assert relative_error(flatten(jacobian.clipped_sum()), g.sum(dim=0)) < 1e-9
     assert relative_error(jacobian.clipped_norm_gradient(), slope) < 1e-9
     assert relative_error(jacobian.perpendicular_rmatvec(u), across) < 1e-9
-    assert relative_error(jacobian.matvec(v), torch.einsum("bpd,bd->bp", dense, v)) < 1e-9
-    assert relative_error(jacobian.gram(), dense.mT @ dense) < 1e-9
+    if isinstance(jacobian, ClippedJacobian):
+        assert relative_error(jacobian.matvec(v), torch.einsum("bpd,bd->bp", dense, v)) < 1e-9
+        assert relative_error(jacobian.gram(), dense.mT @ dense) < 1e-9
 
     mechanism = Mechanism.build(case.C, 0.8, CLIP, "poisson", 0.1)
     perpendicular, parallel = mechanism.weights(g.norm(dim=1))
