@@ -152,22 +152,22 @@ class ExampleGradients:
         """d, the number of private coordinates of one example."""
         return self.examples.num_coordinates
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """p, the number of trainable parameters."""
-        return sum(value.numel() for value in self.parameters.values())
+        return sum([value.numel() for value in self.parameters.values()])
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is wider."""
         return wide_dtype(next(iter(self.parameters.values())).dtype)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of the gradients."""
         return next(iter(self.parameters.values())).device
 
-    @property
+    @cached_property
     def reduced(self) -> bool:
         """Whether the model computes with fewer digits than float32 has."""
         return self.autocast is not None or is_reduced(next(iter(self.parameters.values())).dtype)

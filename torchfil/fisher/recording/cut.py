@@ -50,12 +50,12 @@ class CutRecording:
 
     Attributes:
         recording: The calls, with leaves as their inputs and δ.
-        leaves: The leaves.
+        leaves: The leaves of each call, by the call's id.
         origins: By the leaf's id, the tensor that it replaces, still attached to z.
     """
 
     recording: Recording
-    leaves: tuple[Tensor, ...]
+    leaves: dict[int, tuple[Tensor, ...]]
     origins: dict[int, Tensor]
 
     def squared_norm(self, counted: Counted | None = None) -> SquaredNorm:
@@ -71,9 +71,9 @@ class CutRecording:
             total = total + value.detach()
             if not value.requires_grad:
                 continue
-            leaves = calls[0].leaves
+            leaves = self.leaves[id(calls[0])]
             if len(calls) > 1:
-                leaves = tuple({id(leaf): leaf for call in calls for leaf in call.leaves}.values())
+                leaves = tuple(dict.fromkeys(leaf for call in calls for leaf in self.leaves[id(call)]))
             first, light = calls[0], False
             if counted is None and len(calls) == 1 and not self.recording.narrow:
                 light = first.rule.squares_lightly(first)
@@ -160,28 +160,32 @@ def cut(recording: Recording) -> CutRecording:
         UnsupportedCallError: The first dimension of an input that depends on z does not run over the examples.
     """
     batch = recording.losses.shape
-    leaves: dict[int, Tensor] = {}  # by the origin's id
+    by_origin: dict[int, Tensor] = {}
 
     def leaf(value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
         if value.shape[:1] != batch:
             raise UnsupportedCallError(f"{call.name}: an input of shape {tuple(value.shape)} is not one per example")
-        if id(value) not in leaves:
-            leaves[id(value)] = value.detach().requires_grad_()
-            origins[id(leaves[id(value)])] = value
-        return leaves[id(value)]
+        if id(value) not in by_origin:
+            by_origin[id(value)] = value.detach().requires_grad_()
+            origins[id(by_origin[id(value)])] = value
+        own.append(by_origin[id(value)])
+        return by_origin[id(value)]
 
+    leaves: dict[int, tuple[Tensor, ...]] = {}
     origins: dict[int, Tensor] = {}
     calls = []
     for call in recording.calls:
+        own: list[Tensor] = []
         if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor):
             args, kwargs = (leaf(call.args[0]),), call.kwargs
         else:
             args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
+        leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
     apart = replace(recording, calls=tuple(calls), losses=recording.losses.detach())
-    return CutRecording(apart, tuple(leaves.values()), origins)
+    return CutRecording(apart, leaves, origins)
 
 
 def _terms(recording: Recording) -> Iterator[tuple[Call, ...]]:

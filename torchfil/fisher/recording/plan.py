@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,14 +90,18 @@ def plan(gradients: ExampleGradients) -> Plan:
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
     probe = _probe(gradients)
-    rows, plain = _telling_rows(gradients, probe)
+    known: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    rows = _telling_rows(gradients, probe, known)
+    plain = _plain(gradients, probe, rows, known)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
     recorded = _recorded(part, probe)
-    reason = _difference(part, recorded, plain)
-    for another_way in (_learn_layouts, _watch_what_is_missing):
-        if reason is not None and another_way(part, recorded, plain):
-            recorded = _recorded(part, probe)
-            reason = _difference(part, recorded, plain)
+    reason, missing = _difference(part, recorded, plain)
+    if reason is not None and learn_layouts(part):  # a dimension of the batch's size may be another one
+        recorded = _recorded(part, probe)
+        reason, missing = _difference(part, recorded, plain)
+    if missing and watch_parameters(part, missing):
+        recorded = _recorded(part, probe)
+        reason, _ = _difference(part, recorded, plain)
     if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
         reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
     if reason is not None:
@@ -113,28 +118,23 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     return Plan(None, size, generic, convolutions / max(1, len(rules)), gradients.dtype, gradients.facts)
 
 
-@dataclass(frozen=True)
-class _Plain:
+class _Plain(NamedTuple):
     """Results of plain backward passes: g, [rows, p], ∇‖g‖² and Jᵀu, [rows, d]."""
 
     gradients: Tensor
     slopes: Tensor
     products: Tensor
 
-    @classmethod
-    def of(
-        cls,
-        gradients: ExampleGradients,
-        probe: Tensor,
-        rows: Sequence[int],
-        by_row: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
-    ) -> _Plain:
-        """The results for these rows, each computed once; ``by_row`` holds the earlier ones."""
-        by_row = {} if by_row is None else by_row
-        for row in rows:
-            if row not in by_row:
-                by_row[row] = gradients.plain_products_of_one(row, probe)
-        return cls(*map(torch.stack, zip(*(by_row[row] for row in rows), strict=True)))
+
+def _plain(
+    gradients: ExampleGradients,
+    probe: Tensor,
+    rows: Sequence[int],
+    known: Mapping[int, tuple[Tensor, Tensor, Tensor]] = MappingProxyType({}),
+) -> _Plain:
+    """The results for these rows; some may be known."""
+    by_row = [known[row] if row in known else gradients.plain_products_of_one(row, probe) for row in rows]
+    return _Plain(*map(torch.stack, zip(*by_row, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -156,27 +156,30 @@ def _probe(gradients: ExampleGradients) -> Tensor:
     return torch.randn(gradients.num_parameters, generator=source, device=device).to(gradients.dtype)
 
 
-def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> tuple[list[int], _Plain]:
-    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row."""
+def _telling_rows(
+    gradients: ExampleGradients, probe: Tensor, known: dict[int, tuple[Tensor, Tensor, Tensor]]
+) -> list[int]:
+    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row.
+
+    What is computed to find them is added to ``known``.
+    """
     count = len(gradients)
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
 
     tensors = (gradients.examples.z, *gradients.examples.tensors)
     telling: list[int] = []
-    by_row: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for row in candidates:
         if any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling):
             continue
-        by_row[row] = gradients.plain_products_of_one(row, probe)
-        if bool(by_row[row][0].any()):
+        known[row] = gradients.plain_products_of_one(row, probe)
+        if bool(known[row][0].any()):
             telling.append(row)
         if len(telling) == 2:
             break
 
     telling = list(dict.fromkeys([*telling, *candidates]))[:2]
-    rows = [*telling, telling[0]] if count > 1 else telling
-    return rows, _Plain.of(gradients, probe, rows, by_row)
+    return [*telling, telling[0]] if count > 1 else telling
 
 
 def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
@@ -189,55 +192,33 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
         return value + _FAR_ENOUGH * size * step
 
     near = replace(part, parameters={name: moved(value) for name, value in part.parameters.items()})
-    plain = _Plain.of(near, probe, [0, 1, 0][: len(near)])  # the examples a, b, a
-    if not all(bool(value.isfinite().all()) for value in (plain.gradients, plain.slopes, plain.products)):
+    plain = _plain(near, probe, [0, 1, 0][: len(near)])  # the examples a, b, a
+    if not all(bool(value.isfinite().all()) for value in plain):
         return None
-    return _difference(near, _recorded(near, probe), plain)
+    return _difference(near, _recorded(near, probe), plain)[0]
 
 
-def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:
-    """What the recorded pass and plain backward passes disagree on; None: nothing."""
+def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> tuple[str | None, list[str]]:
+    """What the recorded pass and plain backward passes disagree on (None: nothing), and the parameters it misses."""
     tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
-    if not _norms_agree(recorded, plain):
-        names = _parameters_apart(part, recorded.summed - plain.gradients.sum(dim=0), tolerance)
+    squares, summed = plain.gradients.square().sum(dim=1), plain.gradients.sum(dim=0)
+    if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
+        apart = part.unflatten(recorded.summed - summed)
+        sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in apart.items()}
+        names = [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
         listed = f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
-        return f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples"
+        return f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples", names
 
     pairs = {
-        "sums of gradients": (recorded.summed[None], plain.gradients.sum(dim=0)[None]),
+        "sums of gradients": (recorded.summed[None], summed[None]),
         "derivatives of gradients' norms": (recorded.slopes, plain.slopes),
         "derivatives of gradients' products with a probe": (recorded.products, plain.products),
     }
     for name, (fast, true) in pairs.items():
-        apart, size = (torch.linalg.vector_norm(values, dim=1) for values in (fast - true, true))
-        if not bool((apart <= 10 * tolerance * size.max()).all()):
-            return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples"
-    return None
-
-
-def _norms_agree(recorded: _Recorded, plain: _Plain) -> bool:
-    squares = plain.gradients.square().sum(dim=1)
-    tolerance = _TOLERANCE.get(squares.dtype, 1e-3)
-    return torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max()))
-
-
-def _learn_layouts(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
-    """Learn where the examples lie: a dimension of the batch's size may be another one. Return whether it was new."""
-    return learn_layouts(part)
-
-
-def _watch_what_is_missing(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
-    """Watch the parameters whose gradients the pass misses; return whether there are any."""
-    if _norms_agree(recorded, plain):
-        return False
-    missing = recorded.summed - plain.gradients.sum(dim=0)
-    return watch_parameters(part, _parameters_apart(part, missing, _TOLERANCE.get(part.dtype, 1e-3)))
-
-
-def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> list[str]:
-    """The parameters for which a difference, [p], is not zero."""
-    sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in part.unflatten(apart).items()}
-    return [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
+        distance, size = (torch.linalg.vector_norm(values, dim=1) for values in (fast - true, true))
+        if not bool((distance <= 10 * tolerance * size.max()).all()):
+            return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples", []
+    return None, []
 
 
 def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
@@ -249,7 +230,7 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
             recording = record(part, z)
         attached = cut(recording)
         square = attached.squared_norm(held)
-        held.total += held.largest + sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+        held.total += held.largest + sum(leaf.numel() * leaf.itemsize for leaf in attached.origins.values())
         cotangents: Cotangents = {}
         square.add_derivative(cotangents)
         slopes = attached.pulled_back(cotangents).detach()

@@ -176,7 +176,8 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
     if forward.gradients.examples is not examples:  # the loop's pass, which did not know them
         targets = examples.restore(z, examples.public)[2]
     while True:
-        outputs, leaves = tensors_of(forward.outputs), forward.watched.leaves
+        outputs = [forward.outputs] if isinstance(forward.outputs, Tensor) else tensors_of(forward.outputs)
+        leaves = forward.watched.leaves
         places = [use.output for use in forward.uses.noted] + [use.rows for use in forward.watched.meetings]
         ends = [output for output in outputs if output.requires_grad]
         with torch.enable_grad(), gradients.backward_state():
@@ -204,8 +205,10 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
     for x in outputs:
         part = next(to_ends) if x.requires_grad else None
         at_outputs.append(torch.zeros_like(x) if part is None else part.detach())
-    calls = _calls(forward, deltas)
-    return Recording(z, calls, losses, tuple(at_outputs), not all(call.is_wide for call in calls))
+    seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
+    dtypes = seen.union([x.dtype for x in places], [value.dtype for value in gradients.parameters.values()])
+    narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
+    return Recording(z, _calls(forward, deltas), losses, tuple(at_outputs), narrow)
 
 
 def _second_run(gradients: ExampleGradients) -> UnsupportedCallError:

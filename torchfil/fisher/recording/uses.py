@@ -224,7 +224,7 @@ class WatchedParameters(TorchFunctionMode):
         for name, leaf in self.leaves.items():
             self._functions[id(leaf)] = leaf, (name,)
         self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
-        for tensor in tensors_of(inputs):
+        for tensor in tensors_of(inputs) if self.leaves else ():
             self._of_examples[tensor] = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
