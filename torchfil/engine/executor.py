@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from torchfil.engine.graphs import CapturedPasses, StartedGraph
+from torchfil.engine.guard import check_copy
 from torchfil.engine.measure import StepValues, Wanted, joined, values_of
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.checks import check_copy
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import get_estimator
