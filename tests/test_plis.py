@@ -74,7 +74,7 @@ def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> 
     got = PLIS(case.model, case.loss_fn, **options).attribute(case.inputs, case.targets)
     gradients = ExampleGradients.build(*case.arguments, case.private)
     jacobian = ClippedJacobian(gradients, get_clip(clip), case.C)
-    a = jacobian.clipped_norm_gradient
+    a = jacobian.clipped_norm_gradient()
     want = gradients.examples.maps(2 * jacobian.clipped_norm[:, None] * a / STD**2)
     product = 2 * jacobian.rmatvec(jacobian.clipped_gradient) / STD**2
     for key, values in gradients.examples.maps(product).items():

@@ -17,7 +17,7 @@ from tests.engine.hunger import Device, room_for
 from tests.engine.loops import assert_same_run, data, loader, network
 from tests.engine.test_state import same
 from torchfil import FILPrivacyEngine
-from torchfil.engine.memory import PassMemory
+from torchfil.engine.executor import PassMemory
 from torchfil.questions import Label
 
 WAYS = {

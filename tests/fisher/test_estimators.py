@@ -142,9 +142,9 @@ def perpendicular_part(case: Case) -> tuple[Tensor, Tensor]:
     """A = φPJ of every example, [batch, p, d], and its spectrum λ(AᵀA), [batch, d]."""
     operator = ClippedJacobian(ExampleGradients.build(*case.arguments), get_clip("smooth"), 1.0)
     jacobian = operator.gradients.jacobian_columns(slice(None))
-    unit = operator.unit_gradient
+    unit, scale = operator.direction, operator.clipped_norm / operator.norm
     along = torch.einsum("bp,bpd->bd", unit, jacobian)
-    part = operator.scale[:, None, None] * (jacobian - unit[:, :, None] * along[:, None, :])
+    part = scale[:, None, None] * (jacobian - unit[:, :, None] * along[:, None, :])
     return part, torch.linalg.eigvalsh(part.mT @ part)
 
 

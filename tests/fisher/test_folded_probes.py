@@ -13,6 +13,7 @@ from torchfil import fisher
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian
 
 pytestmark = pytest.mark.torch_versions
@@ -68,7 +69,8 @@ def test_the_part_along_the_gradient_is_not_left_to_chance() -> None:
     mechanism = Mechanism.build(case.C, 1.0)
     gradients = ExampleGradients.build(*case.arguments)
     jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
-    a, rest = jacobian.clipped_norm_gradient / case.C, jacobian.perpendicular_gram() / case.C**2
+    mapped = ClippedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    a, rest = jacobian.clipped_norm_gradient() / case.C, mapped.perpendicular_gram() / case.C**2
     source = torch.Generator(device=DEVICE).manual_seed(0)
     signs = torch.randint(0, 2, (1500, gradients.num_parameters), generator=source, device=DEVICE) * 2.0 - 1
     values = torch.stack([jacobian.folded_row(mechanism, u.to(a)).square().sum(dim=1) for u in signs])

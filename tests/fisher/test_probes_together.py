@@ -89,5 +89,5 @@ def test_memory_and_layers_decide_how_many_probes_are_worked_at_together(
     for seed in Draws.seeds_from(5, draw()):
         signs.append(signs_of(draw_bits(seed, torch.empty(gradients.num_parameters, dtype=torch.int8)), torch.float64))
     squares = torch.stack([jacobian.perpendicular_rmatvec(u).square().sum(dim=1) for u in signs])
-    want = squares.mean(dim=0) + jacobian.clipped_norm_gradient.square().sum(dim=1)
+    want = squares.mean(dim=0) + jacobian.clipped_norm_gradient().square().sum(dim=1)
     assert relative_error(estimate.value, want) < 1e-10

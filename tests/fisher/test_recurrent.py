@@ -102,7 +102,7 @@ def check(gradients: ExampleGradients) -> None:
     unit = g / g.norm(dim=1, keepdim=True)
     for at_once in (1, 2):
         for u, products, rows in zip(probes, plain, jacobian.perpendicular_rows(probes, at_once), strict=True):
-            along = (unit @ u)[:, None] * jacobian.norm_gradient
+            along = (unit @ u)[:, None] * jacobian.norm_gradient()
             want = jacobian.scale[:, None] * (torch.stack([row[2] for row in products]) - along)
             torch.testing.assert_close(rows, want, rtol=1e-8, atol=1e-10)
 

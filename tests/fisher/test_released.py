@@ -13,7 +13,7 @@ from torchfil import Private
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients, flatten
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian, ReleasedGradients, forward_pass
+from torchfil.fisher.recording import RecordedJacobian, forward_pass
 from torchfil.papers import zoo
 
 CLIP = get_clip("smooth")
@@ -24,14 +24,14 @@ def test_as_mapped_gradients(name: str) -> None:
     case = build(name, 5)
     gradients = ExampleGradients.build(case.model, case.loss_fn, case.inputs, case.targets, case.private)
     mapped = ClippedJacobian(gradients, CLIP, 0.5)
-    released = ReleasedGradients(gradients, CLIP, 0.5)
+    released = RecordedJacobian(gradients, CLIP, 0.5, measured=False)
     begun = forward_pass(gradients, gradients.examples.z.detach().requires_grad_())
-    for ours in (released, ReleasedGradients(gradients, CLIP, 0.5, begun)):
+    for ours in (released, RecordedJacobian(gradients, CLIP, 0.5, begun, measured=False)):
         assert relative_error(ours.norm, mapped.norm) < 1e-9
         assert relative_error(flatten(ours.clipped_sum()), flatten(mapped.clipped_sum())) < 1e-9
         assert relative_error(ours.losses, mapped.losses) < 1e-9
         assert not ours.norm.requires_grad
-        assert all(not call.delta.requires_grad for call in ours._recording.calls)
+        assert all(not call.delta.requires_grad for call in ours.recording.calls)
     assert relative_error(released.products_with(gradients), mapped.products_with(gradients)) < 1e-9
 
 
@@ -54,5 +54,5 @@ def test_fused_attention_where_nothing_is_differentiated_twice() -> None:
     masked = replace(released, examples=replace(released.examples, masks=(torch.ones(4, 1, device=DEVICE),)))
     with masked.forward_state():
         assert only_math()
-    ours, recorded = (kind(gradients, CLIP, 0.5).norm for kind in (ReleasedGradients, RecordedJacobian))
+    ours, recorded = (RecordedJacobian(gradients, CLIP, 0.5, measured=measured).norm for measured in (False, True))
     assert relative_error(ours, recorded) < 1e-4

@@ -109,7 +109,9 @@ def diagonals(model: nn.Module, inputs: Any, y: Tensor, private: Private) -> Ten
     exact = fisher.exact_fim(
         model, nn.CrossEntropyLoss(), inputs, y, max_grad_norm=C, noise_multiplier=STD / C, private=private
     ).diagonal(dim1=1, dim2=2)
-    slopes = [kind(gradients, get_clip(DEFAULT_CLIP), C).norm_gradient for kind in (ClippedJacobian, RecordedJacobian)]
+    slopes = [
+        kind(gradients, get_clip(DEFAULT_CLIP), C).norm_gradient() for kind in (ClippedJacobian, RecordedJacobian)
+    ]
     assert relative_error(slopes[1], slopes[0]) < 1e-9
     return exact
 

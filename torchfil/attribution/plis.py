@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.recording import NormGradient, Plan, UnsupportedCallError, norm_gradient, plan
 from torchfil.fisher.recording.graphs import CapturedPass, signature
-from torchfil.fisher.recording.norms import NormGradient, norm_gradient
-from torchfil.fisher.recording.passes import UnsupportedCallError
-from torchfil.fisher.recording.trial import Plan, plan
 from torchfil.private import Inputs, Private
 
 __all__ = [

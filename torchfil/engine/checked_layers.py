@@ -15,7 +15,7 @@ from torch import Tensor
 from torchfil.engine.checked import LayerCheck
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import Plan
-from torchfil.fisher.recording.passes import record
+from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.linear import EmbeddingRule, LinearRule

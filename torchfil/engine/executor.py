@@ -1,18 +1,21 @@
-"""Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples."""
+"""Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples.
+
+Passes that run out of memory are discarded and repeated in pieces of half the size.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from torchfil.engine.graphs import BUCKETS, CapturedPasses, StartedGraph
+from torchfil.engine.graphs import CapturedPasses, StartedGraph
 from torchfil.engine.guard import check_copy
 from torchfil.engine.measure import StepValues, Wanted, joined, values_of
-from torchfil.engine.memory import PassMemory, is_recorded, passes_within, recorded_pass_within
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
@@ -20,23 +23,27 @@ from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import Jacobian
 from torchfil.fisher.recording import (
     Plan,
     RecordedForward,
     RecordedJacobian,
-    ReleasedGradients,
     UnsupportedCallError,
     forward_pass,
     plan,
-    run_alike,
 )
+from torchfil.fisher.recording.graphs import release_memory
 from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
 from torchfil.utils.trees import form_of, tensors_of
 
-__all__ = ["Executor", "Started"]
+__all__ = ["Executor", "PassMemory", "Started"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
+Cut = Callable[[int], Passes]  # from a limit in bytes
 
 _MOST_PLANS = 256
 _LENGTHS_TO_TRY = 4  # of texts of which others lie between
@@ -97,7 +104,7 @@ class Executor:
         key = self._key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
-        fitting = self._fitting.setdefault(self._kin(gradients), {})
+        fitting = self._fitting.setdefault(self._key_without_length(gradients), {})
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return self._plans[key]
@@ -105,7 +112,8 @@ class Executor:
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
-            found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0)
+            reason = "clipping='per_layer' needs the norm of each parameter's gradient"
+            found = Plan(reason, 0, facts=found.facts)
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
@@ -113,7 +121,7 @@ class Executor:
             self._plans[key] = found
             if found.fits:
                 fitting[gradients.num_coordinates] = found
-            _tell(found, gradients.autocast)
+            _log_plan(found, gradients.autocast)
         return found
 
     def run(
@@ -142,33 +150,39 @@ class Executor:
         tried = self.plan(gradients)
         if wanted.questions:  # an alternative has a pass in addition to the examples' own
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
-        batch = PrivateBatch(gradients, mechanism, tried)
+        batch = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried)
 
         def attempt() -> StepValues:
-            return self._evaluated(batch, wanted, started.take() if started is not None else None, few=few)
+            return self._evaluated(batch, tried, wanted, started.take() if started is not None else None, few=few)
 
-        return self.memory.repeated(attempt, lambda limit: passes_within(limit, batch, wanted))
+        return self.memory.repeated(attempt, lambda limit: _passes_within(limit, batch, wanted))
 
     def _evaluated(
-        self, batch: PrivateBatch, wanted: Wanted, forward: RecordedForward | StartedGraph | None, *, few: bool
+        self,
+        batch: PrivateBatch,
+        tried: Plan,
+        wanted: Wanted,
+        forward: RecordedForward | StartedGraph | None,
+        *,
+        few: bool,
     ) -> StepValues:
-        if not is_recorded(batch):
-            return self._mapped(batch, wanted)
+        """By a recorded pass as far as one serves; other estimators use their own products with each J."""
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
-        if recorded is not wanted and not wanted.summed:
+        if not tried.fits or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
         try:
-            values = self._recorded(batch, recorded, forward, few=few)
-        except UnsupportedCallError as error:  # of a batch that is not as the trial's
-            return self._mapped(replace(batch, plan=self._give_up(batch.gradients, str(error))), wanted)
-
-        # Other estimators use their own products with each example's Jacobian.
-        if recorded is not wanted:
-            measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
-            check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
-            return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
-        return values
+            values = self._recorded(batch, tried, recorded, forward, few=few)
+        except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
+            found = Plan(str(error), 0, facts=tried.facts)
+            self._plans[self._key(batch.gradients)] = found
+            _log_plan(found, batch.gradients.autocast)
+            return self._mapped(batch, wanted)
+        if recorded is wanted:
+            return values
+        measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
+        check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
+        return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
@@ -178,11 +192,10 @@ class Executor:
             return None
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
-        run_alike(self.replica.live, self.replica.template)
         drawn = RandomWatch(self.replica.device)
         reason = ""
         try:
-            return forward_pass(gradients, examples.z.detach().requires_grad_(), once=True)
+            return forward_pass(replace(gradients, facts=tried.facts), examples.z.detach().requires_grad_(), once=True)
         except UnsupportedCallError:
             self._not_recorded_live.add(key)
         except RuntimeError as error:
@@ -190,7 +203,7 @@ class Executor:
                 raise
             reason = str(error)
         if reason:
-            self.memory.halve(lambda limit: [recorded_pass_within(limit, len(examples), tried)], reason)
+            self.memory.halve(lambda limit: [_recorded_pass_within(limit, len(examples), tried)], reason)
         drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 
@@ -199,9 +212,7 @@ class Executor:
         tried = self._plans.get(self._key(gradients))
         if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
             return None
-        graphs, room = self._captured_passes(), self._room(tried)
-        fits = len(gradients) + graphs.bucket(room) <= room
-        return graphs.begin(gradients, room, self.replica.key) if fits else None
+        return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
 
     def runs_in_pieces(self, gradients: ExampleGradients) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
@@ -209,66 +220,40 @@ class Executor:
         return not tried.fits or len(gradients) > self._room(tried)
 
     def _recorded(
-        self, batch: PrivateBatch, wanted: Wanted, forward: RecordedForward | StartedGraph | None, *, few: bool
+        self,
+        batch: PrivateBatch,
+        tried: Plan,
+        wanted: Wanted,
+        forward: RecordedForward | StartedGraph | None,
+        *,
+        few: bool,
     ) -> StepValues:
         """By a CUDA graph if the batch fits one, by completing the loop's pass, or by a separate pass."""
-        assert batch.plan is not None
-        gradients, mechanism = batch.gradients, batch.mechanism
-        room, count = self._room(batch.plan), len(batch.gradients)
+        gradients, mechanism, count = batch.gradients, batch.mechanism, len(batch.gradients)
         begun, forward = (forward, None) if isinstance(forward, StartedGraph) else (None, forward)
         if forward is None and self._uses_graphs(gradients.examples):
+            room = self._room(tried)
             graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
-            if graphs.works and count + graphs.bucket(room) <= room:
-                values = graphs.run(batch, wanted, room, self.replica.key, begun)
-            else:
-                values = self._captured_in_pieces(graphs, batch, wanted, room)
+            values = graphs.run(batch, wanted, room, self.replica.key, begun)
             if values is not None:
                 return values
 
-        parts: list[StepValues] = []
-        at_once = batch.probes_at_once(len(wanted.seeds), self.memory.limit)
-        chunks: Any = batch.chunks(self.memory.limit, 1, one_pass=True, measured=bool(wanted.seeds))
+        measured, chunks = bool(wanted.seeds), None
         if forward is not None:
             live = replace(gradients, model=self.replica.live)
-            kind = RecordedJacobian if wanted.seeds else ReleasedGradients
-            jacobian = kind(live, mechanism.clip, mechanism.max_grad_norm, forward)
             try:
-                jacobian.output_gradients  # noqa: B018 - the way back to the outputs shows whether it can be used
+                jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward, measured=measured)
                 chunks = [(slice(0, count), jacobian)]
-            except UnsupportedCallError:
+            except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
                 self._not_recorded_live.add(self._key(gradients))
-        for rows, jacobian in chunks:
-            draws = Draws(wanted.seeds, rows, count, 1, at_once)
-            parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
-        return joined(parts)
-
-    def _captured_in_pieces(
-        self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int
-    ) -> StepValues | None:
-        """A batch that is too large for one graph, in pieces of equal size; None if capturing does not work."""
-        count = len(batch.gradients)
-        largest = room // graphs.bucket(room) * graphs.bucket(room)
-        if not graphs.works or largest == 0:
-            return None
-        size = -(-count // -(-count // largest))
-        parts = []
-        for start in range(0, count, size):
-            examples = batch.gradients.examples[slice(start, start + size)]
-            piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
-            values = graphs.run(piece, wanted, room, self.replica.key)
-            if values is None:
-                return None
-            parts.append(values.kept(sums=True))  # the next replay overwrites them
-        return joined(parts)
+        at_once = batch.probes_at_once(len(wanted.seeds), self.memory.limit)
+        return _values(batch, chunks or batch.chunks(self.memory.limit, 1, measured=measured), wanted, 1, at_once)
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""
         columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
-        parts = []
-        for rows, jacobian in batch.chunks(self.memory.limit, vectors):
-            draws = Draws(wanted.seeds, rows, len(batch.gradients), columns)
-            parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
-        return joined(parts)
+        batch = replace(batch, plan=None)
+        return _values(batch, batch.chunks(self.memory.limit, vectors), wanted, columns)
 
     def _captured_passes(self) -> CapturedPasses:
         """The graphs for the model's current state; graphs for earlier states are freed."""
@@ -283,7 +268,7 @@ class Executor:
         """Graphs over this many examples, which keep a GPU busy only if all probes are processed at once."""
         if self._graphs_of_few is None:
             at_once = max(1, min(len(wanted.seeds), room // max(1, count)))
-            self._graphs_of_few = CapturedPasses(BUCKETS * count, probes_at_once=at_once)
+            self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
         return self._graphs_of_few
 
     def _uses_graphs(self, examples: Examples) -> bool:
@@ -298,23 +283,138 @@ class Executor:
         """How many examples a pass may hold at once."""
         return self.memory.room(tried.bytes_per_example)
 
-    def _give_up(self, gradients: ExampleGradients, reason: str) -> Plan:
-        """From now on, map over such examples."""
-        self._plans[self._key(gradients)] = found = Plan(reason, 0)
-        _tell(found, gradients.autocast)
-        return found
-
     def _key(self, gradients: ExampleGradients) -> Hashable:
         return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
 
-    def _kin(self, gradients: ExampleGradients) -> Hashable:
+    def _key_without_length(self, gradients: ExampleGradients) -> Hashable:
         """A key that is equal for examples that differ only in length."""
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
 
 
-def _tell(tried: Plan, autocast: torch.dtype | None) -> None:
+class PassMemory:
+    """The bytes that a pass over examples may hold at once; fewer once a pass has run out of memory.
+
+    Guarantees:
+        * A pass that ran out of memory leaves nothing behind: no number and no entry in the ledger. Its seeds determine
+          its probes, so that the repeated pass gives the same numbers up to rounding.
+        * If not even one example fits, the limit stays as it was, and the error says so.
+
+    Args:
+        limit: The bytes.
+
+    Attributes:
+        limit: The bytes now.
+
+    Example:
+        >>> memory = PassMemory(1000)
+        >>> memory.room(100), memory.room(4000)
+        (10, 1)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._warned = False
+
+    def room(self, bytes_per_example: int) -> int:
+        """How many examples a pass may hold at once."""
+        return max(1, self.limit // max(1, bytes_per_example))
+
+    def repeated(self, attempt: Callable[[], T], cut: Cut) -> T:
+        """The result of ``attempt()``, repeated with half as many examples at once while it runs out of memory.
+
+        Args:
+            attempt: Passes over a batch, within the limit at the time of the call.
+            cut: How a limit cuts that batch.
+
+        Raises:
+            torch.OutOfMemoryError: The batch cannot be cut further.
+        """
+        before = self.limit
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                reason = str(error)
+            # only here is the error gone, whose traceback held everything that the pass had allocated
+            if not self.halve(cut, reason):
+                self.limit = before
+                raise torch.OutOfMemoryError(
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
+                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
+                    "(num_probes=)."
+                )
+
+    def halve(self, cut: Cut, reason: str) -> bool:
+        """Let a pass hold half as much; False if it held only one example.
+
+        Args:
+            cut: How a limit cuts the batch that ran out of memory.
+            reason: The device's message.
+        """
+        held = cut(self.limit)
+        limit = min(self.limit, max(examples * size for examples, size in held)) // 2
+        pieces = cut(limit)
+        if pieces == held:
+            return False
+        self.limit = limit
+        release_memory()
+
+        # warn the first time: from now on every step takes longer
+        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
+        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
+        logger.info(text)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{text}, as later ones will be. The numbers are the same up to rounding; "
+                f"Execution(max_memory={limit}) starts with that size.",
+                stacklevel=2,
+            )
+        return True
+
+
+def _values(
+    batch: PrivateBatch,
+    chunks: Iterable[tuple[slice, Jacobian]],
+    wanted: Wanted,
+    columns: int,
+    probes_at_once: int = 1,
+) -> StepValues:
+    """The wanted values, chunk by chunk."""
+    parts = []
+    for rows, jacobian in chunks:
+        draws = Draws(wanted.seeds, rows, len(batch.gradients), columns, probes_at_once)
+        parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
+    return joined(parts)
+
+
+def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
+    """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
+    gradients, passes = batch.gradients, []
+    if batch.plan is not None and batch.plan.fits:
+        passes.append(_recorded_pass_within(limit, len(gradients), batch.plan))
+    if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
+        vectors = batch.working_vectors(wanted.estimator, limit)[1]
+        size = vectors * gradients.num_parameters * gradients.dtype.itemsize
+        passes.append((min(len(gradients), max(1, limit // size)), size))
+    return passes
+
+
+def _recorded_pass_within(limit: int, count: int, tried: Plan) -> tuple[int, int]:
+    """How many of ``count`` examples a recorded pass holds at once within this many bytes, and the bytes of one."""
+    size = max(1, tried.bytes_per_example)
+    return min(count, max(1, limit // size)), size
+
+
+def _shortened(reason: str) -> str:
+    return reason.partition("\n")[0][:200]
+
+
+def _log_plan(tried: Plan, autocast: torch.dtype | None) -> None:
     if tried.reason is not None and autocast is not None:
         logger.warning("gradients mapped over examples are computed without autocast (torch.func does not support it)")
     if tried.reason is not None:

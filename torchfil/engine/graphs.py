@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.measure import StepValues, Wanted, values_of
+from torchfil.engine.measure import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.recording import RecordedJacobian, ReleasedGradients
+from torchfil.fisher.recording import RecordedJacobian, forward_pass
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.private import Examples
 from torchfil.utils.trees import flattened, map_tensors
 
-__all__ = ["BUCKETS", "CapturedPasses", "StartedGraph"]
+__all__ = ["CapturedPasses", "StartedGraph"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,25 +29,29 @@ _MOST_GRAPHS = 48
 _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
-BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
+_DEVIATIONS = (-1, 0, 1, 3)  # of a Poisson draw's size from its mean, in standard deviations
 
 
 class CapturedPasses:
     """Runs batches through recorded passes that are CUDA graphs.
 
-    A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
-    the expected batch (:meth:`bucket`), and the copies are masked out of the sum.
+    A graph needs fixed shapes: a batch is padded with copies of its first example to one of a few sizes around the
+    expected one (:meth:`size_for`), and the copies are masked out of the sum.
 
     Args:
         expected_batch: The mean batch size.
         probes_at_once: How many probes to process together.
+        varies: Whether batches differ in size, as Poisson draws do.
 
     Attributes:
         works: False once capturing has failed.
     """
 
-    def __init__(self, expected_batch: int, *, probes_at_once: int = 1) -> None:
-        self._expected_batch = expected_batch
+    def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
+        deviation = expected_batch**0.5
+        usual = {math.ceil(expected_batch + k * deviation) for k in _DEVIATIONS}
+        self._sizes = sorted({*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch})
+        self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
@@ -54,13 +59,14 @@ class CapturedPasses:
         self._replays = 0
         self._asked: Counter[tuple[Hashable, int]] = Counter()
 
-    def bucket(self, room: int) -> int:
-        """Batches are padded to a multiple of this number, if the memory holds that many examples.
+    def size_for(self, count: int, room: int) -> int:
+        """The size that a batch of ``count`` examples, at most ``room``, is padded to.
 
-        Padding costs little if examples are small, and fewer sizes mean fewer graphs; but a copy of a long text costs
-        as much as the text.
+        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson draws, gives b/2,
+        b − √b, b, b + √b and b + 3√b; a larger batch has a multiple of b/8.
         """
-        return max(-(-self._expected_batch // BUCKETS), min(8, room // 4), 1)
+        usual = [size for size in self._sizes if count <= size <= room]
+        return usual[0] if usual else min(room, -(-count // self._step) * self._step)
 
     def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> StartedGraph | None:
         """Replay the forward half of an existing graph for such examples; None: there is no such graph.
@@ -70,9 +76,9 @@ class CapturedPasses:
             room: As in :meth:`run`.
             mode: As in :meth:`run`.
         """
-        bucket = self.bucket(room)
-        size = -(-len(gradients) // bucket) * bucket
-        own = signature(gradients)
+        size, own = self.size_for(len(gradients), room), signature(gradients)
+        if len(gradients) > room:
+            return None
         for (kind, its_size), captured in reversed(self._captured.items()):
             if its_size == size and kind[:2] == (own, mode):  # type: ignore[index]
                 outputs = captured.begin(gradients.examples)
@@ -90,6 +96,8 @@ class CapturedPasses:
     ) -> StepValues | None:
         """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites the result.
 
+        A batch that is too large for one graph is run in pieces of equal size.
+
         Args:
             batch: At least one example.
             wanted: What the pass computes.
@@ -97,11 +105,25 @@ class CapturedPasses:
             mode: The state of the model that is built into the pass; a graph serves one state.
             begun: The result of :meth:`begin` for these examples, if it was called.
         """
-        gradients = batch.gradients
-        bucket = self.bucket(room)
-        size = -(-len(gradients) // bucket) * bucket
-        kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
-        if self._comes_too_rarely(kind, size):
+        count = len(batch.gradients)
+        if count <= room:
+            return self._run(batch, wanted, self.size_for(count, room), mode, begun)
+        at_once = -(-count // -(-count // room))
+        parts = []
+        for start in range(0, count, at_once):
+            examples = batch.gradients.examples[slice(start, start + at_once)]
+            piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
+            values = self._run(piece, wanted, self.size_for(at_once, room), mode)
+            if values is None:
+                return None
+            parts.append(values.kept(sums=True))  # the next replay overwrites them
+        return joined(parts)
+
+    def _run(
+        self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, begun: StartedGraph | None = None
+    ) -> StepValues | None:
+        kind = (signature(batch.gradients), mode, wanted.kind, batch.mechanism)
+        if not self.works or self._comes_too_rarely(kind, size):
             return None
 
         # A failed capture would fail again, and may have damaged the memory that the graphs share.
@@ -126,7 +148,7 @@ class CapturedPasses:
         # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
-        return captured.replay(gradients.examples, wanted, begun=ready)
+        return captured.replay(batch.gradients.examples, wanted, begun=ready)
 
     def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
         """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
@@ -211,11 +233,13 @@ class _Captured:
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
         """The outputs, then everything."""
-        mechanism = self.batch.mechanism
-        kind = RecordedJacobian if self.wanted.seeds else ReleasedGradients
-        jacobian = kind(gradients, mechanism.clip, mechanism.max_grad_norm)
-        yield jacobian.outputs
+        mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
+        gradients = replace(gradients, twice=measured)
+        forward = forward_pass(gradients, z.requires_grad_() if measured else z)
+        yield map_tensors(Tensor.detach, forward.outputs)
 
+        clip, threshold = mechanism.clip, mechanism.max_grad_norm
+        jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)

@@ -77,7 +77,7 @@ class DatasetLooks:
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
         """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d], if each parameter's gradient is clipped separately."""
         chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
-        parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient for _, jacobian in chunks]
+        parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient() for _, jacobian in chunks]
         return torch.cat(parts) / mechanism.noise_std**2
 
     def _batches(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ExampleGradients]]:

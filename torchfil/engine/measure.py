@@ -1,8 +1,11 @@
-"""What a pass over a batch should compute, and its results: losses, norms, clipped sums, what the ledger adds."""
+"""What a pass over a batch should compute, and its results: losses, norms, clipped sums, what the ledger adds.
+
+For questions, a batch has alternatives: its examples as the questions of the run change them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,13 +14,16 @@ from torch import Tensor
 from torchfil.accounting.contributions import additions
 from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.quantities import Track, needs_of
-from torchfil.engine.asking import Places
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
-from torchfil.fisher.operator import ClippedJacobian
-from torchfil.utils.trees import map_tensors
+from torchfil.fisher.operator import Jacobian
+from torchfil.private import Examples, as_call, as_given, check_finite
+from torchfil.questions import Alternative, Question
+from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["StepValues", "Wanted", "joined", "values_of"]
+__all__ = ["Places", "StepValues", "Wanted", "joined", "values_of", "with_alternatives"]
+
+Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Wanted:
         rate: π, the probability that such a step is measured.
         summed: Whether the clipped sum is wanted.
         test_matrix: Ω, [d, r], if I Ω is wanted.
-        questions: For each question, which of the examples' alternatives are its answers; see ``asking``.
+        questions: For each question, which of the examples' alternatives (:func:`with_alternatives`) are
+            its answers.
     """
 
     track: tuple[Track, ...]
@@ -97,7 +104,7 @@ class Wanted:
 
 def values_of(
     batch: PrivateBatch,
-    jacobian: ClippedJacobian,
+    jacobian: Jacobian,
     wanted: Wanted,
     draws: Draws,
     rate: float | Tensor,
@@ -123,9 +130,7 @@ def values_of(
     return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
 
 
-def _divergences(
-    batch: PrivateBatch, jacobian: ClippedJacobian, wanted: Wanted, rate: float | Tensor
-) -> dict[str, Tensor]:
+def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
     """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
     gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
@@ -138,7 +143,7 @@ def _divergences(
     added: dict[str, Tensor] = {}
     for name, places in wanted.questions:
         columns = [
-            mechanism.divergence(jacobian.products_alone, weights) if k is None else by_alternative[k] for k in places
+            mechanism.divergence(jacobian.products_alone(), weights) if k is None else by_alternative[k] for k in places
         ]
         quantity = Divergence(name, Asked(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
@@ -160,3 +165,54 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
         {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
         tuple(map(torch.cat, zip(*at_outputs, strict=True))) if len(at_outputs) == len(parts) else None,
     )
+
+
+def with_alternatives(
+    examples: Examples, questions: Mapping[str, Question], *, check_values: bool
+) -> tuple[Examples, Places]:
+    """The examples with their alternatives, as the questions define them.
+
+    Args:
+        examples: A batch.
+        questions: By name.
+        check_values: Whether to look for NaN and infinity, which has to wait for the device.
+
+    Raises:
+        ValueError: An alternative has another form or shape than the batch, or is not finite.
+    """
+    args, kwargs, targets = examples.public
+    inputs = as_given(args, kwargs)
+    alternatives: list[Examples] = []
+    places: list[tuple[str, tuple[int | None, ...]]] = []
+    for name, question in questions.items():
+        answers = question.alternatives(inputs, targets)
+        if len(answers) != len(question.answers):
+            raise ValueError(
+                f"the question {name!r} gave {len(answers)} alternatives for its {len(question.answers)} answers"
+            )
+        own: list[int | None] = []
+        for answer, other in zip(question.answers, answers, strict=True):
+            own.append(None if other is None else len(alternatives))
+            if other is not None:
+                what = f"the answer {answer!r} to the question {name!r}"
+                alternatives.append(_laid_out(what, other, examples, check_values))
+        places.append((name, tuple(own)))
+    return replace(examples, alternatives=tuple(alternatives)), tuple(places)
+
+
+def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
+    args, kwargs = as_call(other.inputs)
+    positions = sorted(key for key in kwargs if isinstance(key, int))  # as_given names positional inputs by place
+    public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    given, true = tensors_of(public), tensors_of(examples.public)
+    shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
+    if shapes != wanted:
+        raise ValueError(
+            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
+        )
+    try:
+        if check_values:
+            check_finite(*public)
+        return replace(examples.with_values(public), clip_weights=None)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

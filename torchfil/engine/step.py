@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.asking import with_alternatives
 from torchfil.engine.executor import Executor, Started
 from torchfil.engine.forward import ForwardPass, Observer
 from torchfil.engine.graphs import StartedGraph
@@ -23,7 +22,7 @@ from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
-from torchfil.engine.measure import StepValues, Wanted, joined
+from torchfil.engine.measure import StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Noise, Run

@@ -18,11 +18,10 @@ from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.fisher.layerwise import LayerwiseJacobian
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.moments import Moments
-from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import Plan, RecordedJacobian, ReleasedGradients, UnsupportedCallError
+from torchfil.fisher.operator import ClippedJacobian, Jacobian
+from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError
 from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
@@ -152,21 +151,22 @@ class PrivateBatch:
         # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
         columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
+        one_pass = chosen.one_pass and test_matrix is None and self.mechanism.shares is None and len(self.gradients)
+        batch = replace(self, plan=(self.plan or make_plan(self.gradients)) if one_pass else None)
 
-        one_pass = chosen.one_pass and test_matrix is None and self.mechanism.shares is None
-        batch = replace(self, plan=self._plan()) if one_pass and len(self.gradients) else self
-        chunks = batch.chunks(max_memory, vectors, one_pass=one_pass)
         at_once = batch.probes_at_once(num_probes, max_memory)
         draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns, at_once)
         try:
-            return self.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility)
-        except UnsupportedCallError as error:  # of a batch that is not as the trial's
-            mapped = replace(self, plan=Plan(str(error), 0)).chunks(max_memory, vectors, one_pass=True)
+            return batch.measured(
+                batch.chunks(max_memory, vectors), quantities, estimator, draws, test_matrix, susceptibility
+            )
+        except UnsupportedCallError:  # of a batch that is not as the trial's
+            mapped = replace(self, plan=None).chunks(max_memory, vectors)
             return self.measured(mapped, quantities, estimator, draws, test_matrix, susceptibility)
 
     def measured(
         self,
-        chunks: Iterable[tuple[slice, ClippedJacobian]],
+        chunks: Iterable[tuple[slice, Jacobian]],
         quantities: Sequence[Quantity],
         estimator: str,
         draws: Draws,
@@ -179,29 +179,35 @@ class PrivateBatch:
             noisy = replace(self, mechanism=some)
             return noisy.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
 
-        chosen = get_estimator(estimator)
+        chosen, gradients = get_estimator(estimator), self.gradients
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
-        empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
-        norms, products = [empty], []
-        slopes = [empty.reshape(0, self.gradients.num_coordinates)]
+        norms, products, slopes = [], [], []
         for rows, jacobian in chunks:
             for quantity, moments in chosen(jacobian, self.mechanism, quantities, replace(draws, rows=rows)).items():
                 parts[quantity].append(moments)
             norms.append(jacobian.norm)
             if susceptibility:
                 factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
-                slopes.append(factor[:, None] * jacobian.clipped_norm_gradient)
+                slopes.append(factor[:, None] * jacobian.clipped_norm_gradient())
             if test_matrix is not None:
                 matvec = self._fim_matvec(jacobian)
                 columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
                 products.append(torch.stack(columns_of, dim=2))
 
-        estimates = {quantity: self._collect(quantity, parts[quantity], exact=chosen.exact) for quantity in quantities}
+        empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device) if not norms else norms[0]
+        estimates: dict[Quantity, Estimate] = {}
+        for quantity in quantities:
+            if norms:
+                moments = parts[quantity][0] if len(norms) == 1 else Moments.joined(parts[quantity])
+                estimates[quantity] = moments.estimate(positive=quantity != "matrix")
+            else:
+                value = empty.reshape(shape_of(quantity, 0, gradients.num_coordinates))
+                estimates[quantity] = Estimate(value, value, "exact" if chosen.exact else "estimate")
         return Measurement(
             estimates,
-            torch.cat(norms),
-            torch.cat(products) if products else None,
-            torch.cat(slopes) if susceptibility else None,
+            _joined(norms) if norms else empty,
+            _joined(products) if products else None,
+            _joined(slopes or [empty.reshape(0, gradients.num_coordinates)]) if susceptibility else None,
             len(draws.seeds) != 1,
         )
 
@@ -228,42 +234,33 @@ class PrivateBatch:
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
         values = [z.new_zeros(0, dtype=self.gradients.dtype)]
-        for rows, jacobian in self.chunks(max_memory, _WORKING_VECTORS):
+        for rows, jacobian in replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS):
             values.append(solve(self._fim_matvec(jacobian), start[rows], iterations))
         return torch.cat(values)
 
-    def chunks(
-        self, max_memory: int, vectors: int, *, one_pass: bool = False, measured: bool = True
-    ) -> Iterator[tuple[slice, ClippedJacobian]]:
-        """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if requested.
+    def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
+        """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
 
         If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
-        if one_pass and len(self.gradients):
-            plan = self._plan()
-            if plan.reason is None:
-                at_once = max(1, max_memory // max(1, plan.bytes_per_example))
-                for rows, examples in self.gradients.examples.chunks(at_once):
-                    part = replace(self.gradients, examples=examples)
-                    kind = RecordedJacobian if measured else ReleasedGradients
-                    yield rows, kind(part, self.mechanism.clip, self.mechanism.max_grad_norm)
-                return
-        clipped_to, shares = (self.mechanism.clip, self.mechanism.max_grad_norm), self.mechanism.shares
-        for rows, part in self.gradients.chunks(max_memory, vectors):
-            if shares is None:
-                yield rows, ClippedJacobian(part, *clipped_to)
-            else:
-                yield rows, LayerwiseJacobian(part, *clipped_to, shares)
+        gradients, mechanism = self.gradients, self.mechanism
+        if self.plan is None or not self.plan.fits:
+            for rows, part in gradients.chunks(max_memory, vectors):
+                yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
+            return
+        count, room = len(gradients), max(1, max_memory // max(1, self.plan.bytes_per_example))
+        pieces = [(slice(0, count), gradients.examples)] if count <= room else gradients.examples.chunks(room)
+        for rows, examples in pieces:
+            part = gradients if count <= room else replace(gradients, examples=examples)
+            yield rows, RecordedJacobian(part, mechanism.clip, mechanism.max_grad_norm, measured=measured)
 
-    def _plan(self) -> Plan:
-        return self.plan if self.plan is not None else make_plan(self.gradients)
-
-    def _fim_matvec(self, jacobian: ClippedJacobian) -> Callable[[Tensor], Tensor]:
+    def _fim_matvec(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
         """v ↦ Iv for the examples of a chunk."""
+        assert isinstance(jacobian, ClippedJacobian)
         perp, par = self.mechanism.weights(jacobian.clipped_norm)
-        a = jacobian.clipped_norm_gradient
+        a = jacobian.clipped_norm_gradient()
 
         def matvec(v: Tensor) -> Tensor:
             along = (a * v).sum(dim=1)
@@ -280,9 +277,6 @@ class PrivateBatch:
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
 
-    def _collect(self, quantity: Quantity, parts: list[Moments], *, exact: bool) -> Estimate:
-        if not parts:
-            shape = shape_of(quantity, 0, self.gradients.num_coordinates)
-            value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
-            return Estimate(value, value, "exact" if exact else "estimate")
-        return Moments.joined(parts).estimate(positive=quantity != "matrix")
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

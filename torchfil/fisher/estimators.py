@@ -31,7 +31,7 @@ from torch import Tensor
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.moments import Moments, RunningMoments
-from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.operator import ClippedJacobian, Jacobian
 
 __all__ = [
     "Estimator",
@@ -60,10 +60,14 @@ def shape_of(quantity: Quantity, batch: int, num_coordinates: int) -> tuple[int,
 
 
 class EstimatorFunction(Protocol):
-    """Estimates quantities of I for the examples of one chunk, all from the same draws."""
+    """Estimates quantities of I for the examples of one chunk, all from the same draws.
+
+    It receives a :class:`torchfil.fisher.ClippedJacobian`; with ``one_pass``, a
+    :class:`torchfil.fisher.operator.Jacobian`, which has norms and products with vectors of length p only.
+    """
 
     def __call__(
-        self, jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+        self, jacobian: Any, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
         """For each quantity, the mean over the draws and its variance."""
         ...
@@ -93,7 +97,7 @@ class Estimator:
     name: str = ""
 
     def __call__(
-        self, jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+        self, jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
         """The requested quantities, all from the same draws."""
         given = self.function(jacobian, mechanism, quantities, draws)
@@ -182,7 +186,7 @@ def input_probes(
 
 
 def weight_probes(
-    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+    jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
     """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe; the batch shares the signs u."""
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
@@ -194,11 +198,11 @@ def weight_probes(
 
 
 def _with_parallel_part(
-    jacobian: ClippedJacobian, mechanism: Mechanism, perpendicular: dict[Quantity, Moments]
+    jacobian: Jacobian, mechanism: Mechanism, perpendicular: dict[Quantity, Moments]
 ) -> dict[Quantity, Moments]:
     """(κ⊥ φ²JᵀPJ + κ∥ a aᵀ)/s² from estimates of φ²JᵀPJ."""
     perp, par = mechanism.weights(jacobian.clipped_norm)
-    a = jacobian.clipped_norm_gradient
+    a = jacobian.clipped_norm_gradient()
     result: dict[Quantity, Moments] = {}
     for name, moments in perpendicular.items():
         parallel = _OF_ROW[name](a)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +47,36 @@ from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import ran_out
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "differentiable_twice", "flatten"]
+__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
-_unmapped: WeakSet[nn.Module] = WeakSet()  # models that torch.func does not run: they read a tensor's values, …
+
+
+@dataclass
+class ModelFacts:
+    """What passes over a model have shown about it; later passes begin with it and may add to it.
+
+    Modules are given by name, so that the facts hold for the model and for its copy.
+
+    Attributes:
+        whole: Modules whose parameters cannot be watched one by one: their calls are recorded, whatever their rule.
+        watched: Layers whose parameters are watched instead of their calls: they are called without the examples (on a
+            range of positions), or not called at all (``F.linear(x, self.layer.weight)``).
+        layouts: For each call of a layer, the dimension of the examples in its output; None: the first everywhere.
+        overwrites: Whether the model or its loss overwrites a layer's input or output, so that copies are needed.
+        unmapped: Whether torch.func does not run the model: it reads a tensor's values, …
+        probes_apart: Whether probes cannot be processed together.
+        layers: What a recorded pass does with each layer, by the model's id; follows from the rest.
+    """
+
+    whole: set[str] = field(default_factory=set)
+    watched: set[str] = field(default_factory=set)
+    layouts: Mapping[str, tuple[int | None, ...]] | None = None
+    overwrites: bool = False
+    unmapped: bool = False
+    probes_apart: bool = False
+    layers: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,7 @@ class ExampleGradients:
         probe_precision: The precision of products with probes, see :func:`torchfil.fisher.precision.probes_in`; None:
             as everything else.
         twice: Whether passes will be differentiated twice; if not, fused attention kernels may be used.
+        facts: What earlier passes over the model have shown.
     """
 
     model: nn.Module
@@ -86,6 +111,7 @@ class ExampleGradients:
     autocast: torch.dtype | None = None
     probe_precision: ProbePrecision | None = None
     twice: bool = True
+    facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
     @classmethod
     def build(
@@ -125,22 +151,22 @@ class ExampleGradients:
         """d, the number of private coordinates of one example."""
         return self.examples.num_coordinates
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """p, the number of trainable parameters."""
-        return sum(value.numel() for value in self.parameters.values())
+        return sum([value.numel() for value in self.parameters.values()])
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is wider."""
         return wide_dtype(next(iter(self.parameters.values())).dtype)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of the gradients."""
         return next(iter(self.parameters.values())).device
 
-    @property
+    @cached_property
     def reduced(self) -> bool:
         """Whether the model computes with fewer digits than float32 has."""
         return self.autocast is not None or is_reduced(next(iter(self.parameters.values())).dtype)
@@ -151,22 +177,30 @@ class ExampleGradients:
 
         Fused attention kernels are also left out if they would draw dropout's masks where nobody sees them.
         """
-        plain_attention = differentiable_twice() if self.twice or self.examples.masks else contextlib.nullcontext()
-        with autocast_as(self.autocast, self.device), plain_attention, without_checkpoints():
+        with contextlib.ExitStack() as stack:
+            if self.autocast is not None or torch.is_autocast_enabled(self.device.type):
+                stack.enter_context(autocast_as(self.autocast, self.device))
+            if self.twice or self.examples.masks:
+                stack.enter_context(differentiable_twice())
+            stack.enter_context(without_checkpoints())
             yield
 
     @contextlib.contextmanager
-    def backward_state(self) -> Iterator[None]:
+    def backward_state(self, *, probes: bool = False) -> Iterator[None]:
         """Take derivatives of such passes inside: without autocast, as in a training loop.
 
-        Matrix products in TF32 keep all digits of bfloat16 and float16 numbers.
+        Matrix products in TF32 keep all digits of bfloat16 and float16 numbers. Products with ``probes`` are only as
+        precise as these need it.
         """
-        with autocast_as(None, self.device), differentiable_twice():
-            if not self.reduced:
-                yield
-                return
-            with products_in("tf32"):
-                yield
+        reduced = self.reduced
+        with differentiable_twice(), contextlib.ExitStack() as stack:
+            if torch.is_autocast_enabled(self.device.type):
+                stack.enter_context(autocast_as(None, self.device))
+            if reduced:
+                stack.enter_context(products_in("tf32"))
+            if probes and self.probe_precision is not None:
+                stack.enter_context(probes_in(self.probe_precision, reduced=reduced))
+            yield
 
     def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
         """The batch in pieces such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
@@ -176,12 +210,6 @@ class ExampleGradients:
         bytes_per_example = vectors_per_example * self.num_parameters * self.dtype.itemsize
         for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
             yield rows, replace(self, examples=examples)
-
-    @contextlib.contextmanager
-    def probe_state(self) -> Iterator[None]:
-        """:meth:`backward_state`, with products as precise as a probe needs them."""
-        with self.backward_state(), probes_in(self.probe_precision, reduced=self.reduced):
-            yield
 
     def double(self) -> ExampleGradients:
         """The same in float64, without autocast."""
@@ -270,7 +298,7 @@ class ExampleGradients:
             return columns.unflatten(0, (len(self), len(basis))).mT
 
         def one(z: Tensor, public: Any) -> Tensor:  # [p, columns]
-            if self.model in _unmapped:
+            if self.facts.unmapped:
                 return torch.stack([self.jvp_of_one(z, public, e).detach() for e in basis], dim=1)
             return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)
 
@@ -292,7 +320,7 @@ class ExampleGradients:
 
     def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
         """torch.func's ``grad_and_value``; the same by plain backward passes if torch.func does not run the model."""
-        return (_plain_grad_and_value if self.model in _unmapped else grad_and_value)(function, argnum)
+        return (_plain_grad_and_value if self.facts.unmapped else grad_and_value)(function, argnum)
 
     @cached_property
     def _buffers(self) -> frozenset[str]:
@@ -309,13 +337,13 @@ class ExampleGradients:
 
         It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
         """
-        if self.model not in _unmapped:
+        if not self.facts.unmapped:
             try:
                 return self._mapped_together(one, extra, shape)
             except RuntimeError as error:
                 if ran_out(error):
                     raise
-                _unmapped.add(self.model)
+                self.facts.unmapped = True
         rows = []
         for i in range(len(self)):
             example = self.examples[slice(i, i + 1)]

@@ -1,10 +1,9 @@
 """The recorded pass: norms of per-example gradients and their derivatives, for a whole batch, without the gradients."""
 
+from torchfil.fisher.recording.cut import NormGradient, norm_gradient
 from torchfil.fisher.recording.jacobian import RecordedJacobian
-from torchfil.fisher.recording.norms import NormGradient, norm_gradient
-from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, losses_of, record, run_alike
-from torchfil.fisher.recording.released import ReleasedGradients
-from torchfil.fisher.recording.trial import Plan, plan
+from torchfil.fisher.recording.plan import Plan, plan
+from torchfil.fisher.recording.record import RecordedForward, Recording, forward_pass, losses_of, record
 from torchfil.fisher.rules.base import UnsupportedCallError
 
 __all__ = [
@@ -13,12 +12,10 @@ __all__ = [
     "RecordedForward",
     "RecordedJacobian",
     "Recording",
-    "ReleasedGradients",
     "UnsupportedCallError",
     "forward_pass",
     "losses_of",
     "norm_gradient",
     "plan",
     "record",
-    "run_alike",
 ]

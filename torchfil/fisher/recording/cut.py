@@ -1,40 +1,46 @@
-"""A recording cut off from the graph that leads to z: layers are differentiated one by one, the path to z only once."""
+"""Sums over the layers of a recording, and their derivatives: layer by layer, the path to z only once.
+
+The recording is cut off from the graph that leads to z. ‖g‖² and ⟨g, u⟩ are functions of each layer's input and δ,
+which are leaves there; one backward pass from the leaves' origins then gives the derivatives with respect to z.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchfil.fisher.precision import wide
-from torchfil.fisher.recording.passes import Recording
-from torchfil.fisher.rules.base import Call, UnsupportedCallError
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.precision import probes_are_narrow, wide
+from torchfil.fisher.recording.record import Recording, record
+from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["CutRecording", "DifferentiableSum", "Part", "cut"]
+__all__ = [
+    "CutRecording",
+    "NormGradient",
+    "SquaredNorm",
+    "cut",
+    "gradient_products",
+    "norm_gradient",
+    "squared_norm",
+    "term_of",
+    "weighted_sum",
+]
+
+Cotangents = dict[int, Tensor]  # by the leaf's id
 
 
-@dataclass(frozen=True)
-class Part:
-    """One term of a sum, [batch], that depends only on these calls.
+class Counted(Protocol):
+    """Evaluates a layer's term of ‖g‖² and counts the memory that its graph keeps."""
 
-    Attributes:
-        calls: The calls.
-        value: Computes the term.
-        light: Whether its graph needs less memory than its derivatives.
-    """
-
-    calls: tuple[Call, ...]
-    value: Callable[[], Tensor]
-    light: bool = False
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """The leaves of its calls, without repetition."""
-        return tuple({id(leaf): leaf for call in self.calls for leaf in call.leaves}.values())
+    def term(self, recording: Recording, calls: Sequence[Call]) -> Tensor:
+        """The value of :func:`term_of`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,91 +49,107 @@ class CutRecording:
 
     Attributes:
         recording: The calls, with leaves as their inputs and δ.
-        leaves: The leaves.
-        origins: The tensor that each leaf replaces, still attached to z.
+        leaves: The leaves of each call, by the call's id.
+        origins: By the leaf's id, the tensor that it replaces, still attached to z.
     """
 
     recording: Recording
-    leaves: tuple[Tensor, ...]
-    origins: tuple[Tensor, ...]
+    leaves: dict[int, tuple[Tensor, ...]]
+    origins: dict[int, Tensor]
 
-    def differentiable_sum(self, parts: Iterable[Part]) -> DifferentiableSum:
-        """Σ parts, with its derivatives at the leaves.
+    def squared_norm(self, counted: Counted | None = None) -> SquaredNorm:
+        """‖g‖² of every example, with its derivatives at the leaves.
 
-        Each part is differentiated in turn, so that only one layer's graph is in memory; light graphs are kept.
+        Each term is differentiated in turn, so that only one layer's graph is in memory; light graphs are kept.
         """
         total = torch.zeros_like(self.recording.losses)
-        derivatives: list[tuple[Part, Tensor | tuple[Tensor | None, ...]]] = []
-        for part in parts:
+        derivatives: list[tuple[tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...]]] = []
+        for calls in _terms(self.recording):
             with torch.enable_grad():
-                value = part.value()
+                value = term_of(self.recording, calls) if counted is None else counted.term(self.recording, calls)
             total = total + value.detach()
             if not value.requires_grad:
                 continue
-            derivatives.append((part, value if part.light else _derivatives(part, value)))
-        return DifferentiableSum(self, total, derivatives)
+            leaves = self.leaves[id(calls[0])]
+            if len(calls) > 1:
+                leaves = tuple(dict.fromkeys(leaf for call in calls for leaf in self.leaves[id(call)]))
+            first, light = calls[0], False
+            if counted is None and len(calls) == 1 and not self.recording.narrow:
+                light = first.rule.squares_lightly(first)
+            derivatives.append((leaves, value if light else _derivatives(value, leaves)))
+        return SquaredNorm(self, total, derivatives)
 
-    def put(
-        self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None
-    ) -> None:
+    def inner_products(self, direction: Mapping[str, Tensor]) -> tuple[Tensor, Cotangents]:
+        """⟨g, u⟩ of every example, [batch], for u by parameter name, and the derivative of its sum at the leaves."""
+        total = torch.zeros_like(self.recording.losses)
+        cotangents: Cotangents = {}
+        for call in self.recording.calls:
+            part = {local: direction[name] for local, name in call.shared_names.items()}
+            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probes_are_narrow())
+            widened = call if as_recorded else call.wide()
+            value, derivatives = call.rule.inner(widened, part)
+            total = total + value
+            for leaf, derivative in derivatives:
+                self.put(cotangents, leaf if as_recorded else widened.origin(leaf), derivative)
+        return total, cotangents
+
+    def put(self, cotangents: Cotangents, leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None) -> None:
         """Add a gradient, times weights [batch], at the leaf's place; do nothing if the leaf does not depend on z."""
-        place = self._places.get(id(leaf))
-        if gradient is None or place is None:
+        place = id(leaf)
+        if gradient is None or place not in self.origins:
             return
-        before = cotangents[place]
+        before = cotangents.get(place)
         if weight is None:
             cotangents[place] = gradient if before is None else before + gradient
             return
         each = weight.reshape(-1, *[1] * (gradient.ndim - 1))
-        alike = before is not None and before.dtype == each.dtype == gradient.dtype
-        if before is not None and alike:
+        if before is not None and before.dtype == each.dtype == gradient.dtype:
             cotangents[place] = torch.addcmul(before, each, gradient)
         else:
             cotangents[place] = each * gradient if before is None else before + each * gradient
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(leaf): place for place, leaf in enumerate(self.leaves)}
-
-    def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
+    def pulled_back(self, cotangents: Cotangents) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for further calls."""
-        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
-        if not pairs:
+        z, origins, given = self.recording.z, [], []
+        for place, origin in self.origins.items():
+            if place in cotangents:
+                origins.append(origin)
+                given.append(cotangents[place].to(origin.dtype))
+        if not origins:
             return wide(torch.zeros_like(z))
-        origins, given = zip(*((origin, c.to(origin.dtype)) for origin, c in pairs), strict=True)
         (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
         return wide(result)
 
 
 @dataclass(frozen=True)
-class DifferentiableSum:
-    """Σ parts of every example, [batch], and what is needed for its derivatives.
+class SquaredNorm:
+    """‖g‖² of every example, [batch], and what is needed for its derivatives.
 
     Attributes:
         attached: The cut at which the derivatives end.
-        total: The sum.
-        derivatives: For each part, its derivatives at its leaves, or its value with the graph that leads to them.
+        total: ‖g‖².
+        derivatives: For each term, its leaves, with its derivatives there or its value with the graph that leads there.
     """
 
     attached: CutRecording
     total: Tensor
-    derivatives: Sequence[tuple[Part, Tensor | tuple[Tensor | None, ...]]]
+    derivatives: Sequence[tuple[tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...]]]
 
-    def add_derivative(self, cotangents: list[Tensor | None], weight: Tensor | None = None) -> None:
-        """Add Σ_i weight_i ∂total_i/∂leaf to the list, for weights [batch] (None: 1); part by part."""
-        for part, known in self.derivatives:
+    def add_derivative(self, cotangents: Cotangents, weight: Tensor | None = None) -> None:
+        """Add Σ_i weight_i ∂‖g_i‖²/∂leaf, for weights [batch] (None: 1); term by term."""
+        for leaves, known in self.derivatives:
             if isinstance(known, Tensor):
-                for leaf, derivative in zip(part.leaves, _derivatives(part, known, weight), strict=True):
+                for leaf, derivative in zip(leaves, _derivatives(known, leaves, weight), strict=True):
                     self.attached.put(cotangents, leaf, derivative)
                 continue
-            for leaf, derivative in zip(part.leaves, known, strict=True):
+            for leaf, derivative in zip(leaves, known, strict=True):
                 self.attached.put(cotangents, leaf, derivative, weight)
 
 
-def _derivatives(part: Part, value: Tensor, weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """∂(Σ_i weight_i value_i)/∂leaf for the part's leaves; the graph is kept."""
-    weight = torch.ones_like(value) if weight is None else weight
-    return torch.autograd.grad(value, part.leaves, weight.to(value.dtype), retain_graph=True, allow_unused=True)
+def _derivatives(value: Tensor, leaves: tuple[Tensor, ...], weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """∂(Σ_i weight_i value_i)/∂leaf; the graph is kept."""
+    weight = torch.ones_like(value) if weight is None else weight.to(value.dtype)
+    return torch.autograd.grad(value, leaves, weight, retain_graph=True, allow_unused=True)
 
 
 def cut(recording: Recording) -> CutRecording:
@@ -136,24 +158,124 @@ def cut(recording: Recording) -> CutRecording:
     Raises:
         UnsupportedCallError: The first dimension of an input that depends on z does not run over the examples.
     """
-    leaves: dict[int, Tensor] = {}
-    origins: dict[int, Tensor] = {}
+    batch = recording.losses.shape
+    by_origin: dict[int, Tensor] = {}
 
-    def leaf(name: str, value: Tensor) -> Tensor:
+    def leaf(value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
-        if value.shape[:1] != recording.losses.shape:
-            raise UnsupportedCallError(f"{name}: an input of shape {tuple(value.shape)} is not one per example")
-        if id(value) not in leaves:
-            leaves[id(value)], origins[id(value)] = value.detach().requires_grad_(), value
-        return leaves[id(value)]
+        if value.shape[:1] != batch:
+            raise UnsupportedCallError(f"{call.name}: an input of shape {tuple(value.shape)} is not one per example")
+        if id(value) not in by_origin:
+            by_origin[id(value)] = value.detach().requires_grad_()
+            origins[id(by_origin[id(value)])] = value
+        own.append(by_origin[id(value)])
+        return by_origin[id(value)]
 
+    leaves: dict[int, tuple[Tensor, ...]] = {}
+    origins: dict[int, Tensor] = {}
     calls = []
     for call in recording.calls:
-        args, kwargs, delta = map_tensors(partial(leaf, call.name), (call.args, dict(call.kwargs), call.delta))
-        calls.append(replace(call, args=args, kwargs=kwargs, delta=delta, memo={}))
-    return CutRecording(
-        replace(recording, calls=tuple(calls), losses=recording.losses.detach()),
-        tuple(leaves.values()),
-        tuple(origins.values()),
-    )
+        own: list[Tensor] = []
+        if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor):
+            args, kwargs = (leaf(call.args[0]),), call.kwargs
+        else:
+            args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
+        calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
+        leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
+    apart = replace(recording, calls=tuple(calls), losses=recording.losses.detach())
+    return CutRecording(apart, leaves, origins)
+
+
+def _terms(recording: Recording) -> Iterator[tuple[Call, ...]]:
+    """The calls of each term of ‖g‖². If several calls use a parameter, its gradient is summed over them first."""
+    uses = Counter([name for call in recording.calls for name in call.shared_names.values()])
+    sharing = []
+    for call in recording.calls:
+        if max([uses[name] for name in call.shared_names.values()]) == 1:
+            yield (call,)
+        else:
+            sharing.append(call)
+    if sharing:
+        yield tuple(sharing)
+
+
+def term_of(recording: Recording, calls: Sequence[Call]) -> Tensor:
+    """One term of ‖g‖², [batch]."""
+    if len(calls) == 1 and len(set(calls[0].shared_names.values())) == len(calls[0].shared_names):
+        call = calls[0].wide() if recording.narrow else calls[0]
+        square: Tensor = call.rule.squared_norm(call)
+        return square
+    summed: dict[str, Tensor] = {}
+    for call in calls:
+        _add_gradients(summed, call)
+    return total_square(summed.values(), recording.losses)
+
+
+def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
+    for local, gradient in call.rule.gradients(call.wide()).items():
+        name = call.shared_names[local]
+        summed[name] = summed[name] + gradient if name in summed else gradient
+
+
+def squared_norm(recording: Recording) -> Tensor:
+    """‖g‖² of every example, [batch], without derivatives."""
+    with torch.no_grad():
+        return sum((term_of(recording, calls) for calls in _terms(recording)), torch.zeros_like(recording.losses))
+
+
+def gradient_products(own: Recording, other: Recording) -> Tensor:
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], from a pass over the examples and one over changed examples.
+
+    Raises:
+        UnsupportedCallError: The model did not call the same layers in both passes.
+    """
+    if [call.name for call in own.calls] != [call.name for call in other.calls]:
+        raise UnsupportedCallError(
+            "the model calls other layers for an alternative answer than for the original examples"
+        )
+    uses = Counter(name for call in own.calls for name in call.shared_names.values())
+    total = own.losses.new_zeros(3, len(own.losses))
+    shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    with torch.no_grad():
+        for pair in zip(own.calls, other.calls, strict=True):
+            if all(uses[name] == 1 for name in pair[0].shared_names.values()):
+                total = total + pair[0].rule.products(*(call.wide() for call in pair))
+                continue
+            for call, summed in zip(pair, shared, strict=True):
+                _add_gradients(summed, call)
+        return total + products_of(*shared, own.losses)
+
+
+def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
+    """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
+    result: dict[str, Tensor] = {}
+    for call in recording.calls:
+        widened = call.wide() if recording.narrow else call
+        for local, part in call.rule.weighted_sum(widened, weight).items():
+            name = call.shared_names[local]
+            result[name] = result[name] + part if name in result else part
+    return result
+
+
+@dataclass(frozen=True)
+class NormGradient:
+    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
+
+    square: Tensor
+    gradient: Tensor
+
+
+def norm_gradient(gradients: ExampleGradients) -> NormGradient:
+    """‖g‖² and its gradient with respect to z: a forward pass, a backward pass, and a backward pass through both.
+
+    Raises:
+        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` finds out beforehand.
+    """
+    z = gradients.examples.z.detach().requires_grad_()
+    with torch.enable_grad(), gradients.backward_state():
+        attached = cut(record(gradients, z))
+        square = attached.squared_norm()
+        cotangents: Cotangents = {}
+        square.add_derivative(cotangents)
+        return NormGradient(square.total, attached.pulled_back(cotangents).detach())

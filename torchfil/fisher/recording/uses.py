@@ -1,23 +1,40 @@
-"""One use of a layer in a forward pass, before its δ is known, and where the examples lie in its output."""
+"""The uses of layers and parameters in a forward pass, before their δ is known, and where the examples lie in them.
+
+A module without a rule may use a parameter θ anywhere: as the scale of a branch, a table of positions, a class token.
+A function of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. When θ′ meets something
+that depends on the examples, in an elementwise operation or a concatenation, every example gets a separate view of θ′.
+The gradient at that view is this example's gradient, and the derivative of f takes it back to θ. If θ′ is the weight of
+an operation that is a layer in itself (``F.linear``), that layer's rule serves it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchfil.fisher.rules.base import LayerRule
+from torchfil.fisher.rules.parameters import Operation, operation_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["Layouts", "Use", "Uses", "by_example", "layouts_of"]
+__all__ = ["Layouts", "ParameterUse", "Use", "Uses", "WatchedParameters", "by_example", "layouts_of"]
 
-Layouts = Mapping[
-    str, tuple[int | None, ...]
-]  # for each call of a layer, the dimension of the examples; None: there is none
+Layouts = Mapping[str, tuple[int | None, ...]]  # by layer, the examples' dimension in each call's output; None: none
+
+_ELEMENTWISE = frozenset(
+    {"add", "addcmul", "clamp", "div", "expand_as", "lerp", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
+    | {"true_divide", "where"}
+)
+_TYPE_OF_ANOTHER = frozenset({"to", "type_as"})  # the other arguments' values do not matter
+_ATTENTION = "scaled_dot_product_attention"
+_JOINING = frozenset({"cat", "concat", "concatenate"})
+_PRODUCTS = frozenset({"bmm", "matmul"})
 
 
 def by_example(tensor: Tensor, dim: int, batch: int) -> Tensor:
@@ -42,9 +59,10 @@ class Use:
         kwargs: Its keyword inputs.
         output: Its output.
         dim: The dimension of the examples in inputs and output; an example may have several rows.
-        rule: The rule of an operation; None: the module's rule.
+        rule: The rule of an operation or of a reported use; None: the module's rule.
         values: For an operation, its watched weights by local name: functions of parameters.
-        told: For a use that a module has reported, its parameters' names in the module by their names in the rule.
+        reported: For a use that a module has reported, its parameters' names in the module by their names in the rule.
+        versions: Its inputs and output, and how often each had been changed in place.
     """
 
     name: str
@@ -55,18 +73,8 @@ class Use:
     dim: int = 0
     rule: LayerRule | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    told: Mapping[str, str] | None = None
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [tensor._version for tensor in (self.output, *tensors_of((self.args, self.kwargs)))]
-
-    def was_overwritten(self) -> bool:
-        """Whether its inputs or output have been changed in place since then."""
-        return self._versions() != self.versions
+    reported: Mapping[str, str] | None = None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def inputs_by_example(self, batch: int) -> tuple[Any, Any]:
         """Its inputs; those that run over the examples like the output are given as [batch, …]."""
@@ -93,8 +101,8 @@ class Uses:
 
     Attributes:
         noted: The uses in order.
-        shapes: If learning: the outputs' shapes by name, in order.
-        odd: Whether some output does not have the examples first although the layouts are unknown.
+        shapes: The outputs' shapes by name, in order.
+        layout_unknown: Whether some output does not have the examples first although the layouts are unknown.
     """
 
     def __init__(
@@ -103,7 +111,7 @@ class Uses:
         self.batch = batch
         self.noted: list[Use] = []
         self.shapes: dict[str, list[torch.Size]] = {}
-        self.odd = False
+        self.layout_unknown = False
         self.learning = learning
         self._clone = clone
         self._layouts = layouts
@@ -111,12 +119,13 @@ class Uses:
 
     def dim_of_examples(self, name: str, shape: torch.Size) -> int | None:
         """The dimension of the examples in the next output of that name; None: there is none, or it is unknown."""
-        self.shapes.setdefault(name, []).append(shape)
-        turn, self._calls[name] = self._calls[name], self._calls[name] + 1
+        if self.learning:
+            self.shapes.setdefault(name, []).append(shape)
         if self._layouts is None or name not in self._layouts:
             first = shape[:1] == (self.batch,)
-            self.odd = self.odd or (self._layouts is None and not first)
+            self.layout_unknown = self.layout_unknown or (self._layouts is None and not first)
             return 0 if first else None
+        turn, self._calls[name] = self._calls[name], self._calls[name] + 1
         dims = self._layouts[name]
         dim = dims[min(turn, len(dims) - 1)]
         fits = dim is not None and len(shape) > dim and shape[dim] % self.batch == 0
@@ -129,9 +138,23 @@ class Uses:
             use.output = use.output.detach().requires_grad_()
         if self._clone:
             use.args, use.kwargs = map_tensors(Tensor.clone, (use.args, use.kwargs))
-        use.versions = use._versions()
-        self.noted.append(use)
+        self.note(use)
         return use.output.clone() if self._clone or constant else use.output  # a leaf must not be changed in place
+
+    def note(self, use: Use) -> None:
+        """Note a use with the versions of its tensors."""
+        one = len(use.args) == 1 and not use.kwargs and isinstance(use.args[0], Tensor)
+        tensors = use.args if one else tensors_of((use.args, use.kwargs))
+        use.versions = [(tensor, tensor._version) for tensor in (use.output, *tensors)]
+        self.noted.append(use)
+
+    def overwritten(self) -> bool:
+        """Whether an input or an output of a layer has been changed in place since it was noted."""
+        for use in self.noted:
+            for tensor, version in use.versions:
+                if tensor._version != version:
+                    return True
+        return False
 
 
 def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:
@@ -153,3 +176,167 @@ def _dim_that_grows(two: torch.Size, three: torch.Size) -> int | None:
     grows = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     one = len(two) == len(three) and len(grows) == 1 and 3 * two[grows[0]] == 2 * three[grows[0]]
     return grows[0] if one else None
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """Where a function of parameters met the examples.
+
+    Attributes:
+        rows: A view of the value for each example, [batch, …]; a leaf.
+        value: θ′, attached to the parameters. Broadcast, with the examples first, it gives ``rows``; it has no batch.
+        names: The names of the parameters.
+        dim: The dimension of the examples in ``rows``; an example may have several rows.
+    """
+
+    rows: Tensor
+    value: Tensor
+    names: tuple[str, ...]
+    dim: int = 0
+
+
+class WatchedParameters(TorchFunctionMode):
+    """Inside, if a model is called with :attr:`leaves` as its parameters, each example meets its own view of them.
+
+    Guarantees:
+        * The model's outputs are unchanged.
+        * A use that is not understood is left as it is. Its parameter's name is then in :attr:`unserved`; or, if the
+          use cannot be seen from here (an autograd function), the loss has a gradient at the parameter's leaf.
+
+    Args:
+        parameters: θ by name.
+        inputs: The model's inputs, a tree.
+        uses: Notes the uses of layers.
+
+    Attributes:
+        leaves: The parameters to call the model with.
+        meetings: In the order of the forward pass.
+        unserved: The names of parameters that were used in another way.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any, uses: Uses) -> None:
+        super().__init__()
+        self.leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        self.meetings: list[ParameterUse] = []
+        self.unserved: set[str] = set()
+        self._uses = uses
+        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # functions of parameters alone: of which
+        for name, leaf in self.leaves.items():
+            self._functions[id(leaf)] = leaf, (name,)
+        self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
+        for tensor in tensors_of(inputs) if self.leaves else ():
+            self._of_examples[tensor] = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_of((args, kwargs))
+        ours = [tensor for tensor in tensors if id(tensor) in self._functions]
+        looked_at = tensors[:1] if func.__name__ in _TYPE_OF_ANOTHER else tensors
+        others = any(self._depends_on_examples(tensor) for tensor in looked_at if id(tensor) not in self._functions)
+        if ours and others:
+            operation = operation_of(func, args, kwargs)
+            if operation is not None and self._understands(operation):
+                return self._used(operation)
+            args, kwargs = self._met(func.__name__, args, kwargs, tensors)
+
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor | tuple | list):
+            for tensor in tensors_of(result):
+                if others and not tensor.requires_grad and not _takes_the_shape_only(func.__name__):
+                    self._of_examples[tensor] = True
+                elif ours and not others and tensor.requires_grad:
+                    self._keep(tensor, ours)
+        return result
+
+    def _depends_on_examples(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad or tensor in self._of_examples
+
+    def _keep(self, tensor: Tensor, sources: list[Tensor]) -> None:
+        self._functions[id(tensor)] = tensor, self._names(sources)
+
+    def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        """The names of the parameters that these tensors are functions of."""
+        return tuple(
+            dict.fromkeys(
+                name for tensor in tensors if id(tensor) in self._functions for name in self._functions[id(tensor)][1]
+            )
+        )
+
+    def _understands(self, operation: Operation) -> bool:
+        """Whether its input depends on the examples, and its weights do not."""
+        return id(operation.input) not in self._functions and not any(
+            self._depends_on_examples(weight) and id(weight) not in self._functions
+            for weight in operation.weights.values()
+        )
+
+    def _used(self, operation: Operation) -> Tensor:
+        """The operation's output with constant weights, and the use noted if the examples' dimension is known."""
+        names, weights = ", ".join(self._names(operation.weights.values())), operation.weights
+        output = operation.run({local: weight.detach() for local, weight in weights.items()})
+        dim = self._uses.dim_of_examples(f"{names} ({type(operation.module).__name__})", output.shape)
+        if self._uses.learning or dim is None:
+            self.unserved.update(self._names(weights.values()))
+            return output
+        values = {local: weight for local, weight in weights.items() if id(weight) in self._functions}
+        use = Use(names, operation.module, (operation.input,), {}, output, dim, operation.rule, values)
+        return self._uses.take(use)
+
+    def _met(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments, with functions of parameters replaced by a view for every example."""
+        in_place, operation = operation.endswith("_") and not operation.startswith("_"), operation.strip("_")
+        shape = self._met_in(operation, args, kwargs, tensors)
+        served = (shape is not None or operation in _JOINING) and "out" not in kwargs
+        served = served and not (in_place and id(args[0]) in self._functions)
+        meetings: list[ParameterUse] = []
+
+        def rows_of(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self._functions:
+                return tensor
+            meeting = self._meeting(tensor, _shape_for(tensor, shape, operation), operation) if served else None
+            if meeting is None:
+                self.unserved.update(self._functions[id(tensor)][1])
+                return tensor
+            meetings.append(meeting)
+            return meeting.rows
+
+        replaced: tuple[Any, Any] = map_tensors(rows_of, (args, kwargs))
+        self.meetings += meetings
+        return replaced
+
+    def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
+        """The shape that functions of parameters are broadcast to (for products, without the last two); None: none."""
+        if operation in _ELEMENTWISE:
+            return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        if operation in _PRODUCTS and all(tensor.ndim > 1 for tensor in tensors):
+            return torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
+        if operation == _ATTENTION:  # a bias that is added to the scores
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            if not any(id(given.get(name)) in self._functions for name in ("query", "key", "value")):
+                return torch.Size((*given["query"].shape[:-1], given["key"].shape[-2]))
+        return None
+
+    def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> ParameterUse | None:
+        """The meeting; None if the examples' dimension is not known."""
+        names = self._functions[id(tensor)][1]
+        dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
+        if dim is None or self._uses.learning:
+            return None
+        value, aligned = tensor, (1,) * (len(shape) - tensor.ndim) + tensor.shape
+        if aligned[dim] != 1:  # repeated for the examples: the first one's part serves for all
+            if aligned[dim] != shape[dim]:
+                return None
+            value = tensor.reshape(aligned).narrow(dim, 0, shape[dim] // self._uses.batch)
+        if dim > 0:
+            value = value.reshape(value.shape if value.ndim == len(shape) else aligned).movedim(dim, 0)
+        return ParameterUse(tensor.detach().expand(shape).requires_grad_(), value, names, dim)
+
+
+def _takes_the_shape_only(operation: str) -> bool:
+    return operation.startswith("new_") or operation in ("empty_like", "full_like", "ones_like", "zeros_like")
+
+
+def _shape_for(tensor: Tensor, shape: torch.Size | None, operation: str) -> torch.Size:
+    """The shape that a function of parameters is broadcast to when it meets the examples."""
+    if shape is None:
+        return tensor.shape
+    return torch.Size((*shape, *tensor.shape[-2:])) if operation in _PRODUCTS else shape
