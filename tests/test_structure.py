@@ -35,7 +35,6 @@ KNOWN_WRONG_WAYS: set[tuple[str, str]] = {
     ("torchfil.planning.calibration", "torchfil.engine.options"),
     ("torchfil.planning.chosen", "torchfil.engine.saving.run_view"),
     ("torchfil.planning.equalising", "torchfil.engine.reading"),
-    ("torchfil.planning.pilots", "torchfil.engine.distributed.checkpoint"),
     ("torchfil.planning.pilots", "torchfil.engine.loader"),
     ("torchfil.planning.pilots", "torchfil.engine.options"),
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
-from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard
@@ -236,7 +236,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         verdict="recorded" if plan.fits else "mapped",
         reason=plan.reason,
         loss=subject.loss_in_words,
-        private=str(examples),
+        private=str(examples.layout),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
         layers=layers_of(gradients, plan, options.max_memory),
         costs=_costs(subject, lambda: executor.run(gradients, mechanism, wanted), plan, len(seeds), repeats),
