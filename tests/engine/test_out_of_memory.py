@@ -17,7 +17,6 @@ from tests.engine.hunger import Device, room_for
 from tests.engine.loops import assert_same_run, data, loader, network
 from tests.engine.test_state import same
 from torchfil import FILPrivacyEngine
-from torchfil.engine.executor import PassMemory
 from torchfil.questions import Label
 
 WAYS = {
@@ -219,13 +218,6 @@ def test_an_error_in_the_users_own_pass_comes_through(mode: str, at: str) -> Non
         run.step()
         whole.step()
     assert_same_run((run.engine, run.module), (whole.engine, whole.module), 1e-12)
-
-
-def test_other_errors_come_through() -> None:
-    memory = PassMemory(100)
-    with pytest.raises(RuntimeError, match="shapes"):
-        memory.repeated(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), lambda limit: [(limit, 1)])
-    assert memory.limit == 100
 
 
 @pytest.mark.cuda

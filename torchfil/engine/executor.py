@@ -9,7 +9,6 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -41,7 +40,6 @@ __all__ = ["Executor", "PassMemory", "Started"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
 Cut = Callable[[int], Passes]  # from a limit in bytes
 
@@ -152,10 +150,25 @@ class Executor:
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
         batch = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried)
 
-        def attempt() -> StepValues:
-            return self._evaluated(batch, tried, wanted, started.take() if started is not None else None, few=few)
+        def cut(limit: int) -> Passes:
+            return _passes_within(limit, batch, wanted)
 
-        return self.memory.repeated(attempt, lambda limit: _passes_within(limit, batch, wanted))
+        before = self.memory.limit
+        while True:
+            try:
+                return self._evaluated(batch, tried, wanted, started.take() if started is not None else None, few=few)
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                reason = str(error)
+            # only here is the error gone, whose traceback held everything that the pass had allocated
+            if not self.memory.halve(cut, reason):
+                self.memory.limit = before
+                raise torch.OutOfMemoryError(
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
+                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
+                    "(num_probes=)."
+                )
 
     def _evaluated(
         self,
@@ -320,33 +333,6 @@ class PassMemory:
     def room(self, bytes_per_example: int) -> int:
         """How many examples a pass may hold at once."""
         return max(1, self.limit // max(1, bytes_per_example))
-
-    def repeated(self, attempt: Callable[[], T], cut: Cut) -> T:
-        """The result of ``attempt()``, repeated with half as many examples at once while it runs out of memory.
-
-        Args:
-            attempt: Passes over a batch, within the limit at the time of the call.
-            cut: How a limit cuts that batch.
-
-        Raises:
-            torch.OutOfMemoryError: The batch cannot be cut further.
-        """
-        before = self.limit
-        while True:
-            try:
-                return attempt()
-            except RuntimeError as error:
-                if not ran_out(error):
-                    raise
-                reason = str(error)
-            # only here is the error gone, whose traceback held everything that the pass had allocated
-            if not self.halve(cut, reason):
-                self.limit = before
-                raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
-                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
-                    "(num_probes=)."
-                )
 
     def halve(self, cut: Cut, reason: str) -> bool:
         """Let a pass hold half as much; False if it held only one example.

@@ -46,6 +46,7 @@ class RecordedJacobian(Jacobian):
     Attributes:
         recording: What the pass left.
         scale: ωφ(n), [batch].
+        scale_derivative: ωφ′(n), [batch], if measured.
     """
 
     def __init__(
@@ -77,14 +78,9 @@ class RecordedJacobian(Jacobian):
                 self.norm = squared_norm(self.recording).sqrt()
         self.scale = self.weighted(clip.scale(self.norm, max_grad_norm))
         self.clipped_norm = self.norm * self.scale
+        if measured:
+            self.scale_derivative = self.weighted(clip.scale_derivative(self.norm, max_grad_norm))
         self._norm_gradient: Tensor | None = None
-        self._slope: Tensor | None = None
-
-    def scale_derivative(self) -> Tensor:
-        """ωφ′(n), [batch]; computed once."""
-        if self._slope is None:
-            self._slope = self.weighted(self.clip.scale_derivative(self.norm, self.max_grad_norm))
-        return self._slope
 
     def norm_gradient(self) -> Tensor:
         """∇n = ∇(n²)/(2n), 0 if g = 0, [batch, d]; computed once."""
@@ -98,7 +94,7 @@ class RecordedJacobian(Jacobian):
 
     def clipped_norm_gradient(self) -> Tensor:
         """a = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
-        return (self.scale + self.norm * self.scale_derivative())[:, None] * self.norm_gradient()
+        return (self.scale + self.norm * self.scale_derivative)[:, None] * self.norm_gradient()
 
     def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
         """φJᵀPu = φ(Jᵀu − (ĝ·u)∇n), [batch, d], for u of shape [p]."""
@@ -138,7 +134,7 @@ class RecordedJacobian(Jacobian):
         with self.gradients.backward_state(probes=True):
             products, cotangents = self._cut.inner_products(self.gradients.unflatten(u))
             beta = parallel.sqrt() - root * products * reciprocal
-            extra = self.scale * beta + self.scale_derivative() * self.norm * parallel.sqrt()
+            extra = self.scale * beta + self.scale_derivative * self.norm * parallel.sqrt()
 
             # φ sqrt(κ⊥) is a common factor, so only one of the two parts has to be scaled for each example.
             before = self.scale * root
