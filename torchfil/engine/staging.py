@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ledger import Contribution
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.step.forwards import ForwardPass

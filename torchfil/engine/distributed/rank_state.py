@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfil.accounting.combining import Parts, whole_ledger
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.parts import Parts, whole_ledger
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.utils.noise import derived_seed
 from torchfil.utils.trees import map_tensors
