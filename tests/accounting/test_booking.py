@@ -163,7 +163,8 @@ def test_norm_histories_are_equal(lazy: bool, own_steps: bool) -> None:
 
 
 def test_looks_see_the_sums_of_their_step() -> None:
-    source, ledger, plain = torch.Generator().manual_seed(2), Ledger(N, D, track=()), Ledger(N, D, track=())
+    source = torch.Generator().manual_seed(2)
+    ledger, plain = (Ledger(N, D, questions=ASKED) for _ in range(2))
     later, now = Timeline(2), Timeline(2)
     for step in range(1, STEPS):
         each = batch(source, step, ())

@@ -73,6 +73,7 @@ class Ledger:
 
     Attributes:
         laid_out: d of the sums by coordinate.
+        device: Where the sums live.
         by_coordinate: The names of the quantities kept by coordinate.
 
     Example:
@@ -112,10 +113,11 @@ class Ledger:
         large = [each for each in self.quantities if each.by_coordinate and not each.followed]
         only_added = {name for quantity in large for name in quantity.sums(1, 1)}
         self._sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen, only_added=only_added)
+        self.device = self._sums.device
 
         # what was added and is not booked yet
         self._queue: list[_Queued] = []
-        self._looks: list[tuple[int, int, Callable[[Tensor, Tensor], object]]] = []  # after how many batches, and n
+        self._looks: list[tuple[int, int, Callable[[Tensor, Tensor], object]]] = []  # after how many entries, and n
         self._steps_queued = self._bytes_queued = 0
 
     @staticmethod
@@ -182,11 +184,6 @@ class Ledger:
         return self._sums
 
     @property
-    def device(self) -> torch.device:
-        """Where the sums live."""
-        return self._sums.device
-
-    @property
     def num_coordinates(self) -> int:
         """d; the largest one, if examples differ."""
         own = self.sums.own("num_coordinates")
@@ -251,7 +248,7 @@ class Ledger:
 
     def look_later(self, look: Callable[[Tensor, Tensor], object]) -> None:
         """Call ``look`` with the traces and d of all examples as they are now, [n] each, when the queue is booked."""
-        self._looks.append((len(self._queue), self.num_examples, look))
+        self._looks.append((sum([len(rows) for rows, _ in self._queue]), self.num_examples, look))
 
     def flush(self) -> None:
         """Book what is queued; every reader does this first. After an exception all sums are as before."""
@@ -264,22 +261,21 @@ class Ledger:
     def _look(self) -> None:
         """Make the looks that are due, each at the sums that it would have found."""
         looks, self._looks = self._looks, []
-        trace, own, before = self._sums["trace"].clone(), self._sums["num_coordinates"].clone(), 0
-        for place, num_examples, look in looks:
-            batches = self._queue[before:place]
-            if batches:
-                rows = torch.cat([rows for rows, _ in batches]).to(self.device)
-                trace.index_add_(0, rows, self._column("trace", batches).to(trace.dtype))
-                own.scatter_reduce_(0, rows, self._column("num_coordinates", batches).to(own.dtype), "amax")
-            before = place
+        trace, own, first = self._sums["trace"].clone(), self._sums["num_coordinates"].clone(), 0
+        rows = torch.cat([rows for rows, _ in self._queue] or [torch.zeros(0, dtype=torch.long)]).to(self.device)
+        added, sizes = self._column("trace").to(trace.dtype), self._column("num_coordinates").to(own.dtype)
+        for end, num_examples, look in looks:
+            trace.index_add_(0, rows[first:end], added[first:end])
+            own.scatter_reduce_(0, rows[first:end], sizes[first:end], "amax")
             look(trace[:num_examples], own[:num_examples].clamp(min=1))
+            first = end
 
     def _book(self) -> None:
         """Add what is queued to the sums, round by round."""
         distinct, order, rounds = in_rounds(torch.cat([rows.cpu() for rows, _ in self._queue]))
         order = order.to(self.device, non_blocking=True)
         with self._sums.rows_of(distinct) as sums:
-            added = {name: self._column(name, self._queue)[order] for name in sums.layout}
+            added = {name: self._column(name)[order] for name in sums.layout}
 
             # numbers that are no sums: the largest d, and what depends on earlier participations
             largest, own = sums["num_coordinates"], added["num_coordinates"].to(torch.int32)
@@ -301,18 +297,18 @@ class Ledger:
                     if name in told:
                         self._sums.add(name, rows, told[name])
 
-    def _column(self, name: str, batches: Sequence[_Queued]) -> Tensor:
-        """What these batches add to a sum, [entries, …], on its device."""
-        shape, numbers = self._sums.layout[name].shape, [told.get(name, 0) for _, told in batches]
+    def _column(self, name: str) -> Tensor:
+        """What is queued for a sum, [entries, …], on its device."""
+        shape, numbers = self._sums.layout[name].shape, [told.get(name, 0) for _, told in self._queue]
         tensors = [number for number in numbers if isinstance(number, Tensor)]
         if tensors:
             parts = [
                 number if isinstance(number, Tensor) else tensors[0].new_full((len(rows), *shape), number)
-                for (rows, _), number in zip(batches, numbers, strict=True)
+                for (rows, _), number in zip(self._queue, numbers, strict=True)
             ]
             return torch.cat(parts).to(self.device)
-        sizes = torch.tensor([len(rows) for rows, _ in batches])
-        column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(sizes)
+        sizes = [len(rows) for rows, _ in self._queue]
+        column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(torch.tensor(sizes, dtype=torch.long))
         column = column.view(-1, *(1,) * len(shape)).expand(-1, *shape)
         return column.to(self.device, non_blocking=True)
 

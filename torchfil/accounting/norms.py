@@ -12,7 +12,7 @@ factor of 50, twelve entries made ε larger by 1 to 4 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.quantities import Sum
-from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
+from torchfil.accounting.rows import RowTable, bytes_per_row, in_rounds
 
 __all__ = ["ENTRIES", "LEVELS", "RATIO", "NormHistory", "added", "as_table", "squeezed"]
 
@@ -157,9 +157,10 @@ class NormHistory:
         first = 0
         for end, (step, noise_multiplier) in zip(ends, self._changes, strict=True):
             self._enter(when[first:end], rows[first:end], ratio[first:end])
-            for places in torch.arange(self._rows.num_rows, device=self.device).split(_AT_ONCE):
+            for places in torch.arange(self._rows.num_rows, device=self._rows.device).split(_AT_ONCE):
                 with self._rows.rows_at(places) as part:
-                    self._count(part, len(places), ratio=None, when=torch.full_like(part["since"], 2 * step))
+                    now = torch.full_like(part["since"], 2 * step)
+                    self._count([part[name] for name in _LAYOUT], part["ratio"].clone(), now)
             self.noise_multiplier, first = noise_multiplier, end
         self._enter(when[first:], rows[first:], ratio[first:])
         self._clear()
@@ -181,26 +182,22 @@ class NormHistory:
     def _enter(self, when: Tensor, rows: Tensor, ratio: Tensor) -> None:
         """Enter the norms of steps with one noise multiplier, [norms] each."""
         distinct, order, rounds = in_rounds(rows)
-        when = when[order].to(self.device, non_blocking=True)
-        ratio = ratio.to(self.device)[order.to(self.device, non_blocking=True)]
+        when = when[order].to(self._rows.device, non_blocking=True)
+        ratio = ratio.to(self._rows.device)[order.to(self._rows.device, non_blocking=True)]
         with self._rows.rows_of(distinct) as part:
+            numbers = [part[name] for name in _LAYOUT]
             for size, here in rounds:
-                self._count(part, size, ratio[here], when[here])
+                self._count([each[:size] for each in numbers], ratio[here], when[here])
 
-    def _count(self, part: Rows, size: int, ratio: Tensor | None, when: Tensor) -> None:
-        """Count the steps up to ``when`` of the first examples, and set their norms; None: the old ones hold on."""
-        old, since = part["ratio"][:size], part["since"][:size]
-        if self._own_steps:
-            level, count = ratio, when % 2
-        else:
-            level, count = old, when // 2 - since
-            since.copy_(when // 2)
-        if self.anchor > 0 and level is not None:
-            entries = part["levels"][:size], part["counts"][:size]
-            for kept, booked in zip(entries, added(*entries, self.levels_of(level), count), strict=True):
-                kept.copy_(booked)
-        if ratio is not None:
-            old.copy_(ratio)
+    def _count(self, numbers: Sequence[Tensor], ratio: Tensor, when: Tensor) -> None:
+        """Count the steps of some examples up to ``when``, and set their norms; ``numbers``: see the layout."""
+        levels, counts, old, since = numbers
+        level, count = (ratio, when % 2) if self._own_steps else (old, when // 2 - since)
+        if self.anchor > 0:
+            for entries, booked in zip(numbers, added(levels, counts, self.levels_of(level), count), strict=False):
+                entries.copy_(booked)
+        since.copy_(when // 2)
+        old.copy_(ratio)
 
     def _clear(self) -> None:
         """Begin a new queue."""

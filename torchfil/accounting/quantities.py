@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -410,9 +411,9 @@ def needs_of(track: Collection[Track]) -> Needs:
     """What must be measured at a step of a run that tracks these."""
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(
-        tuple(dict.fromkeys(name for need in needs for name in need.quantities)),
-        any(need.products for need in needs),
-        any(need.susceptibility for need in needs),
+        tuple(dict.fromkeys([name for need in needs for name in need.quantities])),
+        any(map(attrgetter("products"), needs)),
+        any(map(attrgetter("susceptibility"), needs)),
     )
 
 

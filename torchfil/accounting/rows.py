@@ -73,6 +73,7 @@ class RowTable(Mapping[str, Tensor]):
         only_added: The large sums, which steps add to but do not read.
 
     Attributes:
+        device: Where the rows lie.
         apart: The names of the sums that are only added to, by :meth:`add`; they are not in :meth:`rows_of`.
 
     Example:
@@ -97,7 +98,8 @@ class RowTable(Mapping[str, Tensor]):
         self.layout = dict(layout)
         self.num_examples = num_examples
         self._where = where
-        on_cpu = not isinstance(where, Path) and torch.device(where).type == "cpu"
+        self.device = torch.device("cpu" if isinstance(where, Path) else where)
+        on_cpu = not isinstance(where, Path) and self.device.type == "cpu"
         self.lazy = on_cpu and num_examples >= LAZY_FROM if lazy is None else lazy and on_cpu
         self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
         self.num_rows = 1 if self.lazy else num_examples
@@ -141,11 +143,6 @@ class RowTable(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.layout)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows lie."""
-        return torch.device("cpu" if isinstance(self._where, Path) else self._where)
 
     @property
     def num_bytes(self) -> int:
