@@ -25,10 +25,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.loops import MODELS
-from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.norms import NormHistory
 from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.epsilon import NormHistory
 
 __all__ = ["Constants", "Measured", "Size", "fit", "fitted", "measured_in_float32", "tables"]
 

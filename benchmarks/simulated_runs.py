@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.quantities import additions
 from torchfil.cli.digits import digits
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.mechanism import Mechanism

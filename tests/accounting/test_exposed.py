@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchfil.accounting.exposed import exposed_rows
+from torchfil.accounting.pace import exposed_rows
 
 
 def test_half_are_the_largest_and_half_the_sudden() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 
 
 def ledger_of(*counts: torch.Tensor | int | None) -> Ledger:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.combining import whole_ledger
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.parts import whole_ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.path import path_additions
 
 N, STEPS = 12, 40

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.simulated_runs import Setting, shares
 from torchfil.accounting import quantities
-from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.path import path_additions, path_sums, run_variance, typical_change
 from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity, register_quantity
 from torchfil.fisher.batch import Measurement

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from tests.cases import build
 from torchfil.accounting import quantities
-from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import (
     Needs,
     Reading,
     Sum,
     TrackedQuantity,
+    additions,
     available_quantities,
     needs_of,
     register_quantity,

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.path import path_additions
 from torchfil.accounting.quantities import Sum
 from torchfil.accounting.rows import RowTable

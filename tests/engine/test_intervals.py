@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.quantities import additions
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import _probe_moments
 from torchfil.fisher.results import Estimate

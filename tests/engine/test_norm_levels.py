@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from torchfil.engine.epsilon import NormHistory, individual_epsilon
-from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table, squeezed
+from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
+from torchfil.engine.epsilon import individual_epsilon
 
 
 def dense(history_steps: list[tuple[int, int]]) -> torch.Tensor:

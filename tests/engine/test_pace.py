@@ -14,11 +14,11 @@ from torch import nn
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.pace import Pace, choose
+from torchfil.accounting.quantities import additions
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 

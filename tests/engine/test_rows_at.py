@@ -14,11 +14,9 @@ from tests.cases import DEVICE, grouped
 from tests.engine.loops import data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting import rows
-from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.path import path_additions
-from torchfil.accounting.rows import RowTable
-from torchfil.engine.epsilon import NormHistory
 from torchfil.report import load
 
 warnings.filterwarnings("ignore", message="Secure RNG")
@@ -56,24 +54,10 @@ def test_rows_lie_elsewhere(tmp_path: Path, place: str) -> None:
     assert_same(elsewhere, usual, tmp_path)
 
 
-@pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="on a GPU they travel anyway")
-@pytest.mark.parametrize("physical", [None, 3])
-def test_rows_that_travel_to_the_step_and_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, physical: int | None
-) -> None:
-    usual = train(data(60), physical=physical, **OPTIONS).engine
-    monkeypatch.setattr(RowTable, "_is_far_from", lambda self, device: True)
-    travelled = train(data(60), physical=physical, **OPTIONS).engine
-    assert_same(travelled, usual, tmp_path)
-    told_usual, told_travelled = (engine._training.run.timeline.state_dict() for engine in (usual, travelled))
-    assert told_travelled["steps"] == told_usual["steps"]
-    assert torch.equal(told_travelled["points"], told_usual["points"])
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
-    """A batch's rows travel to the GPU and back, and no step waits for them."""
+    """What steps on the GPU add travels to the rows, and no step waits for it."""
 
     N, BATCH = 4096, 256
 
@@ -87,8 +71,8 @@ class TestOnAGpu:
         trace = torch.rand(self.BATCH, generator=source, dtype=torch.float64, device="cuda")
         noise = torch.full_like(trace, 0.01)
         added = {"trace": trace, "variance": noise, "certain": trace, **path_additions("trace", trace, noise, 1.0)}
-        ledger.add(Contribution(examples.to(ledger.device), trace, True, added))
-        history.step(examples.to(history.device), trace.float(), 1.0, 0.1)
+        ledger.add(Contribution(examples, trace, True, added))
+        history.step(examples, trace.float(), 1.0, 0.1)
 
     @pytest.mark.parametrize("place", ["cpu", "folder"])
     def test_tables_are_equal_bit_for_bit(self, place: str, tmp_path: Path) -> None:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from torchfil.engine.distributed.shared_norms import SharedNormHistory
-from torchfil.engine.epsilon import NormHistory, individual_epsilon
+from torchfil.accounting.norms import NormHistory
+from torchfil.engine.epsilon import individual_epsilon
 
 
-class OneRank:
-    """Brings together what one rank has, last notes first: the order in which ranks tell does not matter."""
-
-    def joined(self, value: Tensor) -> Tensor:
-        return value.flip(0)
+def joined(value: Tensor) -> Tensor:
+    """Brings together what one rank has, last norms first: the order in which ranks tell does not matter."""
+    return value.flip(0)
 
 
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_entered_later_is_the_same(every: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    ranks: Any = OneRank()
-    plain, shared = NormHistory(30), SharedNormHistory(30, "cpu", ranks, every)
+    plain, shared = NormHistory(30), NormHistory(30, exchange=joined, every=every)
     for step in range(17):
         rows = (torch.rand(30, generator=generator) < 0.3).nonzero().flatten()
         ratio = torch.rand(len(rows), generator=generator)
@@ -31,7 +26,7 @@ def test_entered_later_is_the_same(every: int) -> None:
         for history in (plain, shared):
             history.step(rows, ratio, noise, 0.3)
             if step in (3, 16):
-                history.replace(torch.arange(30), torch.linspace(0.1, 1, 30) / (step + 1))
+                history.set_ratios(torch.arange(30), torch.linspace(0.1, 1, 30) / (step + 1))
     assert shared.steps == 17
     assert not shared.is_complete
     shared.enter()

@@ -8,26 +8,51 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.accounting.averages import check_repetitions, mean_conditions, mean_ledger
-from torchfil.accounting.divergences import Divergence
-from torchfil.accounting.groups import group_columns
+from torchfil.accounting.combining import check_repetitions, mean_ledger
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.row_reading import AT_ONCE, Conditions, RowReading, divide
-from torchfil.accounting.summary import LeakageSummary, summarise
+from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
+from torchfil.accounting.quantities import Divergence, Reading, TrackedQuantity
+from torchfil.accounting.summary import LeakageSummary, group_columns
 from torchfil.fisher.fim import largest_eigenvalue
-from torchfil.fisher.results import Estimate, Part
+from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.notebook import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
+
+_AT_ONCE = 2**18  # examples that are read together
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The facts about a run that matter for reading its sums.
+
+    Attributes:
+        exact: Whether every measured step was measured without sampling.
+        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
+            over runs, whose standard errors include it. None: batches are known.
+        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
+        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
+            example's own, from the spread of its steps' variances.
+        test_matrix: Ω of the sketch, [d, r], if one was kept.
+        typical_changes: By followed sum, the typical change for :func:`torchfil.accounting.path.run_variance`, while
+            reading in parts; None: it is computed at every reading.
+    """
+
+    exact: bool = False
+    sample_rate: float | None = None
+    skipping: bool = False
+    degrees_of_freedom: float | None = None
+    test_matrix: Tensor | None = None
+    typical_changes: Mapping[str, Tensor] | None = None
 
 
 class Leakage:
@@ -56,7 +81,6 @@ class Leakage:
         self.ledger = ledger
         self.ids = ids
         self.conditions = conditions or Conditions()
-        self._sums = RowReading(ledger, self.conditions)
 
     @property
     def num_coordinates(self) -> int:
@@ -70,7 +94,7 @@ class Leakage:
 
     def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """d of each example, [ids], without padding; 1 for an example that took no part."""
-        return self._sums.num_coordinates(self._rows(example_ids))
+        return self._own_coordinates(self._rows(example_ids))
 
     @property
     def exact(self) -> bool:
@@ -99,7 +123,7 @@ class Leakage:
         quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
         if quantity is None:
             raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
-        return quantity.read(self._sums.sums_of(quantity, rows), self._sums.at(rows))
+        return quantity.read(self._sums_of(quantity, rows), self._reading(rows))
 
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """tr I, the Fisher information summed over the run, [ids]."""
@@ -127,7 +151,7 @@ class Leakage:
         if "fim" in self.ledger.track:
             rows = self._rows(example_ids)
             norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
-            return self._sums.at(rows).without_variance(norm).raised(0.5)
+            return self._reading(rows).without_variance(norm).raised(0.5)
         if "sketch" in self.ledger.track:
             bound: Estimate = self.get("sketch", example_ids)
             return bound.raised(0.5)
@@ -181,7 +205,7 @@ class Leakage:
         """The same for examples by their position in the data set, [rows, d]."""
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
-            return self._sums.at(rows).without_variance(diagonal).raised(0.5)
+            return self._reading(rows).without_variance(diagonal).raised(0.5)
         tracked: Estimate = self.read("diagonal", rows)
         return tracked.raised(0.5)
 
@@ -195,7 +219,28 @@ class Leakage:
 
     def summary(self) -> LeakageSummary:
         """The run in a few numbers, over all measured examples; for a log, ``summary().metrics()``."""
-        return summarise(self)
+        # a few operations on [n] numbers and one transfer from a GPU
+        measured = self.was_measured()
+        estimate = self.get_fil()
+        fil = estimate.value[measured]
+        worst = {name: self.get_guess(name).divergence.value[measured] for name in self.ledger.questions}
+
+        # read together, because every float() of a tensor on a GPU waits for it
+        if len(fil):
+            numbers = [fil.median(), fil.max(), *(divergence.max() for divergence in worst.values())]
+            median, largest, *divergences = torch.stack([number.double() for number in numbers]).tolist()
+        else:
+            median, largest, divergences = math.nan, math.nan, [math.nan] * len(worst)
+        return LeakageSummary(
+            examples=self.ids.num_examples,
+            measured=len(fil),
+            steps=self.ledger.steps,
+            kind=estimate.kind,
+            median_fil=median,
+            largest_fil=largest,
+            smallest_mse_bound=math.inf if largest == 0 else largest**-2,
+            divergences=dict(zip(worst, divergences, strict=True)),
+        )
 
     def __repr__(self) -> str:
         return "Leakage: " + "; ".join(f"{name} {text}" for name, text in self._lines())
@@ -231,7 +276,7 @@ class Leakage:
         It is 0 if batches count as known, and infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        return self._sums.sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
+        return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
@@ -254,11 +299,11 @@ class Leakage:
     ) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
         names, rows = self.ids.rows(example_ids)
-        arrays = self.arrays(rows)
+        arrays, complete = self.arrays(rows), "exact" if self.exact else "estimate"
         columns: dict[str, list[Any]] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
-                kinds = ["lower bound" if m else self._sums.kind_when_complete for m in arrays["missed"].tolist()]
+                kinds = ["lower bound" if missed else complete for missed in arrays["missed"].tolist()]
                 columns["fil_kind"] = kinds
             columns[name] = values.tolist()
         return names, columns
@@ -281,28 +326,28 @@ class Leakage:
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
         rows = rows.to(self.ledger.device)
-        self._sums.kind(rows)
-        self._sums.warn_of_few(rows)
+        self._kind(rows)
+        self._warn_of_few(rows)
         rows, place = self.ledger.sums.distinct(rows)
-        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._sums.typical_changes()))
+        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._typical_changes()))
         parts = [
-            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(AT_ONCE)
+            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
         ]
         arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
         return arrays if place is None else {name: values[place.numpy()] for name, values in arrays.items()}
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
-        sums, d = self.ledger.sums, self._sums.num_coordinates(rows)
+        sums, d = self.ledger.sums, self._own_coordinates(rows)
         trace: Estimate = self.read("trace", rows)
         fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
         columns = {
             "fil": fil.value,
             "fil_error": fil.standard_error,
-            "sampling_error": self._sums.sampling_error(rows, fil.value),
+            "sampling_error": self._sampling_error(rows, fil.value),
             "mse_bound": bound.value,
             "mse_bound_low": bound.interval(0.95)[0],
-            "rel_error": divide(fil.standard_error, fil.value),
+            "rel_error": _divide(fil.standard_error, fil.value),
             **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
         }
         if not self.same_coordinates:
@@ -353,10 +398,99 @@ class Leakage:
         """
         ids, ledgers = [run.ids for run in runs], [run.ledger for run in runs]
         check_repetitions(ids, ledgers)
-        return cls(mean_ledger(ledgers), ids[0], mean_conditions([run.conditions for run in runs]))
+        conditions = replace(runs[0].conditions, skipping=any(run.conditions.skipping for run in runs))
+        if len(runs) > 1:
+            rate = None if conditions.sample_rate is None else 1.0
+            conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=len(runs) - 1.0)
+        return cls(mean_ledger(ledgers), ids[0], conditions)
 
     def _rows(self, example_ids: Iterable[Hashable] | Tensor | None) -> Tensor:
         return self.ids.places(example_ids).to(self.ledger.device)
+
+    # ------------------------------------------------------------------ examples by their position in the data set
+
+    def _own_coordinates(self, rows: Tensor) -> Tensor:
+        """d of each example, [rows]; 1 for an example that took no part."""
+        return self.ledger.sums.at("num_coordinates", rows).clamp(min=1)
+
+    def _sampling_error(self, rows: Tensor, fil: Tensor) -> Tensor:
+        """The standard deviation of η̄ due to the random choice of batches, [rows], given η̄."""
+        deviation = self._run_variance("trace", rows)[0].sqrt()
+        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self._own_coordinates(rows) * fil))
+
+    def _kind(self, rows: Tensor) -> Kind:
+        """The kind of numbers about these examples; warns if some took part in paused steps."""
+        missed = self.ledger.sums.at("missed", rows)
+        if bool((missed > 0).any()):
+            if self.conditions.typical_changes is not None:  # one part of a reading that has already warned
+                return "lower bound"
+            warnings.warn(
+                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
+                "information is a lower bound, and error bounds made from it are not guarantees",
+                stacklevel=5,
+            )
+            return "lower bound"
+        return "exact" if self.conditions.exact else "estimate"
+
+    def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
+        """The sums of a quantity at these rows, those of floating point in float64."""
+        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1, 1)}
+        return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
+
+    def _reading(self, rows: Tensor) -> Reading:
+        """What a tracked quantity needs to read its sums at these rows."""
+        conditions = self.conditions
+        return Reading(
+            self._kind(rows),
+            conditions.exact,
+            conditions.degrees_of_freedom,
+            self._sums_of(self.ledger.quantities[0], rows),  # of the trace
+            conditions.test_matrix,
+            self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
+        )
+
+    def _typical_changes(self) -> dict[str, Tensor]:
+        """By followed sum, the mean relative change between compared participations, over all examples."""
+        typical = {}
+        for quantity in self.ledger.quantities:
+            for name in quantity.followed:
+                total, count = torch.zeros(()), torch.zeros(())
+                for rows in torch.arange(self.ledger.num_examples, device=self.ledger.device).split(_AT_ONCE):
+                    participations = self.ledger.sums.at("participations", rows)
+                    added = typical_change(name, self._sums_of(quantity, rows), participations)
+                    total, count = total.to(added[0]) + added[0], count.to(added[1]) + added[1]
+                typical[name] = total / count.clamp(min=1)
+        return typical
+
+    def _run_variance(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`torchfil.accounting.path.run_variance`."""
+        conditions = self.conditions
+        typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
+        quantity = next(each for each in self.ledger.quantities if name in each.followed)
+        participations = self.ledger.sums.at("participations", rows)
+        return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
+
+    def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
+        """How far one run can be off, apart from its probes, by followed sum."""
+        followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
+        return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
+
+    def _warn_of_few(self, rows: Tensor) -> None:
+        """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
+        few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
+        if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
+            warnings.warn(
+                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
+                "steps that used them, because steps are skipped at random: their low FIL may be luck, and their "
+                "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
+                stacklevel=4,
+            )
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
+    usual = (b > 0) & b.isfinite()
+    return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)
 
 
 def _worst(values: Tensor) -> Tensor:

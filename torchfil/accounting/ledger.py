@@ -2,27 +2,55 @@
 
 By Theorem 3 of Guo et al. 2022 the sum over the steps of a realised run is an unbiased estimate of an upper
 bound on the Fisher information of the trained model; a step without the example adds nothing.
+
+What a step adds is queued where it was computed, and nothing is launched or waited for. The queue is booked for many
+steps at once when it is full, and before anything is read or saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.divergences import Asked, Divergence
-from torchfil.accounting.packed import BatchRows, bytes_per_row
-from torchfil.accounting.path import follow, path_state
-from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
-from torchfil.accounting.rows import RowTable
+from torchfil.accounting.path import due_comparisons, note_changes, path_sums
+from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, TrackedQuantity, tracked
+from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
 
-__all__ = ["Ledger", "Track"]
+__all__ = ["Contribution", "Ledger", "Track"]
 
 _FORMAT = 4  # of the saved state
+STEPS_QUEUED = 32  # steps that are booked together
+BYTES_QUEUED = 2**26  # of their additions, at most
+
+# the examples of a batch, and by sum what is added: [batch, …], or one number for all
+_Queued = tuple[Tensor, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one (physical) batch adds: row k belongs to example ``rows[k]``.
+
+    Attributes:
+        rows: Example numbers, [batch]; on the CPU, because booking waits for numbers on a GPU.
+        squared_norm: ‖g̃‖², [batch].
+        measured: Whether Fisher information was measured, or skipped at random; otherwise the step was paused for these
+            examples.
+        additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each, already weighted by
+            1/π; empty if the step was skipped at random.
+        num_coordinates: How many private coordinates each example has, [batch], or one number for all; None: as many
+            as the ledger.
+    """
+
+    rows: Tensor
+    squared_norm: Tensor
+    measured: bool = True
+    additions: Mapping[str, Tensor] = field(default_factory=dict)
+    num_coordinates: Tensor | int | None = None
 
 
 class Ledger:
@@ -45,6 +73,8 @@ class Ledger:
 
     Attributes:
         laid_out: d of the sums by coordinate.
+        device: Where the sums live.
+        by_coordinate: The names of the quantities kept by coordinate.
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
@@ -75,11 +105,20 @@ class Ledger:
         self.steps = 0
         self.missed_steps = 0
         self.chosen = {name: examples.sort().values.cpu() for name, examples in (chosen or {}).items()}
+        self.by_coordinate = tuple([quantity.name for quantity in self.quantities if quantity.by_coordinate])
+        self._followed = [name for quantity in self.quantities for name in quantity.followed]
+        self._unless_told = {name: value for each in self.quantities for name, value in each.unless_told.items()}
         layout = _layout(self.quantities, num_coordinates, sketch_rank)
         of_chosen = _sums_of_chosen(self.quantities, self.chosen)
         large = [each for each in self.quantities if each.by_coordinate and not each.followed]
         only_added = {name for quantity in large for name in quantity.sums(1, 1)}
-        self.sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen, only_added=only_added)
+        self._sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen, only_added=only_added)
+        self.device = self._sums.device
+
+        # what was added and is not booked yet
+        self._queue: list[_Queued] = []
+        self._looks: list[tuple[int, int, Callable[[Tensor, Tensor], object]]] = []  # after how many entries, and n
+        self._steps_queued = self._bytes_queued = 0
 
     @staticmethod
     def bytes_needed(
@@ -139,9 +178,10 @@ class Ledger:
         return tuple(quantity.name for quantity in others if quantity.name != "trace")
 
     @property
-    def device(self) -> torch.device:
-        """Where the sums live."""
-        return self.sums.device
+    def sums(self) -> RowTable:
+        """All sums by name, [n, …] each, with everything that was added."""
+        self.flush()
+        return self._sums
 
     @property
     def num_coordinates(self) -> int:
@@ -161,11 +201,6 @@ class Ledger:
         """d of every example, int32 [n]; 1 for an example that was never seen."""
         return self.sums["num_coordinates"].clamp(min=1)
 
-    @property
-    def by_coordinate(self) -> tuple[str, ...]:
-        """The names of the quantities kept by coordinate."""
-        return tuple(quantity.name for quantity in self.quantities if quantity.by_coordinate)
-
     def check_coordinates(self, num_coordinates: int) -> None:
         """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
         if num_coordinates != self.laid_out and self.by_coordinate:
@@ -177,40 +212,105 @@ class Ledger:
 
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""
-        self.sums.extend(num_examples)
+        self._sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
     def add(self, *contributions: Contribution) -> None:
-        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once."""
-        examples = torch.cat([contribution.rows.to(self.device) for contribution in contributions])
-        with self.sums.rows_of(examples, contributions[0].squared_norm.device) as sums:
-            sizes = [len(contribution.rows) for contribution in contributions]
-            for contribution, own in zip(contributions, sums.split(sizes), strict=True):
-                self._book(contribution, own)
+        """Add the contributions of the batches of one step; each example occurs in them at most once.
 
-    def _book(self, contribution: Contribution, sums: BatchRows) -> None:
-        """Add the contribution of one batch to the sums of its examples."""
-        sums["participations"].add_(1)
-        sums.add("squared_norm", contribution.squared_norm)
-        own = self.laid_out if contribution.num_coordinates is None else contribution.num_coordinates
-        sums["num_coordinates"].clamp_(min=own.to(sums.device, torch.int32) if isinstance(own, Tensor) else own)
-        if not contribution.measured:
-            sums["missed"].add_(1)
-            return
+        They are queued: their tensors must not change any more.
 
-        # sums that depend on the previous participation come first
-        additions = contribution.additions
-        followed = [name for quantity in self.quantities for name in quantity.followed]
-        for name in followed:
-            follow(name, sums, additions)
-        booked = {state for name in followed for state in path_state(name)}
-        for name, value in additions.items():
-            if name not in booked:
-                sums.add(name, value)
-        for quantity in self.quantities:
-            for name, number in quantity.unless_told.items():
-                if name not in additions:
-                    sums.add(name, torch.full((), number, dtype=torch.float64, device=sums.device))
+        Raises:
+            ValueError: What is added to a sum has another shape than the sum; nothing of the step is added.
+        """
+        queued, size, layout = [], self._bytes_queued, self._sums.layout
+        for each in contributions:
+            size += each.squared_norm.nbytes
+            for name, value in each.additions.items():
+                size += value.nbytes
+                if value.shape != (len(each.rows), *layout[name].shape):
+                    raise ValueError(
+                        f"what is added to {name!r} has shape {tuple(value.shape)}; for {len(each.rows)} examples it "
+                        f"must have {(len(each.rows), *layout[name].shape)}"
+                    )
+            if len(each.rows):
+                told = {
+                    "participations": 1,
+                    "missed": int(not each.measured),
+                    "squared_norm": each.squared_norm,
+                    "num_coordinates": self.laid_out if each.num_coordinates is None else each.num_coordinates,
+                }
+                queued.append((each.rows, {**told, **self._unless_told, **each.additions} if each.measured else told))
+        self._queue += queued
+        self._bytes_queued, self._steps_queued = size, self._steps_queued + 1
+        if self._steps_queued >= STEPS_QUEUED or size >= BYTES_QUEUED:
+            self.flush()
+
+    def look_later(self, look: Callable[[Tensor, Tensor], object]) -> None:
+        """Call ``look`` with the traces and d of all examples as they are now, [n] each, when the queue is booked."""
+        self._looks.append((sum([len(rows) for rows, _ in self._queue]), self.num_examples, look))
+
+    def flush(self) -> None:
+        """Book what is queued; every reader does this first. After an exception all sums are as before."""
+        if self._looks:
+            self._look()
+        if self._queue:
+            self._book()
+        self._queue, self._steps_queued, self._bytes_queued = [], 0, 0
+
+    def _look(self) -> None:
+        """Make the looks that are due, each at the sums that it would have found."""
+        looks, self._looks = self._looks, []
+        trace, own, first = self._sums["trace"].clone(), self._sums["num_coordinates"].clone(), 0
+        rows = torch.cat([rows for rows, _ in self._queue] or [torch.zeros(0, dtype=torch.long)]).to(self.device)
+        added, sizes = self._column("trace").to(trace.dtype), self._column("num_coordinates").to(own.dtype)
+        for end, num_examples, look in looks:
+            trace.index_add_(0, rows[first:end], added[first:end])
+            own.scatter_reduce_(0, rows[first:end], sizes[first:end], "amax")
+            look(trace[:num_examples], own[:num_examples].clamp(min=1))
+            first = end
+
+    def _book(self) -> None:
+        """Add what is queued to the sums, round by round."""
+        distinct, order, rounds = in_rounds(torch.cat([rows.cpu() for rows, _ in self._queue]))
+        order = order.to(self.device, non_blocking=True)
+        with self._sums.rows_of(distinct) as sums:
+            added = {name: self._column(name)[order] for name in sums.layout}
+
+            # numbers that are no sums: the largest d, and what depends on earlier participations
+            largest, own = sums["num_coordinates"], added["num_coordinates"].to(torch.int32)
+            for size, here in rounds:
+                largest[:size].clamp_(min=own[here])
+            added["num_coordinates"].zero_()
+            for name in self._followed:
+                _follow(name, sums, added, rounds)
+
+            # plain sums
+            for dtype, block in sums.blocks.items():
+                values = sums.side_by_side(dtype, added)
+                for size, here in rounds:
+                    block[:size].add_(values[here])
+
+            # large sums batch by batch: what is added to them is never copied into one tensor
+            for name in self._sums.apart:
+                for rows, told in self._queue:
+                    if name in told:
+                        self._sums.add(name, rows, told[name])
+
+    def _column(self, name: str) -> Tensor:
+        """What is queued for a sum, [entries, …], on its device."""
+        shape, numbers = self._sums.layout[name].shape, [told.get(name, 0) for _, told in self._queue]
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        if tensors:
+            parts = [
+                number if isinstance(number, Tensor) else tensors[0].new_full((len(rows), *shape), number)
+                for (rows, _), number in zip(self._queue, numbers, strict=True)
+            ]
+            return torch.cat(parts).to(self.device)
+        sizes = [len(rows) for rows, _ in self._queue]
+        column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(torch.tensor(sizes, dtype=torch.long))
+        column = column.view(-1, *(1,) * len(shape)).expand(-1, *shape)
+        return column.to(self.device, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
@@ -300,3 +400,19 @@ def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_
 def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(value.shape) != expected:
         raise ValueError(f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {expected}")
+
+
+def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tuple[int, slice]]) -> None:
+    """Book the path of a sum, before it is booked how often it was measured; nothing else is added to its state."""
+    _, last, changes, measured = path_sums(name)
+    is_measured = added[measured] > 0  # the step was not skipped
+    count, before = sums[measured].clone(), []
+    for size, here in rounds:
+        before.append(count[:size].clone())
+        count[:size].add_(is_measured[here])
+    is_due, distance = due_comparisons(torch.cat(before))
+    is_due &= is_measured
+    compared, change, value, noise = sums[last], sums[changes], added[last], added[changes]
+    for size, here in rounds:
+        note_changes(compared[:size], change[:size], value[here], noise[here], is_due[here], distance[here])
+    added[last], added[changes] = torch.zeros_like(value), torch.zeros_like(noise)

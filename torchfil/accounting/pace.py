@@ -1,4 +1,4 @@
-r"""How much to measure: the number of probes and the share of steps for a target accuracy.
+r"""How much to measure: probes and the share of steps for a target accuracy, and who deserves more probes.
 
 One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
 variance of its sum, w = (1 + v/k)/π − 1. Suppose m participations have the relative variance e², and R more follow,
@@ -10,6 +10,15 @@ where h = m Σx²/(Σx)² shows how unevenly an example's sum is made up (1: equ
 spend it is few probes on few steps: k = 2 (one probe says nothing about its error) and π = (1 + v/k)/(1 + w), with more
 probes only if π would exceed 1. The choice depends only on the past, and the training does not depend on it, so every
 sum stays unbiased.
+
+A few examples determine the lower end that holds for all examples together, in two ways. First, the most exposed must
+be known closely; these have the largest sums so far. Second, if an example hardly leaks until one step makes up most of
+its sum, its number depends on that step's probe alone; in such a step the clipped gradient is large compared with what
+the example has leaked so far. The step's addition is predicted as x = κ‖g̃‖², where κ is the batch's ratio of Σ tr I to
+Σ‖g̃‖² so far, and x²/(Σ tr I + x) is large for such steps.
+
+Both criteria depend on the past and on the weights, never on the probes of the step. So measuring these examples again,
+with more probes that replace the first, keeps every sum unbiased. Nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 
-__all__ = ["Pace", "choose"]
+__all__ = ["Pace", "choose", "exposed_rows"]
 
 _PROBES = (2, 3, 4, 6, 9, 13)
 _LOWEST_RATE = 1 / 32
@@ -77,6 +85,7 @@ class Pace:
         level: The recent mean tr I of a participation; 0: not known yet.
         noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], on the device on
             which they were computed, so that nothing waits for a GPU; None: no batch yet.
+        batch: tr I and its variance in a later batch, [batch] each, from which ``noted`` is still to be computed.
     """
 
     num_probes: int
@@ -86,6 +95,7 @@ class Pace:
     spread: float = _USUAL_SPREAD
     level: float = 0.0
     noted: Tensor | None = None
+    batch: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def steered(cls, target: float, epochs: float | None) -> Pace:
@@ -95,8 +105,13 @@ class Pace:
     def note(self, contribution: Contribution) -> None:
         """Note v and the level from what was measured at the current pace; do nothing if the batch was not measured."""
         if self.target is not None and contribution.additions:
-            trace, variance = contribution.additions["trace"], contribution.additions["variance"]
-            self.noted = torch.stack([trace.square().sum(), variance.sum(), trace.mean()])
+            self.batch = contribution.additions["trace"], contribution.additions["variance"]
+
+    def _summarise(self) -> None:
+        """Compute ``noted`` from the last batch."""
+        if self.batch is not None:
+            trace, variance = self.batch
+            self.noted, self.batch = torch.stack([trace.square().sum(), variance.sum(), trace.mean()]), None
 
     def update(self, ledger: Ledger, passes: float) -> None:
         """Adjust the pace to the sums so far and to what was noted.
@@ -109,6 +124,7 @@ class Pace:
             return
 
         # follow the last batch; a step without noise says nothing about usual steps
+        self._summarise()
         if self.noted is not None:
             square, variance, mean = self.noted.tolist()
             self.noted = None
@@ -136,9 +152,34 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """What changes."""
+        self._summarise()
         return {name: getattr(self, name) for name in _CHANGING}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
+        self.batch = None
         for name in _CHANGING:
             setattr(self, name, state[name])
+
+
+def exposed_rows(trace: Tensor, squared_norm: Tensor, present: Tensor, count: int) -> Tensor:
+    """The rows of a batch to measure with more probes, [count] or all: half the most exposed, half sudden steps.
+
+    Args:
+        trace: Σ tr I of the batch's examples so far, [batch].
+        squared_norm: Σ‖g̃‖² of them so far, [batch].
+        present: ‖g̃‖² at this step, [batch].
+        count: The number of rows.
+
+    Example:
+        >>> trace, squares = torch.tensor([9.0, 1.0, 0.1, 0.1]), torch.tensor([9.0, 1.0, 0.1, 0.1])
+        >>> exposed_rows(trace, squares, torch.tensor([0.1, 0.1, 0.1, 0.5]), 2).tolist()
+        [0, 3]
+    """
+    if count >= len(trace):
+        return torch.arange(len(trace), device=trace.device)
+    largest = trace.topk(-(-count // 2)).indices
+    ahead = present * trace.sum() / squared_norm.sum().clamp(min=torch.finfo(squared_norm.dtype).tiny)
+    sudden = ahead.square() / (trace + ahead).clamp(min=torch.finfo(trace.dtype).tiny)
+    sudden = sudden.index_fill(0, largest, -1.0)
+    return torch.cat([largest, sudden.topk(count // 2).indices])

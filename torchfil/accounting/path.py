@@ -33,7 +33,8 @@ from torch import Tensor
 __all__ = [
     "FEWEST_PARTICIPATIONS",
     "compared",
-    "follow",
+    "due_comparisons",
+    "note_changes",
     "path_additions",
     "path_state",
     "path_sums",
@@ -52,11 +53,11 @@ def path_sums(name: str) -> tuple[str, ...]:
         >>> path_sums("trace")
         ('trace_square', 'trace_last', 'trace_changes', 'trace_measured')
     """
-    return tuple(f"{name}_{part}" for part in ("square", "last", "changes", "measured"))
+    return f"{name}_square", f"{name}_last", f"{name}_changes", f"{name}_measured"
 
 
 def path_state(name: str) -> tuple[str, str]:
-    """The names of the sums that depend on earlier participations, which :func:`follow` updates."""
+    """The names of the sums that depend on earlier participations, which :func:`note_changes` updates."""
     return f"{name}_last", f"{name}_changes"
 
 
@@ -91,23 +92,25 @@ def compared(measured: Tensor) -> Tensor:
     return last - last % (1 << (torch.frexp(last).exponent - 2).clamp(min=2))
 
 
-def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor]) -> None:
-    """Note the change since the last compared participation, where one is due, before the additions are booked.
+def due_comparisons(measured: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether X is compared at the participation after so many measured ones, and its distance, 0 for the first."""
+    return compared(measured + 1) == measured, measured - compared(measured)
+
+
+def note_changes(last: Tensor, changes: Tensor, value: Tensor, noise: Tensor, is_due: Tensor, distance: Tensor) -> None:
+    """Note the change of X since the last compared participation, where a comparison is due; [examples, …] each.
 
     Args:
-        name: The sum's name.
-        sums: The sums of the batch's examples, changed in place.
-        additions: From :func:`path_additions`.
+        last: The last compared X, changed in place.
+        changes: Σ distance · change², changed in place.
+        value: X now.
+        noise: −2 times the variance of its sampling error; see :func:`path_additions`.
+        is_due: Whether X is compared now.
+        distance: From the last compared participation.
     """
-    last, changes = path_state(name)
-    if last not in additions:  # the step was skipped
-        return
-    value, noise = (additions[each].to(sums[last].device) for each in (last, changes))
-    count = sums[f"{name}_measured"]
-    due = compared(count + 1) == count
-    change = ((value - sums[last]).square() + noise) * (count - compared(count))
-    sums[changes].add_(torch.where(due & (count > 0), change, 0.0).to(sums[changes].dtype))
-    sums[last].copy_(torch.where(due, value.to(sums[last].dtype), sums[last]))
+    change = ((value - last).square() + noise) * distance
+    changes.add_(torch.where(is_due & (distance > 0), change, 0.0).to(changes.dtype))
+    last.copy_(torch.where(is_due, value.to(last.dtype), last))
 
 
 def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:

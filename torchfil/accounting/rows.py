@@ -4,9 +4,9 @@ A large data set has many examples that no batch has drawn yet. With ``lazy=True
 gets a copy of it when it is drawn: n places of 4 bytes, and a whole row only for examples that the run knows something
 about.
 
-A step reads and writes the rows of its batch together (:meth:`RowTable.rows_of`). If the table is in main memory and
-the step runs on a GPU, only these rows travel there and back, and nobody waits for them: they are put in place when the
-table is next read or written.
+What steps add is booked for many steps at once. An example may take part in several of them, and some numbers depend
+on the order of its participations, so the entries are dealt into rounds (:func:`in_rounds`): round r has each
+example's r-th participation. A round then changes every row at most once, just as a single step does.
 """
 
 from __future__ import annotations
@@ -15,23 +15,46 @@ import contextlib
 import math
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.accounting.packed import BatchRows, Packing
 from torchfil.accounting.quantities import Sum
-from torchfil.utils.deferred import copy_later, pinned_bytes, read_later
 
-__all__ = ["LAZY_FROM", "RowTable"]
+__all__ = ["LAZY_FROM", "RowTable", "Rows", "bytes_per_row", "in_rounds"]
 
 LAZY_FROM = 2**20  # with this many examples, a table on the CPU creates rows when needed
 _GROWTH = 1.5
-_Added = list[tuple[str, slice, Tensor]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The numbers of some examples side by side: one gather and one scatter for each dtype, however many there are.
+
+    ``rows[name]`` is a view, [examples, …], for reading and changing.
+
+    Attributes:
+        layout: Shape and dtype of the numbers of one example, by name.
+        blocks: One tensor for each dtype, [examples, columns], with the numbers in the order of the layout.
+        columns: The columns of each number in the block of its dtype.
+    """
+
+    layout: Mapping[str, Sum]
+    blocks: Mapping[torch.dtype, Tensor]
+    columns: Mapping[str, slice]
+
+    def __getitem__(self, name: str) -> Tensor:
+        each = self.layout[name]
+        numbers = self.blocks[each.dtype][:, self.columns[name]]
+        return numbers.view(len(numbers), *each.shape)
+
+    def side_by_side(self, dtype: torch.dtype, numbers: Mapping[str, Tensor]) -> Tensor:
+        """Numbers by name, [entries, …] each, in the columns of this dtype's block, [entries, columns]."""
+        columns = [numbers[name].to(dtype) for name, each in self.layout.items() if each.dtype == dtype]
+        return torch.cat([column.reshape(len(column), -1) for column in columns], dim=1)
 
 
 class RowTable(Mapping[str, Tensor]):
@@ -40,7 +63,6 @@ class RowTable(Mapping[str, Tensor]):
     Guarantees:
         * Without ``lazy``, ``table[name]`` is a view of the rows: changes made to it before the next step stay.
         * With ``lazy``, ``table[name]`` is assembled when it is read, and :meth:`at` reads some rows without that.
-        * Every reader sees everything booked before, even rows still on their way from a GPU.
 
     Args:
         layout: Shape and dtype of a row, by name.
@@ -48,12 +70,17 @@ class RowTable(Mapping[str, Tensor]):
         where: A device, or a folder: the rows are then in memory-mapped files there, which disappear with the process.
         lazy: Whether rows are created when needed; only on CPUs. None: with 2²⁰ examples or more.
         chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
-        only_added: The sums that steps add to but do not read; large ones need not travel.
+        only_added: The large sums, which steps add to but do not read.
+
+    Attributes:
+        device: Where the rows lie.
+        apart: The names of the sums that are only added to, by :meth:`add`; they are not in :meth:`rows_of`.
 
     Example:
         >>> table = RowTable({"sum": Sum()}, 5, lazy=True)
         >>> with table.rows_of(torch.tensor([3, 1])) as rows:
-        ...     rows.add("sum", torch.tensor([1.0, 2.0]))
+        ...     rows["sum"].add_(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.], dtype=torch.float64)
         >>> table["sum"].tolist(), table.num_rows
         ([0.0, 2.0, 0.0, 1.0, 0.0], 3)
     """
@@ -71,26 +98,32 @@ class RowTable(Mapping[str, Tensor]):
         self.layout = dict(layout)
         self.num_examples = num_examples
         self._where = where
-        on_cpu = not isinstance(where, Path) and torch.device(where).type == "cpu"
+        self.device = torch.device("cpu" if isinstance(where, Path) else where)
+        on_cpu = not isinstance(where, Path) and self.device.type == "cpu"
         self.lazy = on_cpu and num_examples >= LAZY_FROM if lazy is None else lazy and on_cpu
         self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
         self.num_rows = 1 if self.lazy else num_examples
 
-        # numbers that batches read lie side by side
+        # numbers that steps read lie side by side
         chosen = chosen or {}
-        self._packing = Packing({name: layout[name] for name in layout if name not in {*chosen, *only_added}})
-        self._tables = [self._zeros((self.num_rows, count), word) for word, count in self._packing.words]
-        apart = [name for name in layout if name not in self._packing.layout]
-        sizes = {name: len(chosen[name]) + 1 if name in chosen else self.num_rows for name in apart}
-        self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in apart}
+        self.apart = tuple(name for name in layout if name in chosen or name in only_added)
+        widths: dict[torch.dtype, int] = {}
+        columns = {}
+        for name, each in layout.items():
+            if name not in self.apart:
+                first = widths.get(each.dtype, 0)
+                widths[each.dtype] = first + math.prod(each.shape)
+                columns[name] = slice(first, widths[each.dtype])
+        blocks = {dtype: self._zeros((self.num_rows, width), dtype) for dtype, width in widths.items()}
+        self._rows = Rows({name: layout[name] for name in columns}, blocks, columns)
+
+        # large sums, and those of chosen examples
+        sizes = {name: len(chosen[name]) + 1 if name in chosen else self.num_rows for name in self.apart}
+        self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in sizes}
         indices = {id(examples): self._index(examples) for examples in chosen.values()}  # sums may share one
         self._chosen = {name: indices[id(examples)] for name, examples in chosen.items()}
         for name in self._chosen:
             self._apart[name][0] = math.nan  # of everybody else, whatever is added
-
-        # the rows of one step on their way back, and the memory they travel through
-        self._arrive: Callable[[], None] | None = None
-        self._buffer: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         places = self._chosen.get(name, self._places)
@@ -111,121 +144,45 @@ class RowTable(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.layout)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies, in this process or another."""
-        self.flush()
-        return {**vars(self), "_buffer": None}
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows lie."""
-        return next(iter((*self._tables, *self._apart.values()))).device
-
     @property
     def num_bytes(self) -> int:
         """Its memory in bytes."""
         indices = {id(each): each.nbytes for each in (self._places, *self._chosen.values()) if each is not None}
-        return sum(indices.values()) + sum(values.nbytes for values in (*self._tables, *self._apart.values()))
+        tensors = (*self._rows.blocks.values(), *self._apart.values())
+        return sum(indices.values()) + sum(values.nbytes for values in tensors)
 
-    # ------------------------------------------------------------------ a batch's rows
-
-    @contextlib.contextmanager
-    def rows_of(self, examples: Tensor, device: torch.device | None = None) -> Iterator[BatchRows]:
-        """The rows of some distinct examples, [examples], for changing; written back at the end.
-
-        Guarantees:
-            * After an exception inside, the table reads as before.
-            * Nothing waits for a GPU, except for earlier bookings; pass ``examples`` on the CPU for this.
-
-        Args:
-            examples: Their numbers.
-            device: The step's device; if it is a GPU without these rows, they are sent there. None: they stay.
-        """
-        self.flush()
-        examples = examples.to(self.device)
-        places = self.give(examples)
-        is_far = device is not None and len(places) > 0 and self._is_far_from(device)
-        sent = self._sent(places, device) if is_far else None
-        tables = self._gathered(places) if sent is None else self._packing.tables(sent)
-        added: _Added = []
-        yield BatchRows(self._packing, tables, self.layout, added)
-
-        if sent is None:
-            self._put(examples, places, tables, [(name, rows, values.to(self.device)) for name, rows, values in added])
-        else:
-            self._put_later(examples, places, sent, added)
+    # ------------------------------------------------------------------ some rows
 
     @contextlib.contextmanager
-    def rows_at(self, places: Tensor) -> Iterator[BatchRows]:
-        """The same for the rows at these places (if lazy, place 0 is everybody else's); no separate additions."""
-        self.flush()
-        tables = self._gathered(places)
-        yield BatchRows(self._packing, tables, {}, [])
-        self._put(places, places, tables, [])
+    def rows_of(self, examples: Tensor) -> Iterator[Rows]:
+        """The rows of some distinct examples, [examples], for changing; written back unless something is raised."""
+        with self.rows_at(self.give(examples.to(self.device, non_blocking=self.device.type == "cuda"))) as rows:
+            yield rows
 
-    def flush(self) -> None:
-        """Put rows that are on their way in place; every reader and writer does this first."""
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
+    @contextlib.contextmanager
+    def rows_at(self, places: Tensor) -> Iterator[Rows]:
+        """The same for the rows at these places; if lazy, place 0 is everybody else's."""
+        rows, columns = self._rows.blocks, self._rows.columns
+        found = {dtype: block.index_select(0, places) for dtype, block in rows.items()}
+        yield Rows(self._rows.layout, found, columns)
+        for dtype, block in rows.items():
+            block.index_copy_(0, places, found[dtype])
 
-    def _is_far_from(self, device: torch.device) -> bool:
-        """Whether rows must travel to a step on that device."""
-        return device.type == "cuda" and self.device.type == "cpu"
-
-    def _gathered(self, places: Tensor) -> list[Tensor]:
-        return [table.index_select(0, places) for table in self._tables]
-
-    def _sent(self, places: Tensor, device: torch.device | None) -> Tensor:
-        """The rows at some places, sent to a device as bytes through free pinned memory."""
-        size = len(places) * self._packing.row_bytes
-        if self._buffer is None or len(self._buffer) < size:
-            self._buffer = pinned_bytes(int(_GROWTH * size))
-        buffer = self._buffer[:size]
-        for table, rows in zip(self._tables, self._packing.tables(buffer), strict=True):
-            torch.index_select(table, 0, places, out=rows)
-        return torch.empty(size, dtype=torch.uint8, device=device).copy_(buffer, non_blocking=True)
-
-    def _put_later(self, examples: Tensor, places: Tensor, sent: Tensor, added: _Added) -> None:
-        """Fetch rows from their device, and put them in place when the table is needed."""
-        assert self._buffer is not None
-        buffer = self._buffer[: len(sent)]  # read before it is overwritten: the GPU keeps the order
-        wait = copy_later(sent, buffer)
-        reads = [(name, rows, read_later(values)) for name, rows, values in added]
-
-        def arrive() -> None:
-            wait()
-            tables = self._packing.tables(buffer)
-            self._put(examples, places, tables, [(name, rows, read()) for name, rows, read in reads])
-
-        self._arrive = arrive
-        _travelling[id(self)] = self
-
-    def _put(self, examples: Tensor, places: Tensor, tables: Sequence[Tensor], added: _Added) -> None:
-        """Write rows at their places, and apply the separate additions."""
-        for table, rows in zip(self._tables, tables, strict=True):
-            table.index_copy_(0, places, rows)
-        for name, which, values in added:
-            where = self._chosen[name][examples[which]].long() if name in self._chosen else places[which]
-            self._apart[name].index_add_(0, where, values)
-
-    # ------------------------------------------------------------------ all rows
-
-    def own(self, name: str) -> Tensor:
-        """All existing rows, for writing at places of :meth:`give`; if lazy, place 0 is everybody else's."""
-        self.flush()
-        if name in self._apart:
-            return self._apart[name] if name in self._chosen else self._apart[name][: self.num_rows]
-        return self._packing.view(name, self._tables)[: self.num_rows]
-
-    def kept(self, name: str) -> Tensor:
-        """The content for a state: [n, …]; for chosen examples, row 0 (everybody else's) and their rows."""
-        return self.own(name) if name in self._chosen else self[name]
+    def add(self, name: str, examples: Tensor, values: Tensor | float) -> None:
+        """Add to one of the sums :attr:`apart` of some distinct examples that have rows, [examples, …]."""
+        shape, dtype = self.layout[name]
+        added = torch.as_tensor(values, dtype=dtype, device=self.device).expand(len(examples), *shape)
+        self._apart[name].index_add_(0, self._where_is(name, examples), added)
 
     def at(self, name: str, examples: Tensor) -> Tensor:
         """The numbers of some examples, [examples, …]."""
+        return self.own(name)[self._where_is(name, examples)]
+
+    def _where_is(self, name: str, examples: Tensor) -> Tensor:
+        """The places of some examples among the rows of this number, [examples]."""
+        examples = examples.to(self.device, non_blocking=self.device.type == "cuda")
         places = self._chosen.get(name, self._places)
-        return self.own(name)[examples if places is None else places[examples].long()]
+        return examples if places is None else places[examples].long()
 
     def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
         """A subset of these examples without shared rows, and for each example the place of its row in the subset.
@@ -251,9 +208,22 @@ class RowTable(Mapping[str, Tensor]):
             self.num_rows = first + count
             places[is_new] = torch.arange(first, first + count)
             self._places[examples] = places.int()
-            for rows in self._of_all():
+            of_all = [values for name, values in self._apart.items() if name not in self._chosen]
+            for rows in (*self._rows.blocks.values(), *of_all):
                 rows[first : first + count] = rows[0]
         return places
+
+    # ------------------------------------------------------------------ all rows
+
+    def own(self, name: str) -> Tensor:
+        """All existing rows, for writing at places of :meth:`give`; if lazy, place 0 is everybody else's."""
+        if name in self._chosen:
+            return self._apart[name]
+        return (self._apart if name in self._apart else self._rows)[name][: self.num_rows]
+
+    def kept(self, name: str) -> Tensor:
+        """The content for a state: [n, …]; for chosen examples, row 0 (everybody else's) and their rows."""
+        return self.own(name) if name in self._chosen else self[name]
 
     def extend(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have 0 or, if lazy, the shared row.
@@ -296,10 +266,6 @@ class RowTable(Mapping[str, Tensor]):
             else:
                 values[places] = state[name].cpu()[examples].to(values.dtype)
 
-    def _of_all(self) -> list[Tensor]:
-        """The tensors that have a row at every place."""
-        return [*self._tables, *(values for name, values in self._apart.items() if name not in self._chosen)]
-
     def _reserve(self, rows: int) -> None:
         """Make room for this many rows, with half as many again, so that growing is rare."""
 
@@ -311,44 +277,71 @@ class RowTable(Mapping[str, Tensor]):
             larger[: len(values)] = values
             return larger
 
-        self._tables = [grown(table) for table in self._tables]
+        blocks = {dtype: grown(block) for dtype, block in self._rows.blocks.items()}
+        self._rows = Rows(self._rows.layout, blocks, self._rows.columns)
         self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
     def _index(self, examples: Tensor) -> Tensor:
         """Each example's place among the chosen ones, counted from 1; 0: not chosen."""
-        where = "cpu" if isinstance(self._where, Path) else self._where
-        index = torch.zeros(self.num_examples, dtype=torch.int32, device=where)
-        index[examples.to(where)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=where)
+        index = torch.zeros(self.num_examples, dtype=torch.int32, device=self.device)
+        index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
         return index
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if isinstance(self._where, Path):
-            return _mapped(shape, dtype, self._where)
-        return torch.zeros(shape, dtype=dtype, device=self._where)
+        """Zeros; in a folder, in an unnamed file, whose disk space is freed with the tensor."""
+        size = math.prod(shape)
+        if not isinstance(self._where, Path) or size == 0:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        handle, name = tempfile.mkstemp(dir=self._where, prefix=".torchfil-rows-", suffix=".tmp")
+        try:
+            os.ftruncate(handle, size * dtype.itemsize)
+            return torch.from_file(name, shared=True, size=size, dtype=dtype).reshape(shape)
+        finally:
+            os.close(handle)
+            os.unlink(name)
 
 
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
-    """Zeros in an unnamed file: the disk space is freed with the tensor."""
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".torchfil-rows-", suffix=".tmp")
-    try:
-        size = torch.Size(shape).numel()
-        os.ftruncate(handle, size * dtype.itemsize)
-        if size == 0:
-            return torch.zeros(shape, dtype=dtype)
-        return torch.from_file(name, shared=True, size=size, dtype=dtype).reshape(shape)
-    finally:
-        os.close(handle)
-        os.unlink(name)
+def bytes_per_row(layout: Mapping[str, Sum]) -> int:
+    """The bytes of an example.
+
+    Example:
+        >>> bytes_per_row({"sum": Sum(), "counts": Sum((3,), torch.int32)})
+        20
+    """
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in layout.values())
 
 
-_travelling: weakref.WeakValueDictionary[int, RowTable] = weakref.WeakValueDictionary()  # tables in use by a step
+def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]]:
+    """Entries in the order of time, dealt into rounds in which each example occurs at most once.
 
+    Args:
+        examples: The example of each entry, [entries], on the CPU.
 
-def _flush_all() -> None:
-    """Flush all tables before a fork: a forked process cannot use the GPU."""
-    for table in list(_travelling.values()):
-        table.flush()
+    Returns:
+        The distinct examples, those with most entries first; the entries in a new order, one round after the other and
+        in each round in the order of the examples; for each round, how many of the examples it has (the first ones),
+        and which of the reordered entries.
 
+    Example:
+        >>> distinct, order, rounds = in_rounds(torch.tensor([7, 4, 4, 7, 9, 4]))
+        >>> distinct.tolist(), order.tolist()
+        ([4, 7, 9], [1, 0, 4, 2, 3, 5])
+        >>> rounds
+        [(3, slice(0, 3, None)), (2, slice(3, 5, None)), (1, slice(5, 6, None))]
+    """
+    distinct, place, counts = examples.unique(return_inverse=True, return_counts=True)
+    by_count = counts.argsort(descending=True, stable=True)
+    distinct, counts = distinct[by_count], counts[by_count]
+    place = by_count.argsort()[place]  # of each entry's example among the distinct ones
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_flush_all)
+    # the number of earlier entries of the same example
+    by_example = place.argsort(stable=True)
+    earlier = torch.empty_like(place)
+    earlier[by_example] = torch.arange(len(place)) - (counts.cumsum(0) - counts)[place[by_example]]
+    order = (earlier * len(distinct) + place).argsort()
+
+    rounds, first = [], 0
+    for size in earlier.bincount().tolist():
+        rounds.append((size, slice(first, first + size)))
+        first += size
+    return distinct, order, rounds

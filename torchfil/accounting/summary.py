@@ -1,33 +1,17 @@
-"""A run in a few numbers, for logs, ``print`` and notebooks."""
+"""A run in a few numbers, for logs, ``print`` and notebooks; or a few numbers for each group of examples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchfil.fisher.results import Estimate, Kind
 
-__all__ = ["LeakageSummary", "summarise"]
-
-
-class _Read(Protocol):
-    """The part of a :class:`torchfil.accounting.leakage.Leakage` that is read."""
-
-    @property
-    def ledger(self) -> Any: ...
-
-    @property
-    def ids(self) -> Any: ...
-
-    def was_measured(self) -> Tensor: ...
-
-    def get_fil(self) -> Estimate: ...
-
-    def get_guess(self, question: str) -> Any: ...
+__all__ = ["LeakageSummary", "group_columns"]
 
 
 @dataclass(frozen=True)
@@ -80,26 +64,50 @@ class LeakageSummary:
         return lines
 
 
-def summarise(leakage: _Read) -> LeakageSummary:
-    """Read the run once: a few operations on [n] numbers and one transfer from a GPU."""
-    measured = leakage.was_measured()
-    estimate = leakage.get_fil()
-    fil = estimate.value[measured]
-    worst = {name: leakage.get_guess(name).divergence.value[measured] for name in leakage.ledger.questions}
+def group_columns(
+    get_fil: Callable[[list[Hashable]], Estimate],
+    group_of: Mapping[Hashable, Hashable],
+    threshold: float | None,
+    quantiles: Sequence[float],
+) -> tuple[list[Hashable], dict[str, list[Any]]]:
+    """The groups and their columns; see :meth:`torchfil.accounting.leakage.Leakage.groups`."""
+    columns: dict[str, list[Any]] = {}
+    members = _members(group_of)
+    for ids in members.values():
+        fil = get_fil(ids)
+        values: dict[str, Any] = {
+            "count": len(ids),
+            "mean": fil.value.mean().item(),
+            "mean_error": fil.standard_error.mean().item(),
+            "max": fil.value.max().item(),
+        }
+        for level in quantiles:
+            values[f"q{100 * level:g}"] = _quantile(fil.value, level)
+        if threshold is not None:
+            values["share_above"] = (fil.value > threshold).double().mean().item()
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    return list(members), columns
 
-    # read together, because every float() of a tensor on a GPU waits for it
-    if len(fil):
-        numbers = [fil.median(), fil.max(), *(divergence.max() for divergence in worst.values())]
-        median, largest, *divergences = torch.stack([number.double() for number in numbers]).tolist()
-    else:
-        median, largest, divergences = math.nan, math.nan, [math.nan] * len(worst)
-    return LeakageSummary(
-        examples=leakage.ids.num_examples,
-        measured=len(fil),
-        steps=leakage.ledger.steps,
-        kind=estimate.kind,
-        median_fil=median,
-        largest_fil=largest,
-        smallest_mse_bound=math.inf if largest == 0 else largest**-2,
-        divergences=dict(zip(worst, divergences, strict=True)),
-    )
+
+def _members(group_of: Mapping[Hashable, Hashable]) -> dict[Hashable, list[Hashable]]:
+    """The ids of each group."""
+    if not hasattr(group_of, "items"):
+        raise TypeError(f"group_of is a {type(group_of).__name__}; map ids to groups: dict(zip(ids, labels))")
+    group_of = dict(group_of.items())
+    if not group_of:
+        raise ValueError("group_of is empty; map at least one example id to a group")
+    nameless = [key for key, group in group_of.items() if group != group]
+    if nameless:
+        raise ValueError(f"group_of has NaN for {nameless[:5]}; leave these ids out, or name their group")
+    members: dict[Hashable, list[Hashable]] = {}
+    for key, group in group_of.items():
+        members.setdefault(group, []).append(key)
+    return members
+
+
+def _quantile(values: Tensor, level: float) -> float:
+    """:func:`torch.quantile` by linear interpolation, for values that may be infinite."""
+    place = level * (len(values) - 1)
+    low, high = values.sort().values[[math.floor(place), math.ceil(place)]].tolist()
+    return low if low == high else low + (place - math.floor(place)) * (high - low)

@@ -70,11 +70,6 @@ class Timeline:
 
 def summary(trace: Tensor, num_coordinates: Tensor | int) -> Tensor:
     """Median, 95 % quantile and maximum of sqrt(trace/d), [3]; quantiles are values that occur (the higher one)."""
-    ranks = [max(0, math.ceil(level * len(trace)) - 1) for level in (0.5, 0.95)]
-    share = trace / num_coordinates
-    if share.is_cuda:  # kthvalue has no deterministic kernel there
-        ordered = share.sort().values
-        values = [ordered[rank] for rank in ranks]
-    else:
-        values = [share.kthvalue(rank + 1).values for rank in ranks]
-    return torch.stack([*values, share.max()]).clamp(min=0).sqrt()
+    ordered = (trace / num_coordinates).sort().values
+    median, high = math.ceil(0.5 * len(trace)), math.ceil(0.95 * len(trace))
+    return torch.stack([ordered[max(0, median - 1)], ordered[max(0, high - 1)], ordered[-1]]).clamp(min=0).sqrt()

@@ -49,7 +49,7 @@ class DatasetLooks:
         for rows, gradients in self._batches(range(first, self.run.ids.num_examples, apart)):
             chunks = PrivateBatch(gradients, options.mechanism(1.0, limit)).chunks(options.max_memory, 4)
             ratio = torch.cat([jacobian.clipped_norm for _, jacobian in chunks]) / limit
-            self.run.history.replace(torch.tensor(rows, device=self.run.device), ratio)
+            self.run.history.set_ratios(torch.tensor(rows), ratio)
 
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
         """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import additions
-from torchfil.accounting.divergences import Asked, Divergence
-from torchfil.accounting.quantities import Track, needs_of
+from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import Jacobian

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.divergences import Asked
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
-from torchfil.accounting.quantities import Needs, needs_of
+from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.opacus_options import WHY_NOT_ADAPTIVE
 from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification

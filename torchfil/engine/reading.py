@@ -14,10 +14,14 @@ from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.epsilon import (
+    everybodys_robustness,
+    individual_epsilon,
+    individual_robustness,
+    robustness_with_known_batches,
+)
 from torchfil.engine.metrics import engine_lines, engine_table, engine_text
 from torchfil.engine.options import Accounting
-from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.saving.data_spread import fitted_prior
 from torchfil.engine.saving.merged import mechanism_in_words
 from torchfil.fisher.results import Estimate, Part

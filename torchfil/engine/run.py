@@ -12,21 +12,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.pace import exposed_rows
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.clip_weights import check_same_weights, weights_by_row
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
-from torchfil.engine.distributed.shared_norms import SharedNormHistory
-from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measure import StepValues
@@ -224,7 +223,6 @@ class Run:
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
-        self._look_due: int | None = None  # the step whose leakage is still to be noted
         self.test_matrix: Tensor | None = None
         self.pace = options.accounting.pace()
         self.paused = False
@@ -241,7 +239,6 @@ class Run:
         """Combine what all ranks have booked, unless this was done since the last step (collective)."""
         if self.ranks is None or self._is_gathered:
             return
-        assert isinstance(self.history, SharedNormHistory)
         self.ranks.meet()
         self.history.enter()
         mine = self.ledger, self.test_matrix
@@ -250,7 +247,6 @@ class Run:
     @property
     def _is_gathered(self) -> bool:
         """Whether nothing has changed since the ranks were combined."""
-        assert isinstance(self.history, SharedNormHistory)
         return self._whole is not None and self._whole.steps == self.history.steps and self.history.is_complete
 
     @property
@@ -287,9 +283,8 @@ class Run:
     @property
     def timeline(self) -> Timeline:
         """How the leakage grew."""
-        if self._look_due is not None and self.ledger is not None:
-            self._timeline.note(self._look_due, self.ledger.sums["trace"], self.ledger.own_coordinates)
-        self._look_due = None
+        if self.ledger is not None:
+            self.ledger.flush()
         return self._timeline
 
     # ------------------------------------------------------------------ a step
@@ -400,12 +395,11 @@ class Run:
         self.batch.parts.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
-        """Numbers of examples on the sums' device; they go there early, because reading them from a GPU would wait."""
-        return torch.tensor(rows, dtype=torch.long).to(self.history.device, non_blocking=True)
+        """Numbers of examples; on the CPU, because reading them from a GPU would wait."""
+        return torch.tensor(rows, dtype=torch.long)
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: enter what was staged."""
-        _ = self.timeline  # due readings happen before this step, while a GPU computes it
         self._enter_ids()
         contributions = [staged.contribution for staged in self.batch.parts]
         if contributions:
@@ -471,7 +465,8 @@ class Run:
         if not self._timeline.is_due(step):
             return
         if self.ranks is None:
-            self._look_due = step if ledger is not None else None
+            if ledger is not None:
+                ledger.look_later(partial(self._timeline.note, step))
         else:
             empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
             trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
@@ -483,8 +478,14 @@ class Run:
         n = self.ids.num_examples
         if self.ranks is None:
             return NormHistory(n, self._place, self.clip_weights, own_steps=self._knows_batches)
-        every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, self._place, self.ranks, every, self.clip_weights, own_steps=self._knows_batches)
+        return NormHistory(
+            n,
+            self._place,
+            self.clip_weights,
+            own_steps=self._knows_batches,
+            exchange=self.ranks.joined,
+            every=max(1, round(1 / self._passes_per_step)),
+        )
 
     @contextlib.contextmanager
     def draws_undone_if_refused(self) -> Iterator[None]:
@@ -546,7 +547,7 @@ class Run:
             take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
-        self._timeline, self._look_due = timeline, None
+        self._timeline = timeline
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchfil.accounting.combining import whole_ledger
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.parts import whole_ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.engine.options import Accounting
 from torchfil.utils.noise import derived_seed

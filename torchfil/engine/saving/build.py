@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from torchfil._version import __version__
-from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.quantities import Divergence
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.epsilon import epsilon_over_time
-from torchfil.engine.robustness import everybodys_robustness
+from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
 from torchfil.engine.saving.attribute_table import AttributeGroups, AttributeScales, with_levels
 from torchfil.engine.saving.data_spread import read_spread
 from torchfil.engine.saving.exposed_words import TokenTexts, exposed_words
