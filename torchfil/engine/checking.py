@@ -22,13 +22,12 @@ from torchfil.engine.checked_layers import layers_of, median_seconds
 from torchfil.engine.distributed.sharded import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.loader import is_target_name, split_batch
-from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
+from torchfil.engine.losses import IdentifiedLoss, LossInside, LossMismatchError, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.loss_inside import LossInside
 from torchfil.engine.step.stages import private_without_labels
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws

@@ -25,8 +25,8 @@ from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.sharded import without_shards
 from torchfil.engine.distributed.streams import is_stream
-from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
+from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.module import without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
@@ -41,7 +41,6 @@ from torchfil.engine.preparing import (
 )
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.run import Run
-from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -138,8 +137,8 @@ class FILPrivacyEngine(Resuming):
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
-            criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as one of the
-                standard losses or as the model's own.
+            criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as
+                cross-entropy, binary cross-entropy with logits, squared error, or the model's own.
             batch_first: As in Opacus: False if the examples lie along the second dimension of the model's inputs, as in
                 [time, batch, …]. Inputs of one dimension, outputs and targets have the examples first.
             loss_reduction: "mean" or "sum": how the loop's loss reduces over the batch.

@@ -1,7 +1,6 @@
 """One private step: record → sums, norms and accounting → checks → stage → release → book.
 
 forwards       what went through the model: inputs, outputs, masks, the gradient at the outputs
-loss_inside    models that compute their loss themselves: separate labels, and the loss's gradient at other outputs
 asking         the batch with other answers to the run's questions
 values         the results of a pass over a batch: losses, norms, clipped sums, what the ledger adds
 captured       that pass as a CUDA graph

@@ -20,26 +20,24 @@ from torch import Tensor
 from torchfil.engine.batches import BatchTracker
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import (
+    NO_TARGETS,
+    WEIGHTED_BY_TOKENS,
     IdentifiedLoss,
     LossMismatchError,
-    ModelLoss,
+    check_equal_weights,
     check_loss,
     identify_loss,
-    scale_of_loss,
+    relative_differences,
 )
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.batch_checks import STEPS_BETWEEN_LOOKS, BatchChecks, nothing
 from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.step.opacus_faults import why_opacus_differs
-from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
-from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
-from torchfil.private.batches import named_inputs
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
@@ -68,13 +66,11 @@ _NOTHING_LEARNED = (
     "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
     "labels are ignored (-100), and whether a part before the output is frozen or detached."
 )
-_INPUT_IS_TARGET = (
-    "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
-    "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
-)
-_DRAWN_IN_LOOP = (
-    "If the loop draws the target (noise, in diffusion), draw it in the model: def forward(self, x): noise = "
-    "torch.randn_like(x); return self.net(x + noise) - noise, with criterion=lambda outputs, _: outputs.square().mean()"
+_WEIGHTED_BY_OPACUS = (
+    "some examples of this batch have more targets that count (not -100) than others, and Opacus's hooks formed "
+    "gradients of a mean over all of them, which depend on other examples. Use grad_sample_mode='auto', where each "
+    "example's loss is the mean over its own targets, or a loss with reduction='sum' and loss_reduction='sum'. This "
+    "step was not taken."
 )
 OTHER_OWN_LOSS = (
     "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
@@ -118,7 +114,6 @@ class StepChecks(BatchChecks):
         self._looks = 0
         self._opaque_changes = 0
         self._divisor = 1  # how the loop divides its loss, if it accumulates
-        self._token_mean: TokenMean | None = None  # that the loop was found to use
         self._told: set[str] = set()  # the beginnings of warnings that appear only once
 
     def _tolerance(self, values: Tensor, forward: ForwardPass) -> float:
@@ -162,87 +157,64 @@ class StepChecks(BatchChecks):
             forward.divided_by = 1
 
     def _is_loss_of(self, forward: ForwardPass, loss: IdentifiedLoss | None) -> bool:
-        """Whether the gradient at the outputs is that of this loss; for None, of a standard loss."""
-        if loss is None:
-            with contextlib.suppress(LossMismatchError):
+        """Whether the gradient at the outputs is that of this loss; for None, of a loss that is identified."""
+        with contextlib.suppress(LossMismatchError):
+            if loss is None:
                 self.identified_loss(forward)
-                return True
-            return False
-        scale = scale_of_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
-        return scale is not None and math.isclose(scale, 1, rel_tol=1e-2)
+            else:
+                check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+            return True
+        return False
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient reached the model's output."""
         _check_finite_outputs(forward)
         if forward.ended_at_loss:
             return self.own_loss(forward)
-        outputs, observed, reduction = forward.outputs, self.observed(forward), self.options.loss_reduction
-        try:
-            return identify_loss(outputs, self.targets(forward), observed, reduction)
-        except LossMismatchError as error:
-            for key, given in named_inputs(forward.args, forward.kwargs).items():
-                with contextlib.suppress(LossMismatchError):
-                    name = identify_loss(outputs, given.value, observed, reduction).name
-                    error.args = (_INPUT_IS_TARGET.format(name=name, key=key),)
-                    break
-            else:
-                if tensors_of(outputs)[0].shape == tensors_of((forward.args, forward.kwargs))[0].shape:
-                    error.args = (f"{error} {_DRAWN_IN_LOOP}",)
-            raise
+        observed, reduction = self.observed(forward), self.options.loss_reduction
+        return identify_loss(forward.outputs, self.targets(forward), observed, reduction)
 
     def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The model's own loss, on each example alone."""
         leaves = flattened(forward.outputs)[0]
-        place = next(k for k in forward.arrived if leaves[k].ndim == 0)
-        number = sum(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves[:place])
-        return IdentifiedLoss("the model's own loss on each example alone", ModelLoss(number))
+        return IdentifiedLoss.of_model(forward.outputs, next(k for k in forward.arrived if leaves[k].ndim == 0))
 
-    def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
+    def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss, *, by_opacus: bool = False) -> None:
         """Raise unless the gradient that reached the model's output is that of the loss."""
         _check_finite_outputs(forward)
         if forward.ended_at_loss and not loss.is_models_own:
             raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
-        mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
-        if mean is not None:
-            self._token_mean = mean
-            self._warn_once(WEIGHTED_BY_TOKENS)
+        if check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward)):
+            self._weighted_by_tokens(by_opacus=by_opacus)
 
-    def _weights(self, loss: IdentifiedLoss, targets: Any) -> Tensor | None:
-        """The loop's weights of the examples, [batch], if they depend on others' targets; None: all equal."""
-        weights = loss.weights(targets)
-        return self._token_mean.weights(targets) if weights is None and self._token_mean is not None else weights
+    def _weighted_by_tokens(self, *, by_opacus: bool) -> None:
+        """Warn that examples' weights depend on others; raise if gradients that Opacus has formed contain them."""
+        if by_opacus:
+            raise LossMismatchError(_WEIGHTED_BY_OPACUS)
+        self._warn_once(WEIGHTED_BY_TOKENS)
 
     def begin_output_check(
-        self, forward: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss
+        self, forward: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss, *, by_opacus: bool
     ) -> Callable[[], None]:
         """Begin to compare the gradients at the outputs with the loop's; the result raises if they differ."""
-        observed = tensors_of(self.observed(forward))
-        weights = self._weights(loss, self.targets(forward))
-        pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
-        if not pairs:
-            return nothing
-        if weights is not None:
-            pairs = [(a * weights.to(a.dtype).reshape(-1, *[1] * (a.ndim - 1)), b) for a, b in pairs]
-        tolerance = self._tolerance(pairs[0][1], forward)
-        compared = _begin_comparison(pairs)
+        observed, weightings = tensors_of(self.observed(forward)), loss.weightings(self.targets(forward))
+        tolerance = self._tolerance(next(leaf for leaf in observed if leaf.is_floating_point()), forward)
+        compared = read_later(relative_differences(list(ours), observed, weightings))
 
         def confirm() -> None:
-            distances = compared()
-            if not all(math.isfinite(number) for pair in distances for number in pair):
+            differences = compared().tolist()
+            if differences[0] <= tolerance:
+                return
+            if not all(map(math.isfinite, differences)):
                 _check_finite_outputs(forward)
                 raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
-            if all(apart <= tolerance * size for apart, size in distances):
+            if min(differences) <= tolerance:
+                self._weighted_by_tokens(by_opacus=by_opacus)
                 return
-            known = self._token_mean
-            self.check_loss(forward, loss)  # a more specific error, if the loss is the cause
-            if self._token_mean is not known:  # the examples have different weights
-                return
-            apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
-            if apart > _FAR_APART * tolerance * size:
-                theirs = f"one that differs by up to {apart:.3g}"
-                raise RuntimeError(
-                    f"the gradient at the model's output is at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}"
-                )
+            self.check_loss(forward, loss, by_opacus=by_opacus)  # a more specific error, if the loss is the cause
+            if min(differences) > _FAR_APART * tolerance:
+                theirs = f"a gradient at the outputs that differs by {min(differences):.3g}, relative to the largest"
+                raise RuntimeError(_COPY_DIFFERS.format(theirs))
 
         return confirm
 
@@ -284,29 +256,13 @@ class StepChecks(BatchChecks):
 
         return confirm
 
-    def begin_weight_look(self, loss: IdentifiedLoss, targets: Any, *, by_opacus: bool) -> Callable[[], None]:
-        """Begin to check whether a mean over a batch's tokens makes an example's weight depend on others; warn once.
-
-        Gradients that Opacus has formed contain these weights, so they are refused.
-        """
-        weights = self._weights(loss, targets)
-        if weights is None or (not by_opacus and _beginning(WEIGHTED_BY_TOKENS) in self._told):
+    def begin_weight_look(self, loss: IdentifiedLoss, targets: Any) -> Callable[[], None]:
+        """Begin to check whether a mean over a batch's tokens makes an example's weight depend on others; warn once."""
+        uneven = loss.weighs_unevenly(targets)
+        if uneven is None or _beginning(WEIGHTED_BY_TOKENS) in self._told:
             return nothing
-        some_weigh_more = read_later(uneven(weights))
-
-        def confirm() -> None:
-            if not bool(some_weigh_more()):
-                return
-            if by_opacus:
-                raise LossMismatchError(
-                    "some examples of this batch have more targets that count (not -100) than others, and Opacus's "
-                    "hooks formed gradients of a mean over all of them, which depend on other examples. Use "
-                    "grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a loss "
-                    "with reduction='sum' and loss_reduction='sum'. This step was not taken."
-                )
-            self._warn_once(WEIGHTED_BY_TOKENS)
-
-        return confirm
+        some_weigh_more = read_later(uneven)
+        return lambda: self._weighted_by_tokens(by_opacus=False) if bool(some_weigh_more()) else None
 
     def _warn_once(self, text: str) -> None:
         if _beginning(text) not in self._told:
@@ -400,9 +356,7 @@ class StepChecks(BatchChecks):
                     f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
                 )
             )
-        if check_equal_weights(loss, outputs, targets) or (
-            self._looks == 0 and averages_over_tokens(loss, outputs, targets)
-        ):
+        if check_equal_weights(loss, outputs, targets):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.graphs import StartedGraph
+from torchfil.engine.losses import NO_TARGETS, LossInside, ModelCall
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
@@ -71,14 +71,16 @@ class ForwardPass:
     def of_call(cls, tracker: BatchTracker, call: ModelCall, outputs: Any, **more: Any) -> ForwardPass:
         """A call of the model that gave these outputs."""
         leaves, structure = flattened(outputs)
-        rest = pytree.tree_unflatten([None if k in call.pulled else leaf for k, leaf in enumerate(leaves)], structure)
-        if call.pulled:  # some kinds of outputs leave out None, so that places change
+        rest = pytree.tree_unflatten(
+            [None if k in call.loss_grads else leaf for k, leaf in enumerate(leaves)], structure
+        )
+        if call.loss_grads:  # some kinds of outputs leave out None, so that places change
             now = {id(leaf): k for k, leaf in enumerate(flattened(rest)[0])}
-            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.pulled}
-        whole = (call.labelled, outputs) if call.pulled else None
+            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.loss_grads}
+        whole = (call.labelled, outputs) if call.loss_grads else None
         parts = plain((call.args, call.kwargs, rest, call.targets, whole))
         args, kwargs, rest, targets, whole = map_tensors(Tensor.detach, parts)
-        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, pulled=call.pulled, whole=whole, **more)
+        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, pulled=call.loss_grads, whole=whole, **more)
 
     @property
     def went_backward(self) -> bool:

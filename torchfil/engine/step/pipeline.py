@@ -16,13 +16,12 @@ from torch import Tensor
 from torchfil.engine.batches import make_current, plain
 from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.loader import split_batch
-from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossInside, LossMismatchError
 from torchfil.engine.measure import StepValues, joined
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
 from torchfil.engine.step.checks import OTHER_OWN_LOSS
 from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.step.stages import Computed, StepStages
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks

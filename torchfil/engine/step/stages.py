@@ -133,7 +133,7 @@ class StepStages:
         measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
         if loss is None or not (summed or measured):
             if loss is not None and not self.run.paused:
-                self.checks.check_loss(forward, loss)
+                self.checks.check_loss(forward, loss, by_opacus=True)
             return None, []
         setting.ledger.check_coordinates(examples.num_coordinates)
         examples = self._with_weights(examples, forward.ids or [])
@@ -148,7 +148,7 @@ class StepStages:
         from_loop = forward.outputs is not None
         looked_at = from_loop and not self.executor.knows(gradients)
         if looked_at:
-            self.checks.check_loss(forward, loss)
+            self.checks.check_loss(forward, loss, by_opacus=not summed)
         mechanism = self._mechanism(setting.noise)
         wanted = self._wanted(setting, measured, questions, summed=summed)
         started, forward.recorded = Started(forward.recorded), None
@@ -156,16 +156,19 @@ class StepStages:
 
         confirmations: list[Callable[[], None]] = []
         if from_loop and values.output_gradients is not None:
-            confirmations.append(self.checks.begin_output_check(forward, values.output_gradients, loss))
+            confirmations.append(
+                self.checks.begin_output_check(forward, values.output_gradients, loss, by_opacus=not summed)
+            )
         if measured:
             values = self._measured_anew(gradients, mechanism, values, wanted, forward.ids or [])
         if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
             if not looked_at:
-                self.checks.check_loss(forward, loss)
+                self.checks.check_loss(forward, loss, by_opacus=not summed)
             assert values.losses is not None
             confirmations.append(self.checks.begin_loss_check(forward, loss, values.losses))
         confirmations.append(self.checks.begin_norm_look(values.norm, values.losses) if summed else nothing)
-        confirmations.append(self.checks.begin_weight_look(loss, examples.public[2], by_opacus=not summed))
+        if not from_loop:
+            confirmations.append(self.checks.begin_weight_look(loss, examples.public[2]))
         if not from_loop and self.replica.written:
             confirmations.append(lambda: self._write_buffers(forward, gradients))
         return values, confirmations
