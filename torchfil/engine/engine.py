@@ -25,9 +25,9 @@ from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.sharded import without_shards
 from torchfil.engine.distributed.streams import is_stream
+from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.module import without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
@@ -549,8 +549,8 @@ class FILPrivacyEngine(Resuming):
         """
         training = self._training
         # all passes of the step run the same kernels, and draw the same masks
-        with differentiable_twice(), training.optimizer.refusals_told():
-            return training.pipeline.train_step(training.optimizer, inputs, targets)
+        with differentiable_twice(), training.optimizer.refuse_on_all_ranks():
+            return training.step.train_step(training.optimizer, inputs, targets)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
