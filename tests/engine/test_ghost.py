@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import FILPrivacyEngine
-from torchfil.engine.ghost_criterion import GhostCriterion
+from torchfil.engine.losses import GhostCriterion
 
 
 def make(engine: Any, module: nn.Module, dataset: Any, **options: Any) -> Any:

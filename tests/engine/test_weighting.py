@@ -80,22 +80,28 @@ def test_uneven_padding_counts_each_examples_own_mean() -> None:
     assert torch.allclose(*fil, rtol=1e-5)
 
 
-def test_a_mean_over_tokens_is_told_at_the_start() -> None:
-    """By a criterion of the user's, too, and though no batch has targets that do not count."""
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_criterion_of_the_users_that_averages_over_tokens(shifted: bool) -> None:
     x = examples()[0]
     targets = torch.arange(len(x) * 4).reshape(-1, 4) % 3
-    engine, *_, loader = start(_PerToken(), (x, targets), criterion=lambda o, t: nn.functional.cross_entropy(o, t))
+    targets[1, 2:] = -100
+
+    def mean(outputs: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(*(part[..., shifted:] for part in (outputs, y)))
+
+    engine, *_, loader = start(_PerToken(), (x, targets), criterion=mean)
     with pytest.warns(UserWarning, match="a mean over all targets of a batch"):
         engine.train_step(*next(iter(loader)))
 
 
+@pytest.mark.parametrize("criterion", [None, lambda o, t: nn.functional.cross_entropy(o, t)])
 @pytest.mark.parametrize("grad_sample_mode", ["auto", "hooks"])
-def test_uneven_padding_in_a_loop(grad_sample_mode: str) -> None:
+def test_uneven_padding_in_a_loop(grad_sample_mode: str, criterion: Any) -> None:
     """With hooks the gradients of a batch's mean are Opacus's, and depend on other examples."""
     x = examples()[0]
     targets = torch.arange(len(x) * 4).reshape(-1, 4) % 3
     targets[7, 1:] = -100
-    engine, model, optimizer, loader = start(_PerToken(), (x, targets), grad_sample_mode)
+    engine, model, optimizer, loader = start(_PerToken(), (x, targets), grad_sample_mode, criterion=criterion)
 
     def train() -> None:
         for inputs, y in loader:

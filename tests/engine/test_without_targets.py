@@ -79,7 +79,7 @@ def test_an_autoencoder_on_one_tensor() -> None:
     torch.testing.assert_close(engine.get_fil().value, (expected / D).sqrt())
 
 
-def test_an_input_as_the_loops_target_is_named_and_the_advice_works() -> None:
+def test_an_input_as_the_loops_target_gets_advice_that_works() -> None:
     x, labels = numbers(), torch.arange(5)
     expected = truth(autoencoder(), reconstruction, x).diagonal(dim1=1, dim2=2).sum(1)
 
@@ -87,7 +87,7 @@ def test_an_input_as_the_loops_target_is_named_and_the_advice_works() -> None:
         nn.functional.mse_loss(model(batch[0]), batch[0]).backward()
         optimizer.step()
 
-    with pytest.raises(LossMismatchError, match=r"input 0 as the target.*lambda batch: \(batch\[0\], batch\[0\]\)"):
+    with pytest.raises(LossMismatchError, match=r"batch_to_inputs=lambda batch: \(batch\[0\], batch\[0\]\)"):
         run(autoencoder(), TensorDataset(x, labels), step)
     engine = run(autoencoder(), TensorDataset(x, labels), step, batch_to_inputs=lambda batch: (batch[0], batch[0]))
     torch.testing.assert_close(engine.get_fil().value, (expected / D).sqrt())

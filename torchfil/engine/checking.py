@@ -23,8 +23,7 @@ from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
-from torchfil.engine.loss_inside import LossInside
-from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
+from torchfil.engine.losses import IdentifiedLoss, LossInside, LossMismatchError, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept

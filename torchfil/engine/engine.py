@@ -28,9 +28,8 @@ from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.loss_inside import NO_TARGETS
+from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
@@ -141,8 +140,8 @@ class FILPrivacyEngine(RunFiles):
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
-            criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as one of the
-                standard losses or as the model's own.
+            criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as
+                cross-entropy, binary cross-entropy with logits, squared error, or the model's own.
             batch_first: As in Opacus: False if the examples lie along the second dimension of the model's inputs, as in
                 [time, batch, …]. Inputs of one dimension, outputs and targets have the examples first.
             loss_reduction: "mean" or "sum": how the loop's loss reduces over the batch.

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.loader import BatchTracker, make_current, plain
-from torchfil.engine.loss_inside import NO_TARGETS, LossInside, ModelCall
+from torchfil.engine.losses import NO_TARGETS, LossInside, ModelCall
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
@@ -91,14 +91,18 @@ class ForwardPass:
     def of_call(cls, tracker: BatchTracker, call: ModelCall, outputs: Any, **more: Any) -> ForwardPass:
         """A call of the model that gave these outputs."""
         leaves, structure = flattened(outputs)
-        rest = pytree.tree_unflatten([None if k in call.pulled else leaf for k, leaf in enumerate(leaves)], structure)
-        if call.pulled:  # some kinds of outputs leave out None, so that places change
+        rest = pytree.tree_unflatten(
+            [None if k in call.loss_grads else leaf for k, leaf in enumerate(leaves)], structure
+        )
+        if call.loss_grads:  # some kinds of outputs leave out None, so that places change
             now = {id(leaf): k for k, leaf in enumerate(flattened(rest)[0])}
-            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.pulled}
-        whole = (call.labelled, outputs) if call.pulled else None
+            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.loss_grads}
+        whole = (call.labelled, outputs) if call.loss_grads else None
         parts = plain((call.args, call.kwargs, rest, call.targets, whole))
         args, kwargs, rest, targets, whole = map_tensors(Tensor.detach, parts)
-        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, loss_grads=call.pulled, whole=whole, **more)
+        return cls(
+            tracker.ids, tracker.batch, args, kwargs, rest, targets, loss_grads=call.loss_grads, whole=whole, **more
+        )
 
     @property
     def num_rows(self) -> int:

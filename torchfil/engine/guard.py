@@ -20,26 +20,24 @@ from torch import Tensor
 
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.loader import BatchTracker, split_batch
-from torchfil.engine.loss_inside import NO_TARGETS
 from torchfil.engine.losses import (
+    NO_TARGETS,
+    WEIGHTED_BY_TOKENS,
     IdentifiedLoss,
     LossMismatchError,
-    ModelLoss,
+    check_equal_weights,
     check_loss,
     identify_loss,
-    scale_of_loss,
+    relative_differences,
 )
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.row_mixing import how_rows_mix
-from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
-from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
-from torchfil.private.batches import named_inputs
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
@@ -69,13 +67,11 @@ _NOTHING_LEARNED = (
     "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
     "labels are ignored (-100), and whether a part before the output is frozen or detached."
 )
-_INPUT_IS_TARGET = (
-    "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
-    "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
-)
-_DRAWN_IN_LOOP = (
-    "If the loop draws the target (noise, in diffusion), draw it in the model: def forward(self, x): noise = "
-    "torch.randn_like(x); return self.net(x + noise) - noise, with criterion=lambda outputs, _: outputs.square().mean()"
+_WEIGHTED_BY_OPACUS = (
+    "some examples of this batch have more targets that count (not -100) than others, and Opacus's hooks formed "
+    "gradients of a mean over all of them, which depend on other examples. Use grad_sample_mode='auto', where each "
+    "example's loss is the mean over its own targets, or a loss with reduction='sum' and loss_reduction='sum'. This "
+    "step was not taken."
 )
 OTHER_OWN_LOSS = (
     "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
@@ -160,7 +156,6 @@ class Guard:
         self._looks = self._until_rows = self._row_looks = 0
         self._opaque_changes = 0
         self._divisor = 1  # how the loop divides its loss, if it accumulates
-        self._token_mean: TokenMean | None = None  # that the loop was found to use
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
         self._late: list[Flag] = []  # about the last step, which a GPU was still computing
 
@@ -332,32 +327,23 @@ class Guard:
             call.divided_by = 1
 
     def _is_loss_of(self, call: ForwardPass, loss: IdentifiedLoss | None) -> bool:
-        """Whether the gradient at the outputs is that of this loss; for None, of a standard loss."""
-        if loss is None:
-            with contextlib.suppress(LossMismatchError):
+        """Whether the gradient at the outputs is that of this loss; for None, of a loss that is identified."""
+        with contextlib.suppress(LossMismatchError):
+            if loss is None:
                 self.identified_loss(call)
-                return True
-            return False
-        scale = scale_of_loss(loss, call.outputs, self.targets(call), self.observed(call))
-        return scale is not None and math.isclose(scale, 1, rel_tol=1e-2)
+            else:
+                check_loss(loss, call.outputs, self.targets(call), self.observed(call))
+            return True
+        return False
 
     def identified_loss(self, call: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient reached the model's output."""
         _check_finite_outputs(call)
         if call.ended_at_loss:
             return self.own_loss(call)
-        outputs, observed, reduction = call.outputs, self.observed(call), self.options.loss_reduction
         try:
-            return identify_loss(outputs, self.targets(call), observed, reduction)
-        except LossMismatchError as error:
-            for key, given in named_inputs(call.args, call.kwargs).items():
-                with contextlib.suppress(LossMismatchError):
-                    name = identify_loss(outputs, given.value, observed, reduction).name
-                    error.args = (_INPUT_IS_TARGET.format(name=name, key=key),)
-                    break
-            else:
-                if tensors_of(outputs)[0].shape == tensors_of((call.args, call.kwargs))[0].shape:
-                    error.args = (f"{error} {_DRAWN_IN_LOOP}",)
+            return identify_loss(call.outputs, self.targets(call), self.observed(call), self.options.loss_reduction)
+        except LossMismatchError:
             if not call.uses_own_loss_alone:
                 raise
         return self.own_loss(call.with_labels())
@@ -365,79 +351,53 @@ class Guard:
     def own_loss(self, call: ForwardPass) -> IdentifiedLoss:
         """The model's own loss, on each example alone."""
         leaves = flattened(call.outputs)[0]
-        place = next(k for k in call.output_grads if leaves[k].ndim == 0)
-        number = sum(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves[:place])
-        return IdentifiedLoss("the model's own loss on each example alone", ModelLoss(number))
+        return IdentifiedLoss.of_model(call.outputs, next(k for k in call.output_grads if leaves[k].ndim == 0))
 
-    def check_loss(self, call: ForwardPass, loss: IdentifiedLoss) -> None:
-        """Raise unless the gradient that reached the model's output is that of the loss."""
+    def check_loss(self, call: ForwardPass, loss: IdentifiedLoss, *, by_opacus: bool) -> None:
+        """Raise unless the gradient that reached the model's output is that of the loss.
+
+        If a mean over a batch's tokens makes an example's weight depend on others, warn once; gradients that Opacus has
+        formed contain these weights, so they are refused.
+        """
         _check_finite_outputs(call)
         if call.ended_at_loss and not loss.is_models_own:
             raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
-        mean = check_loss(loss, call.outputs, self.targets(call), self.observed(call))
-        if mean is not None:
-            self._token_mean = mean
+        if check_loss(loss, call.outputs, self.targets(call), self.observed(call)):
+            if by_opacus:
+                raise LossMismatchError(_WEIGHTED_BY_OPACUS)
             self._warn_once(WEIGHTED_BY_TOKENS)
 
-    def check_weights(self, loss: IdentifiedLoss, targets: Any, *, by_opacus: bool) -> Flag | None:
-        """Does a mean over a batch's tokens make an example's weight depend on others?
-
-        Gradients that Opacus has formed contain these weights, so they are refused.
-        """
-        weights = self._weights(loss, targets)
-        if weights is None or (not by_opacus and WEIGHTED_BY_TOKENS[:20] in self._warned):
-            return None
-        if not by_opacus:
-            return Flag(uneven(weights), lambda: UserWarning(WEIGHTED_BY_TOKENS))
-        return Flag(
-            uneven(weights),
-            lambda: LossMismatchError(
-                "some examples of this batch have more targets that count (not -100) than others, and Opacus's "
-                "hooks formed gradients of a mean over all of them, which depend on other examples. Use "
-                "grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a loss "
-                "with reduction='sum' and loss_reduction='sum'. This step was not taken."
-            ),
-        )
-
-    def _weights(self, loss: IdentifiedLoss, targets: Any) -> Tensor | None:
-        """The loop's weights of the examples, [batch], if they depend on others' targets; None: all equal."""
-        weights = loss.weights(targets)
-        return self._token_mean.weights(targets) if weights is None and self._token_mean is not None else weights
+    def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
+        """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
+        uneven = None if WEIGHTED_BY_TOKENS[:20] in self._warned else loss.weighs_unevenly(targets)
+        return None if uneven is None else Flag(uneven, lambda: UserWarning(WEIGHTED_BY_TOKENS))
 
     # ------------------------------------------------------------------ what the engine computed
 
-    def compare_outputs(self, call: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss) -> Flag | None:
+    def compare_outputs(
+        self, call: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss, *, by_opacus: bool
+    ) -> Flag | None:
         """Do the gradients at the outputs, ours and the loop's, agree?"""
-        weights = self._weights(loss, self.targets(call))
-        pairs = [
-            (a if weights is None else a * weights.to(a.dtype).reshape(-1, *[1] * (a.ndim - 1)), b)
-            for a, b in zip(ours, tensors_of(self.observed(call)), strict=True)
-            if b.is_floating_point() and b.numel()
-        ]
-        if not pairs:
-            return None
-        tolerance = self._tolerance(pairs[0][1], call)
-        distances = _distances(pairs)
+        observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
+        tolerance = self._tolerance(next(leaf for leaf in observed if leaf.is_floating_point()), call)
+        differences = relative_differences(list(ours), observed, weightings)
 
         def error() -> Exception | None:
-            apart, size = max(distances.tolist(), key=lambda pair: pair[0] / max(pair[1], 1e-30))
-            known = self._token_mean
+            apart = float(differences.min())
+            if apart <= tolerance:  # with the weights of a mean over tokens
+                return LossMismatchError(_WEIGHTED_BY_OPACUS) if by_opacus else UserWarning(WEIGHTED_BY_TOKENS)
             try:
-                if not bool(distances.isfinite().all()):
-                    _check_finite_outputs(call)
-                    return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
-                self.check_loss(call, loss)  # a more specific error, if the loss is the cause
+                self.check_loss(call, loss, by_opacus=by_opacus)  # a more specific error, if the loss is the cause
             except (LossMismatchError, RuntimeError) as found:
                 return found
-            # unless the examples have different weights, or lower precision explains it
-            if self._token_mean is not known or apart <= _FAR_APART * tolerance * size:
+            if not math.isfinite(apart):
+                return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
+            if apart <= _FAR_APART * tolerance:  # lower precision explains it
                 return None
-            theirs = f"one that differs by up to {apart:.3g}"
-            return RuntimeError(
-                f"the gradient at the model's output is at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}"
-            )
+            theirs = f"a gradient at the outputs that differs by {apart:.3g}, relative to the largest"
+            return RuntimeError(_COPY_DIFFERS.format(theirs))
 
-        return Flag(_far(distances, tolerance), error)
+        return Flag(~(differences[0] <= tolerance), error)
 
     def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
         """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the loop's batch?"""
@@ -553,9 +513,7 @@ class Guard:
                     f"the model's losses on this batch are at most {size:.4g}, {_COPY_DIFFERS.format(theirs)}"
                 )
             )
-        if check_equal_weights(loss, outputs, targets) or (
-            self._looks == 0 and averages_over_tokens(loss, outputs, targets)
-        ):
+        if check_equal_weights(loss, outputs, targets):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early

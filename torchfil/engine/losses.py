@@ -1,177 +1,256 @@
-"""Which loss does the training loop use? The gradient that arrives at the model's output shows it.
+"""What is the loss? The gradient at the model's outputs shows it.
 
-Accounting needs the loss as a function of one example. The gradient δ_i that backward() leaves at example i's
-output, times the batch size if the loop averages, must equal ∂ℓ(o_i, y_i)/∂o_i for the engine's loss ℓ. This
-identifies a standard loss. Checked at every step, it catches class weights, label smoothing, scaling and anything
-else that the engine does not know about. If there are several outputs (a dict, or those of a Hugging Face model), the
-loss uses the one at which a gradient arrives.
+Accounting needs the loss ℓ as a function of one example. Wherever the gradient of a batch's loss at the outputs comes
+from (the loop's ``backward()``, the model's own ``.loss``, a criterion on a whole batch), it must be
+
+    δ_i = c w_i ∂ℓ(o_i, y_i)/∂o_i        c = 1/B for a mean over the batch, 1 for a sum
+
+with weights w_i that are 1, or those of a mean over the batch's tokens (:class:`TokenMean`). This one comparison
+identifies cross-entropy, binary cross-entropy with logits, squared error and losses of the outputs alone; any other
+loss has to be given as ``criterion=``. At every step it catches class weights, label smoothing, scaling and anything
+else that the engine does not know about.
+
+A model that computes its loss itself (``model(**batch).loss``, as Hugging Face's do) returns one number for a batch. A
+gradient γ at that number counts as γ ∂loss/∂output at the outputs that the loss was made from. The labels, which are
+inputs of the model, become targets (:class:`LossInside`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
 
-from torchfil.engine.token_means import TokenMean
-from torchfil.utils.trees import flattened, map_tensors, tensors_of
+from torchfil.engine.loader import is_target_name, plain
+from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.models import call_with, trainable_and_constant
+from torchfil.fisher.precision import wide
+from torchfil.fisher.recording import losses_of
+from torchfil.private import decoder_tokens
+from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
 
 __all__ = [
+    "NO_TARGETS",
+    "WEIGHTED_BY_TOKENS",
+    "GhostCriterion",
     "IdentifiedLoss",
+    "LossInside",
     "LossMismatchError",
-    "ModelLoss",
+    "ModelCall",
+    "TokenMean",
+    "check_equal_weights",
     "check_loss",
     "identify_loss",
     "likely_loss",
-    "means_over_tokens",
-    "output_gradients",
-    "relative_difference",
-    "scale_of_loss",
-    "tolerance_of",
-    "weighted",
+    "relative_differences",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor]
+NO_TARGETS = object()  # a call without labels: the targets are the batch's
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOOSE_TOLERANCE = 3e-2  # half precision
+_SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
+
+WEIGHTED_BY_TOKENS = (
+    "the loss is a mean over all targets of a batch that count (not -100), which weights an example by how many "
+    "targets others have. Training and accounting use each example's mean over its own targets, with equal weights. "
+    "Use sums (reduction='sum', loss_reduction='sum') if long examples should weigh more."
+)
+_NOT_IDENTIFIED = (
+    "the loss in the training loop is not one of those that are identified by themselves (CrossEntropyLoss, "
+    "BCEWithLogitsLoss, MSELoss; mean or sum, with the targets as the batch gives them). {hint}Pass the loss that the "
+    "loop uses, a torch loss or a function: make_private(…, criterion={line}). If its targets are not the batch's last "
+    "item or its key 'labels', say how a batch becomes (inputs, targets): batch_to_inputs=lambda batch: {split}. A "
+    "target that the loop draws at random has to be drawn in the model's forward(). This step was not taken."
+)
 
 
 class LossMismatchError(ValueError):
     """The gradient at the model's output is not that of the loss that the engine accounts for."""
 
 
+# ---------------------------------------------------------------------- the loss of one example
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """Cross-entropy of an example, its mean over the targets that count: Σ_t CE(o_t, y_t) / max(1, n).
+
+    A mean over all targets of a batch that count, Σ_i Σ_t ℓ_it / Σ_j n_j, weights example i by n_i / Σ_j n_j. The
+    weight depends on how many targets *others* have, so no part of that loss belongs to one example. Here ℓ_i is the
+    mean over the example's own targets, as in a batch of one, and every example has the same weight. An example without
+    any target that counts has loss 0 (torch gives NaN).
+
+    Attributes:
+        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with reduction "sum" and without class weights.
+        mean: Whether the sum is divided by n.
+        classes_last: Whether the outputs are [batch, …, classes], as in language models, rather than torch's
+            [batch, classes, …].
+        shifted: Whether output t is compared with target t + 1, as in causal language models.
+
+    Example:
+        >>> loss = TokenMean(nn.CrossEntropyLoss(reduction="sum"), classes_last=True, shifted=True)
+        >>> bool(loss(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]])) == torch.tensor(2.0).log())
+        True
+    """
+
+    criterion: nn.CrossEntropyLoss | nn.NLLLoss
+    mean: bool = True
+    classes_last: bool = False
+    shifted: bool = False
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """ℓ of a batch of one."""
+        if self.shifted:
+            outputs, targets = wide(outputs[:, :-1]), targets[:, 1:]  # in float32, as language models do
+        if self.classes_last:  # token by token: softmax over a dimension that is not the last is slow on GPUs
+            outputs, targets = outputs.flatten(0, -2), targets.flatten()
+        total: Tensor = self.criterion(outputs, targets)
+        if not self.mean:
+            return total
+        if targets.is_floating_point():  # class probabilities all count
+            return total * targets.shape[1] / targets.numel()
+        return total / (targets != self.criterion.ignore_index).sum().clamp(min=1)
+
+
 @dataclass(frozen=True)
 class IdentifiedLoss:
-    """A loss of one example (a batch of one), with a name for messages."""
+    """A loss ℓ(outputs, targets) of one example (a batch of one).
+
+    Attributes:
+        name: For messages.
+        function: Computes it.
+        place: The place of its output among several tensors; None: it takes the outputs as they are.
+        is_models_own: Whether the model computes it, and it cannot be computed from the other outputs.
+        summed: Whether the loop adds it up over the batch, whatever ``loss_reduction`` says, as ``out.sum()`` does.
+    """
 
     name: str
     function: LossFunction
+    place: int | None = None
+    is_models_own: bool = False
+    summed: bool = False
 
     @classmethod
     def of(cls, criterion: LossFunction) -> IdentifiedLoss:
         """A criterion that the user gave."""
         name = repr(criterion) if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", repr(criterion))
         if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.reduction == "mean":
-            return cls(name, TokenMean(criterion))
+            summed = copy.copy(criterion)
+            summed.reduction = "sum"
+            return cls(name, TokenMean(summed))
         return cls(name, criterion)
+
+    @classmethod
+    def of_model(cls, outputs: Any, leaf: int) -> IdentifiedLoss:
+        """The model's own loss, which is that leaf of its outputs."""
+        place = len(tensors_of(flattened(outputs)[0][:leaf]))
+        return cls("the model's own loss on each example alone", lambda loss, _: loss, place, is_models_own=True)
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss."""
-        return self.function(outputs, targets)
+        return self.function(outputs if self.place is None else tensors_of(outputs)[self.place], targets)
 
-    @property
-    def is_models_own(self) -> bool:
-        """Whether the model computes it itself, and it could not be identified from the other outputs."""
-        return isinstance(self.function, ModelLoss)
+    def weightings(self, targets: Any) -> list[Tensor | float]:
+        """The weights w, [batch] or one number each, that the loop's loss may give the examples of a batch; first 1.0.
 
-    def weights(self, targets: Any) -> Tensor | None:
-        """How a batch's mean weights the examples, [batch], if that depends on others' targets; None: equally."""
-        weights: Callable[[Any], Tensor | None] | None = getattr(self.function, "weights", None)
-        return None if weights is None else weights(targets)
+        Besides equal weights these are B n_i / Σ_j n_j, those of a mean over the batch's targets that count. For
+        a criterion of the user's, targets that are shifted by one (causal language models) may be meant as well.
+        """
+        if self.summed:
+            return [float(len(targets))]
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.ndim or self.is_models_own:
+            return [1.0]
+        shifts = [self.function.shifted] if isinstance(self.function, TokenMean) else [False, True]
+        parts = [targets[:, 1:] if shifted else targets for shifted in shifts if targets.ndim > shifted]
+        ignored = getattr(getattr(self.function, "criterion", None), "ignore_index", -100)
+        counted = [(part != ignored).reshape(len(part), -1).sum(dim=1) for part in parts]
+        return [1.0, *(n * len(n) / n.sum().clamp(min=1) for n in counted)]
 
-
-@dataclass(frozen=True)
-class ModelLoss:
-    """The loss that a model returns among its outputs: the scalar tensor of that number."""
-
-    number: int = 0
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The loss of a batch of one, which includes its labels."""
-        return [leaf for leaf in tensors_of(outputs) if leaf.ndim == 0][self.number]
-
-
-@dataclass(frozen=True)
-class _OfOneOutput:
-    """A loss of one of several outputs: of the tensor of that number."""
-
-    number: int
-    function: LossFunction
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        return self.function(tensors_of(outputs)[self.number], targets)
-
-    def weights(self, targets: Any) -> Tensor | None:
-        return self.function.weights(targets) if isinstance(self.function, TokenMean | _OfOutputs) else None
+    def weighs_unevenly(self, targets: Any) -> Tensor | None:
+        """Whether it is a mean over tokens, and such a mean over this batch has uneven weights; None: certainly not."""
+        if not (isinstance(self.function, TokenMean) and self.function.mean):
+            return None
+        weights = self.weightings(targets)[-1]
+        return (weights != weights[:1]).any() if isinstance(weights, Tensor) else None
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A factor times the sum of cross-entropies of the outputs of those numbers, each with one of the targets."""
-
-    numbers: tuple[int, ...]
-    factor: float
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        tensors = tensors_of(outputs)
-        parts = [F.cross_entropy(tensors[k], y) for k, y in zip(self.numbers, tensors_of(targets), strict=True)]
-        return self.factor * torch.stack(parts).sum()
+# ---------------------------------------------------------------------- compare gradients at the outputs
 
 
-@dataclass(frozen=True)
-class _OfOutputs:
-    """± the sum or the mean of an example's outputs, whatever its targets; ``summed``: the loop adds up the batch."""
+def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[Tensor]:
+    """∂ℓ(o_i, y_i)/∂o_i of every example, for each tensor of the outputs; 0 for integers and single numbers.
 
-    sign: int
-    mean: bool
-    summed: bool
+    For the model's own loss, which is one of its outputs, the gradient is 1 there.
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        return self.sign * (outputs.mean() if self.mean else outputs.sum())
-
-    def weights(self, targets: Any) -> Tensor | None:
-        return torch.full(targets.shape[:1], float(len(targets)), device=targets.device) if self.summed else None
-
-
-_STANDARD: dict[str, type[nn.Module]] = {
-    "CrossEntropyLoss": nn.CrossEntropyLoss,
-    "NLLLoss": nn.NLLLoss,
-    "BCEWithLogitsLoss": nn.BCEWithLogitsLoss,
-    "BCELoss": nn.BCELoss,
-    "MSELoss": nn.MSELoss,
-    "HuberLoss": nn.HuberLoss,
-    "L1Loss": nn.L1Loss,
-    "PoissonNLLLoss": nn.PoissonNLLLoss,
-    "KLDivLoss": nn.KLDivLoss,
-}
-
-
-def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
-    """∂ℓ(o_i, y_i)/∂o_i of every example, in the outputs' shape; 0 for integers, None for anything but tensors."""
-    leaves, form = flattened(outputs)
-    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    moving = {k: leaf for k, leaf in tensors.items() if leaf.is_floating_point() and leaf.ndim}
-    still = {k: leaf for k, leaf in tensors.items() if k not in moving and leaf.ndim}
-    target_leaves, target_form = flattened(targets)
-    compared = {k: leaf for k, leaf in enumerate(target_leaves) if isinstance(leaf, Tensor)}
-
-    def filled(everything: list[Any], rows: dict[int, Tensor], structure: Any) -> Any:
-        merged = [rows[k].unsqueeze(0) if k in rows else leaf for k, leaf in enumerate(everything)]
-        return pytree.tree_unflatten(merged, structure)
-
-    def one(moved: dict[int, Tensor], others: dict[int, Tensor], target: dict[int, Tensor]) -> Tensor:
-        output = filled(leaves, {**others, **moved}, form)
-        return loss(output, filled(target_leaves, target, target_form)).reshape(())
-
+    Raises:
+        LossMismatchError: The loss does not take one example of these outputs and targets.
+    """
+    if loss.is_models_own:
+        return [torch.full_like(leaf, k == loss.place) for k, leaf in enumerate(tensors_of(outputs))]
+    outputs = map_tensors(_differentiable, outputs)
+    moving = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
     try:
-        by_place = vmap(grad(one))(moving, still, compared)
-    except RuntimeError:  # a loss that vmap does not support, such as one with one_hot
-        batch = (moving, still, compared)
-        rows = [grad(one)(*map_tensors(lambda leaf: leaf[i], batch)) for i in range(len(next(iter(moving.values()))))]  # noqa: B023
-        by_place = {k: torch.stack([row[k] for row in rows]) for k in moving}
-    zeros = {k: torch.zeros_like(leaf) for k, leaf in tensors.items()}
-    return pytree.tree_unflatten([{**zeros, **by_place}.get(k) for k in range(len(leaves))], form)
+        with torch.enable_grad():
+            total = losses_of(loss, outputs, targets).sum()  # the gradient of ℓ_i at o_j is 0
+        found = iter(torch.autograd.grad(total, moving, allow_unused=True, materialize_grads=True))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        raise LossMismatchError(
+            f"the criterion ({loss.name}) fails on one example of this batch: {error}. It is called as "
+            "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
+            "batch_to_inputs= says otherwise."
+        ) from error
+    return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in tensors_of(outputs)]
+
+
+def _differentiable(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_(leaf.is_floating_point() and leaf.ndim > 0)
+
+
+def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor | float]) -> Tensor:
+    """max |w_i a_i − b_i| / max |b| over all outputs, for each weighting w, [weightings]; it stays on the device.
+
+    Args:
+        alone: a_i, the gradients of the loss of each example alone, [batch, …] for each tensor of the outputs.
+        observed: b_i, those of the batch's loss, unscaled by the batch size.
+        weightings: w, [batch] or one number each.
+    """
+    both = zip(tensors_of(alone), tensors_of(observed), strict=True)
+    pairs = [(a, b) for a, b in both if b.numel() and (b.is_floating_point() or b.is_complex())]
+
+    def largest(tensors: list[Tensor]) -> Tensor:
+        return torch.stack([leaf.abs().max().double().to(tensors[0].device) for leaf in tensors]).max()
+
+    distances = [largest([_weighted(a, weights) - b for a, b in pairs]) for weights in weightings]
+    return torch.stack(distances) / largest([b for _, b in pairs]).clamp(min=1e-300)
+
+
+def _weighted(gradient: Tensor, weights: Tensor | float) -> Tensor:
+    """The gradient of each example, [batch, …], times its weight."""
+    if isinstance(weights, Tensor):
+        weights = weights.to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
+    return gradient * weights
+
+
+def _agreements(loss: IdentifiedLoss, alone: Any, observed: Any, targets: Any) -> list[bool]:
+    """Whether the gradients agree, for each of the loss's weightings; rounding may cause a small difference."""
+    tolerance = max(
+        _TOLERANCE.get(leaf.dtype, _LOOSE_TOLERANCE) for leaf in tensors_of(alone) if leaf.is_floating_point()
+    )
+    return [each < tolerance for each in relative_differences(alone, observed, loss.weightings(targets)).tolist()]
 
 
 def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
-    """The standard torch loss whose gradient at the output is the observed one.
+    """The loss whose gradient at the output is the observed one; of several outputs, the one that a gradient reached.
 
     Args:
         outputs: The model's outputs, [batch, …], detached.
@@ -180,277 +259,372 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
         reduction: Which reduction to try first; with one number per example both are the same.
 
     Raises:
-        LossMismatchError: None fits; the message says what was tried, what it looks like and what to pass.
+        LossMismatchError: None fits; the message has the line to write.
     """
-    gradients = tensors_of(observed)
-    reached = [k for k, gradient in enumerate(gradients) if bool((gradient != 0).any())] or [0]
-    if len(reached) > 1:
-        return _identify_parts(reached, outputs, targets, observed)
-    if not isinstance(targets, Tensor):
-        raise LossMismatchError(
-            f"the loss can be identified only if the batch has one tensor of targets; got {type(targets).__name__}. "
-            "Pass criterion=a function(outputs, targets) of one example, and batch_to_inputs=a function that maps a "
-            "batch to (inputs, targets) if the targets are not the batch's last item, or its key 'labels'."
-        )
-
-    number = reached[0]
-    output, at_output = tensors_of(outputs)[number], gradients[number]
-    standard = sorted(_candidates(output, targets), key=lambda loss: reduction not in loss.name)
-    for candidate in [*standard, *_of_outputs(reduction)]:
-        difference = _difference(candidate, output, targets, at_output)
-        if difference is not None and difference < tolerance_of(output):
-            if isinstance(outputs, Tensor):
-                return candidate
-            return IdentifiedLoss(candidate.name, _OfOneOutput(number, candidate.function))
-    raise LossMismatchError(
-        "the loss in the training loop is not one of the standard losses "
-        f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). " + _guess(output, targets, at_output)
-    )
+    gradients, hint = tensors_of(observed), ""
+    reached = [k for k, gradient in enumerate(gradients) if bool(gradient.any())] or [0]
+    if len(reached) == 1 and isinstance(targets, Tensor):
+        output, at_output = tensors_of(outputs)[reached[0]], gradients[reached[0]]
+        alone_too = () if _one_sided(output, targets) else _losses_of_outputs(reduction)
+        for loss in itertools.chain(_candidates(output, targets, reduction), alone_too):
+            with contextlib.suppress(LossMismatchError):
+                alone = output_gradients(loss, output, targets)
+                if any(_agreements(loss, alone, at_output, targets)):
+                    return replace(loss, place=None if isinstance(outputs, Tensor) else reached[0])
+                factor = _common_factor(alone, at_output)
+                if factor is not None and not hint:
+                    hint = f"It looks like {loss.name}. {_scaled(factor)}"
+    raise LossMismatchError(_not_identified(outputs, targets, len(reached), hint))
 
 
 def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
-    """The first standard loss that takes such outputs and targets, if no loop shows which it is.
+    """The first loss that takes such outputs and targets, if no loop shows which it is.
 
     Raises:
         LossMismatchError: None does, or there are several outputs or targets.
     """
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
-        for candidate in _candidates(outputs, targets):
-            if _difference(candidate, outputs, targets, torch.zeros_like(outputs)) is not None:
-                return candidate
+        for loss in _candidates(outputs, targets, "mean"):
+            return loss
     raise LossMismatchError(
         f"no standard loss takes these outputs ({type(outputs).__name__}) and targets ({type(targets).__name__}): pass "
-        "criterion=<function(outputs, targets)>, and batch_to_inputs= if the targets are not the batch's last item or "
-        "its labels"
+        "criterion=, and batch_to_inputs= if the targets are not the batch's last item or its labels"
     )
 
 
-def _identify_parts(reached: list[int], outputs: Any, targets: Any, observed: Any) -> IdentifiedLoss:
-    """The mean or the sum of cross-entropies, each of one output with one of the targets, in order."""
-    parts = tensors_of(targets)
-    if len(parts) == len(reached) and all(
-        _are_class_numbers(target, tensors_of(outputs)[k]) for k, target in zip(reached, parts, strict=True)
-    ):
-        for name, factor in (("mean", 1 / len(parts)), ("sum", 1.0)):
-            loss = IdentifiedLoss(f"{name} of {len(parts)} CrossEntropyLosses", _Parts(tuple(reached), factor))
-            if relative_difference(output_gradients(loss, outputs, targets), observed) < tolerance_of(
-                tensors_of(outputs)[reached[0]]
-            ):
-                return loss
-    raise LossMismatchError(_several_outputs(outputs, targets, len(reached)))
-
-
-def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
-    """What to do if a loss has several parts."""
-    names = list(outputs) if isinstance(outputs, dict) else range(len(tensors_of(outputs)))
-    first, second = [f"outputs[{name!r}]" for name in names][:2]
-    y = [f"targets[{name!r}]" for name in targets][:2] if isinstance(targets, dict) else ["targets[0]", "targets[1]"]
-    split = (
-        f" and, to make targets a tuple (they are one {type(targets).__name__} now), batch_to_inputs=lambda batch: "
-        "(batch[0], (batch[1], batch[2]))"
-    )
-    return (
-        f"the loop's loss has a gradient at {reached} outputs of the model, and only a loss of one of them can be "
-        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, {y[0]}) + "
-        f"0.5 * loss_2({second}, {y[-1]}){'' if len(tensors_of(targets)) > 1 else split}."
-    )
-
-
-def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> TokenMean | None:
+def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> bool:
     """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss.
 
     Returns:
-        The mean over a batch's tokens that weights the examples as the loop does, if the weights differ and the loss
-        itself does not include them; else None.
+        Whether the loop's loss is a mean over the batch's tokens that gives the examples uneven weights.
     """
-    if loss.is_models_own:
-        _check_own_loss(outputs, observed)
-        return None
-    try:
-        alone = output_gradients(loss, outputs, targets)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        raise LossMismatchError(
-            f"the criterion ({loss.name}) fails on one example of this batch: {error}. It is called as "
-            "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
-            "batch_to_inputs= says otherwise."
-        ) from error
-    tolerance = max(tolerance_of(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point())
-    weights = loss.weights(targets)
-    expected = weighted(alone, weights)
-    difference = relative_difference(expected, observed)
-    if difference < tolerance:
-        return None
-    for mean, by_tokens in means_over_tokens(targets) if weights is None else ():
-        if relative_difference(weighted(alone, by_tokens), observed) < tolerance:
-            return mean
-
-    # Say what it looks like, if that is known.
-    factor = _common_factor(expected, observed)
-    if factor is not None:
-        hint = (
-            f"It is {factor:.6g} times that: the loop scales its loss (a GradScaler, a division for accumulation; "
-            "leave both out, the optimizer divides itself), or loss_reduction does not match the loop (a mean over "
-            "the batch for 'mean', a sum for 'sum')."
-        )
-    elif isinstance(outputs, Tensor) and isinstance(targets, Tensor):
-        hint = _guess(outputs, targets, observed)
-    else:
-        hint = ""
+    alone = output_gradients(loss, outputs, targets)
+    agrees = _agreements(loss, alone, observed, targets)
+    if any(agrees):
+        return not agrees[0]
+    factor = _common_factor(alone, observed)
     raise LossMismatchError(
-        f"the gradient at the model's output differs from that of the engine's loss ({loss.name}) by "
-        f"{difference:.2g} relative: the training loop uses another loss, or one that mixes examples (class weights "
-        f"with reduction='mean' do). {hint} Pass the loss you use to make_private as criterion=, and make it "
+        f"the gradient at the model's output differs from that of the engine's loss ({loss.name}): the training loop "
+        "uses another loss, or one that mixes examples (class weights with reduction='mean' do). "
+        f"{'' if factor is None else _scaled(factor)}Pass the loss you use to make_private as criterion=, and make it "
         "sum or average over examples with equal weight. This step was not taken; nothing was recorded."
     )
 
 
-def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> float | None:
-    """c if the observed gradient at the output is c times that of the loss; None if it is not a multiple."""
+def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
+    """Compare the gradient of a criterion's value on a batch with those of its values on single examples.
+
+    The values themselves hardly show how a criterion weights examples: at the start of training all losses are nearly
+    equal, and so is their mean, whatever the weights; the gradients differ immediately.
+
+    Returns:
+        Whether it is a mean over the batch's tokens that gives the examples uneven weights.
+
+    Raises:
+        LossMismatchError: It is neither the mean nor the sum over examples, nor such a mean.
+    """
+    outputs = map_tensors(_differentiable, outputs)
+    leaves = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
     try:
-        return _common_factor(output_gradients(loss, outputs, targets), observed)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # reported by the check of the loss
-        return None
+        with torch.enable_grad():
+            whole = loss(outputs, targets)
+    except Exception:  # it takes only single examples
+        return False
+    if whole.numel() != 1 or not whole.requires_grad or bool(whole.isinf()):  # a sum in half precision
+        return False
+    at_batch = torch.autograd.grad(whole.reshape(()), leaves, allow_unused=True, materialize_grads=True)
+    alone = [part for part in output_gradients(loss, outputs, targets) if part.ndim and part.is_floating_point()]
+    for factor in (len(leaves[0]), 1):  # a mean or a sum over the batch
+        agrees = _agreements(loss, alone, [factor * gradient for gradient in at_batch], targets)
+        if any(agrees):
+            return not agrees[0]
+    raise LossMismatchError(
+        f"the criterion ({loss.name}) has another gradient on this batch than the mean or the sum of its values on "
+        "single examples: it weights examples by others of the batch, as class weights with reduction='mean' do, or "
+        "mixes them, so no example has its own loss. Use reduction='sum' (divided by the expected batch size if you "
+        "like). This step was not taken."
+    )
 
 
-def _check_own_loss(outputs: Any, observed: Any) -> None:
-    """Raise unless the gradient 1 arrived at the model's own loss, and nothing elsewhere."""
-    for leaf, gradient in zip(tensors_of(outputs), tensors_of(observed), strict=True):
-        if leaf.ndim and bool((gradient != 0).any()):
-            raise LossMismatchError(
-                "the loop adds something to the model's own loss (a gradient arrives at another output as well). Pass "
-                "the whole loss of one example as criterion=<function(outputs, targets)>. This step was not taken."
-            )
-        if not leaf.ndim and abs(float(gradient) - 1) > tolerance_of(leaf) and float(gradient) != 0:
-            raise LossMismatchError(
-                f"the loop's loss is {float(gradient):.6g} times the model's own: call backward() on outputs.loss "
-                "unchanged, or pass loss_reduction='sum' if the model sums over the batch. This step was not taken."
-            )
+def _candidates(outputs: Tensor, targets: Tensor, reduction: str) -> Iterator[IdentifiedLoss]:
+    """The losses that are identified by themselves, if they take such outputs and targets."""
+    probabilities = targets.is_floating_point() and targets.shape == outputs.shape
+    for each in (reduction, "sum" if reduction == "mean" else "mean"):
+        name = f"CrossEntropyLoss(reduction={each!r})"
+        entropy = partial(TokenMean, nn.CrossEntropyLoss(reduction="sum"), each == "mean")
+        if probabilities or _are_classes(targets, outputs):
+            yield IdentifiedLoss(name, entropy())
+        if outputs.ndim > 2 and _are_classes(targets, outputs.movedim(-1, 1)):
+            yield IdentifiedLoss(f"{name} of every token", entropy(classes_last=True))
+            yield IdentifiedLoss(f"{name} of the next token", entropy(classes_last=True, shifted=True))
+        for kind in (nn.BCEWithLogitsLoss, nn.MSELoss) if targets.numel() == outputs.numel() else ():
+            yield IdentifiedLoss(f"{kind.__name__}(reduction={each!r})", partial(_reshaped, kind(reduction=each)))
 
 
-def weighted(gradients: Any, weights: Tensor | None) -> Any:
-    """Gradients of every example, [batch, …] each, times its weight."""
-    if weights is None:
-        return gradients
-    return map_tensors(lambda leaf: leaf * weights.to(leaf).reshape(-1, *[1] * (leaf.ndim - 1)), gradients)
-
-
-def means_over_tokens(targets: Any) -> Iterator[tuple[TokenMean, Tensor]]:
-    """Means over a batch's tokens, plain and shifted by one, and how they weight its examples, [batch]."""
-    if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim > 1:
-        for shifted in (False, True):
-            mean = TokenMean(nn.CrossEntropyLoss(), shifted=shifted)
-            weights = mean.weights(targets)
-            if weights is not None:
-                yield mean, weights
-
-
-def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
-    same_shape = targets.shape == outputs.shape and targets.is_floating_point()
-    for name, kind in _STANDARD.items():
-        for reduction in ("mean", "sum"):
-            loss, label = kind(reduction=reduction), f"{name}(reduction={reduction!r})"
-            if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-                if _are_class_numbers(targets, outputs):
-                    yield IdentifiedLoss(label, TokenMean(loss))
-                elif isinstance(loss, nn.CrossEntropyLoss) and same_shape:
-                    yield IdentifiedLoss(label, loss)
-                if outputs.ndim > 2 and _are_class_numbers(targets, outputs.movedim(-1, 1)):
-                    yield IdentifiedLoss(f"{label} of every token", TokenMean(loss, classes_last=True))
-                    yield IdentifiedLoss(f"{label} of the next token", TokenMean(loss, classes_last=True, shifted=True))
-            elif name == "BCELoss" and not (_are_probabilities(outputs) and _are_probabilities(targets)):
-                continue
-            elif same_shape:
-                yield IdentifiedLoss(label, loss)
-            elif targets.numel() == outputs.numel():
-                yield IdentifiedLoss(f"{label} of targets in the outputs' shape", _reshaping(loss))
-
-
-def _of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
-    """Losses whose gradient is the same at every output, as that of ``outputs.sum()``."""
-    for summed, sign, mean in itertools.product((False, True), (1, -1), (False, True)):
-        name = f"{'minus ' if sign < 0 else ''}the {'mean' if mean else 'sum'} of an example's outputs"
-        if reduction == "mean" or not summed:
-            yield IdentifiedLoss(name + ", added up over the batch" * summed, _OfOutputs(sign, mean, summed))
-
-
-def _are_class_numbers(targets: Tensor, outputs: Tensor) -> bool:
+def _are_classes(targets: Tensor, outputs: Tensor) -> bool:
+    """Whether these are class numbers, or -100, for outputs [batch, classes, …]; a GPU would not survive others."""
     if targets.is_floating_point() or outputs.ndim < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         return False
-    return targets.numel() == 0 or (int(targets.max()) < outputs.shape[1] and int(targets.min()) >= -100)
+    return bool(((targets == -100) | ((targets >= 0) & (targets < outputs.shape[1]))).all())
 
 
-def _are_probabilities(values: Tensor) -> bool:
-    """On a GPU a value outside [0, 1] would not raise but end the process's CUDA context."""
-    return bool(((values >= 0) & (values <= 1)).all())
+def _reshaped(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss with targets in the outputs' shape: the loop's ``y.unsqueeze(1).float()``."""
+    targets = targets if targets.is_floating_point() else targets.to(outputs.dtype)
+    result: Tensor = loss(outputs, targets.reshape(outputs.shape))
+    return result
 
 
-def _reshaping(loss: nn.Module) -> LossFunction:
-    return lambda outputs, targets: loss(outputs, targets.reshape(outputs.shape).to(outputs.dtype))
+def _one_sided(outputs: Tensor, targets: Tensor) -> bool:
+    """Whether all targets lie on one side: absolute errors then have the gradient of a loss of the outputs alone."""
+    if not targets.is_floating_point() or targets.numel() != outputs.numel():
+        return False
+    signs = (targets.reshape(outputs.shape) - outputs).sign()
+    return bool((signs == 1).all() | (signs == -1).all())
 
 
-def _difference(loss: IdentifiedLoss, outputs: Tensor, targets: Tensor, observed: Tensor) -> float | None:
-    try:
-        expected = weighted(output_gradients(loss, outputs, targets), loss.weights(targets))
-        return relative_difference(expected, observed)
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return None  # this candidate does not take such outputs and targets
+def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
+    """± the sum or the mean of an example's outputs, whatever its targets, as ``out.sum()`` and ``-out.mean()``."""
+    for summed, (sign, minus), kind in itertools.product((False, True), ((1, ""), (-1, "minus ")), ("sum", "mean")):
+        name = f"{minus}the {kind} of an example's outputs" + ", added up over the batch" * summed
+        if not summed or reduction == "mean":
+            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
 
 
-def relative_difference(expected: Any, observed: Any) -> float:
-    """The largest difference of ``expected`` and ``observed`` over the largest ``observed``, over all tensors."""
-    pairs = list(zip(tensors_of(expected), tensors_of(observed), strict=True))
-    largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
-    distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)
-    if distance == 0:
-        return 0.0
-    return distance / largest if largest > 0 else float("inf")
-
-
-def tolerance_of(outputs: Tensor) -> float:
-    """The relative difference that rounding may cause between gradients at such outputs."""
-    return _TOLERANCE.get(outputs.dtype, _LOOSE_TOLERANCE)
+def _signed(sign: int, kind: str, outputs: Tensor, _: Any) -> Tensor:
+    return sign * (outputs.mean() if kind == "mean" else outputs.sum())
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:
     """c if observed = c · expected, else None."""
-    want = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(expected)])
-    seen = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(observed)])
-    square = want.square().sum()
-    if square == 0:
-        return None
-    factor = (want * seen).sum() / square
-    close = (seen - factor * want).norm() < 1e-3 * seen.norm()
-    return float(factor) if bool(close) and factor != 0 else None
+    want, seen = (torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(part)]) for part in (expected, observed))
+    factor = float((want * seen).sum() / want.square().sum().clamp(min=1e-300))
+    return factor if factor != 0 and bool((seen - factor * want).norm() < 1e-3 * seen.norm()) else None
 
 
-def _guess(outputs: Tensor, targets: Tensor, observed: Tensor) -> str:
-    """What the observed gradient looks like, where that can be told, and what to pass."""
-    remedy = "Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
-    classes = outputs.shape[1] if outputs.ndim > 1 else 0
-    if outputs.ndim == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point() and classes > 1:
-        one_hot = F.one_hot(targets.clamp(0, classes - 1), classes).to(outputs.dtype)
-        direction = one_hot - 1 / classes  # δ = softmax − one-hot + ε (one-hot − 1/K)
-        rest = observed - (outputs.softmax(dim=1) - one_hot)
-        smoothing = float((rest * direction).sum() / direction.square().sum())
-        if 1e-3 < smoothing < 1 and (rest - smoothing * direction).norm() < 1e-2 * observed.norm():
-            return f"It looks like nn.CrossEntropyLoss(label_smoothing={smoothing:.3g}). {remedy}"
-    for candidate in _candidates(outputs, targets):
+def _scaled(factor: float) -> str:
+    """What a factor between the loop's gradient and that of the loss means."""
+    reduction = "sum" if factor > 1 else "mean"
+    return (
+        f"It is {factor:.6g} times that: the loop scales its loss (a GradScaler, a division for accumulation: leave "
+        f"them out), or it takes the {reduction} over the batch: pass loss_reduction={reduction!r} to make_private. "
+    )
+
+
+def _not_identified(outputs: Any, targets: Any, reached: int, hint: str) -> str:
+    """The error of a loss that is not identified, with the line to write."""
+    if reached < 2:
+        return _NOT_IDENTIFIED.format(hint=hint, line="nn.NLLLoss()", split="(batch[0], batch[0]) (an autoencoder)")
+    names, keys = (list(part) if isinstance(part, dict) else [0, 1] for part in (outputs, targets))
+    terms = [f"F.cross_entropy(outputs[{name!r}], targets[{key!r}])" for name, key in zip(names, keys, strict=False)]
+    return _NOT_IDENTIFIED.format(
+        hint=f"It has a gradient at {reached} outputs of the model. ",
+        line=f"lambda outputs, targets: {' + '.join(terms[:2])}",
+        split="(batch[0], (batch[1], batch[2]))",
+    )
+
+
+# ---------------------------------------------------------------------- a loss inside the model's outputs
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """How the engine calls the model if the loop calls it with labels.
+
+    Attributes:
+        args: Positional inputs.
+        kwargs: Keyword inputs, without labels if the model's outputs do not depend on them.
+        targets: The labels; NO_TARGETS: the call has none, or they must stay because the outputs depend on them.
+        loss_grads: ∂loss/∂output, by the place of the loss among the outputs and the place of the other output.
+        labelled: Keyword inputs with the labels, as the loop gave them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: Any = NO_TARGETS
+    loss_grads: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    labelled: dict[str, Any] = field(default_factory=dict)
+
+
+class LossInside:
+    """Separates labels and loss in calls of a model that computes its loss itself; analyses each kind of call once.
+
+    A loss with a term that does not go through the outputs is used as it is, on each example alone.
+
+    Args:
+        replica: The model.
+
+    Attributes:
+        made_from: By kind of call, for the place of each loss the places of the outputs that it is made from; empty if
+            labels and losses cannot be separated. Cleared, it is analysed again.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.made_from: dict[Hashable, dict[int, list[int]]] = {}
+
+    def losses_in(self, outputs: Any) -> list[int]:
+        """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
+        return [k for k, leaf in enumerate(flattened(outputs)[0]) if _has_graph(leaf) and leaf.ndim == 0]
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...] = ()
+    ) -> ModelCall:
+        """The call that gave these outputs (with their graph), with labels and loss separated."""
+        args, kwargs = plain((args, kwargs))
+        leaves, losses = flattened(outputs)[0], self.losses_in(outputs)
+        without, targets = self.without_labels(kwargs) if losses else (kwargs, NO_TARGETS)
+        if targets is NO_TARGETS:
+            return ModelCall(args, kwargs)
+        kind = (form_of((args, kwargs)), form_of(outputs))
+        if kind not in self.made_from:
+            copied, weights = self._outputs_of_copy(args, kwargs)
+            sources = {k: _sources(copied, weights, k) for k in losses}
+            separable = all(sources.values()) and self._gives_the_same(args, without, outputs, masks)
+            self.made_from[kind] = sources if separable else {}
+        loss_grads = {
+            k: dict(zip(places, _gradients([leaves[k]], [leaves[j] for j in places]), strict=True))
+            for k, places in self.made_from[kind].items()
+        }
+        return ModelCall(args, without, targets, loss_grads, kwargs) if loss_grads else ModelCall(args, kwargs)
+
+    def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Keyword inputs without labels, and the labels: a tensor or a dict of several; NO_TARGETS: there are none."""
+        labels = {key: value for key, value in kwargs.items() if is_target_name(key) and isinstance(value, Tensor)}
+        if not labels:
+            return kwargs, NO_TARGETS
+        rest = {key: value for key, value in kwargs.items() if key not in labels}
+
+        # A decoder reads the labels, shifted one place to the right.
+        if "labels" in labels and rest.get("decoder_input_ids") is None:
+            tokens = decoder_tokens(self.replica.live, labels["labels"])
+            rest |= {} if tokens is None else {"decoder_input_ids": tokens}
+        return rest, next(iter(labels.values())) if len(labels) == 1 else labels
+
+    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Tensor]]:
+        """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""
+        self.replica.follow()
+        trainable, constant = trainable_and_constant(self.replica.live)
+        weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
+        weights |= {name: value.clone() for name, value in constant.items()}
+        with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
+            outputs = call_with(self.replica.template, weights, args, kwargs)
+        return flattened(outputs)[0], [weights[name] for name in trainable]
+
+    def _gives_the_same(self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]) -> bool:
+        """Whether the other outputs are the same without labels."""
+        live: nn.Module = self.replica.live
         try:
-            factor = _common_factor(output_gradients(candidate, outputs, targets), observed)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            continue
-        if factor is not None and abs(factor - 1) > 1e-3:
-            looks = f"It looks like {factor:.6g} times {candidate.name}"
-            reduction = _other_reduction(factor, len(observed))
-            if reduction is not None:
-                return f"{looks}, a {reduction} over the batch: pass loss_reduction={reduction!r} to make_private."
-            return f"{looks}. {remedy}"
-    return remedy
+            with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(masks):
+                others = tensors_of(live(*args, **without))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it needs its labels
+            return False
+        return _alike(others, [leaf.detach() for leaf in tensors_of(outputs) if leaf.ndim])
 
 
-def _other_reduction(factor: float, batch_size: int) -> str | None:
-    """The reduction of the loop, where the factor is that between a sum and a mean over the batch."""
-    for reduction, expected in (("sum", float(batch_size)), ("mean", 1 / batch_size)):
-        if abs(factor / expected - 1) < 1e-3:
-            return reduction
-    return None
+def _sources(leaves: list[Any], weights: list[Tensor], place: int) -> list[int]:
+    """The places of the outputs that a loss is made from: one of them, or all that it depends on; [] if there is more.
+
+    It is made from them if it depends on the weights through them alone: ∂loss/∂w = Σ ∂loss/∂output · ∂output/∂w. A
+    penalty on the weights, or an auxiliary loss of something that is not returned, has another path to them.
+    """
+    others = [k for k, leaf in enumerate(leaves) if _has_graph(leaf) and leaf.ndim]
+    at_others = dict(zip(others, _gradients([leaves[place]], [leaves[k] for k in others]), strict=True))
+    reached = [k for k in others if bool(at_others[k].any())]
+    at_weights = _gradients([leaves[place]], weights)
+    tolerance = _SAME if leaves[place].dtype in _TOLERANCE else _LOOSE_TOLERANCE
+    for places in [*([k] for k in reached), reached]:
+        through = _gradients([leaves[k] for k in places], weights, [at_others[k] for k in places])
+        if _alike(through, at_weights, tolerance):
+            return places
+    return []
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _gradients(of: list[Tensor], inputs: list[Tensor], weights: list[Tensor] | None = None) -> tuple[Tensor, ...]:
+    """∂⟨of, weights⟩/∂input for each input; zeros if it does not depend on it."""
+    if not (of and inputs):
+        return tuple(map(torch.zeros_like, inputs))
+    with torch.enable_grad():
+        return torch.autograd.grad(of, inputs, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _alike(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float = _SAME) -> bool:
+    """Whether they have the same number and shapes, and differ by at most the tolerance times the largest number."""
+    if [a.shape for a in some] != [b.shape for b in others]:
+        return False
+    sizes = [float(b.abs().max()) if b.numel() else 0.0 for b in others]
+    allowed = [tolerance * (size + 1e-2 * max(sizes)) for size in sizes]
+    pairs = zip(some, others, allowed, strict=True)
+    return all(torch.allclose(a, b, tolerance, within, equal_nan=True) for a, b, within in pairs)
+
+
+# ---------------------------------------------------------------------- the criterion of ghost clipping
+
+
+class GhostCriterion:
+    """The criterion that ``grad_sample_mode="ghost"`` returns: the mean (or sum) over a batch of ℓ_i, as Opacus's.
+
+    ℓ_i comes from the criterion with ``reduction="none"``: the mean (or sum) over the other dimensions of example i. So
+    class weights do not mix examples, and a mean over tokens is over those of a sequence that ``ignore_index`` keeps.
+    Opacus returns an object whose ``backward()`` goes through the model twice. Here the loop's backward pass ends at
+    the model's outputs, so an ordinary tensor is enough: ``loss.backward()``, ``loss / 2`` are torch's.
+
+    Args:
+        criterion: A torch loss, or a function(outputs, targets) that gives one number or one per example; None:
+            cross-entropy.
+        loss_reduction: "mean" or "sum", over the batch.
+
+    Raises:
+        ValueError: The criterion's own reduction differs.
+
+    Example:
+        >>> loss = GhostCriterion(nn.MSELoss(), "mean")(torch.ones(2, 3), torch.zeros(2, 3))
+        >>> loss.item()
+        1.0
+    """
+
+    def __init__(self, criterion: Callable[..., Tensor] | None, loss_reduction: str) -> None:
+        given = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        own = getattr(given, "reduction", loss_reduction)
+        if own != loss_reduction:
+            raise ValueError(
+                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping needs the "
+                f"same for both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
+            )
+        self.criterion, self.reduction = given, loss_reduction
+        self._by_example = given
+        if isinstance(given, nn.Module) and hasattr(given, "reduction"):
+            self._by_example = copy.copy(given)
+            self._by_example.__dict__["reduction"] = "none"
+        self._flattens = False  # whether the loop concatenates the tokens of all sequences
+
+    def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
+        """The batch's loss.
+
+        Args:
+            *args: Outputs and targets.
+            shape: As in Opacus, the shape [batch, length, …] of outputs before their first two dimensions were
+                flattened, for losses by token.
+            **kwargs: Passed to the criterion.
+        """
+        if shape is not None:
+            self._flattens = True
+        elif self._flattens and len(args) == 2 and args[0].ndim > 2:  # the engine's, with outputs as the model has them
+            shape = args[0].shape
+            args = tuple(part.flatten(0, 1) for part in args)
+        losses = self._by_example(*args, **kwargs)
+        if shape is not None and losses.ndim and self.reduction == "mean":  # over each sequence's targets that count
+            targets, ignored = kwargs.get("target", args[-1]), getattr(self.criterion, "ignore_index", None)
+            counts = torch.ones_like(losses) if ignored is None else (targets != ignored).to(losses)
+            losses, counts = (part.reshape(shape[0], -1).sum(dim=1) for part in (losses, counts))
+            losses = losses / counts.clamp(min=1)
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+    def __repr__(self) -> str:
+        return repr(self.criterion)

@@ -20,8 +20,7 @@ from torchfil.engine.forward import ForwardPass, Observer
 from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
-from torchfil.engine.loss_inside import NO_TARGETS, LossInside
-from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossInside, LossMismatchError
 from torchfil.engine.measure import StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
@@ -227,7 +226,7 @@ class Step:
         if loss is None or not (setting.summed or measured):
             if loss is not None and not self.run.paused:
                 for call in calls:
-                    self.guard.check_loss(call, loss)
+                    self.guard.check_loss(call, loss, by_opacus=True)
             return None
         parts = []
         for call, part in zip(calls, examples, strict=True):
@@ -258,7 +257,7 @@ class Step:
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
         looked_at = from_loop and not self.executor.knows(gradients)
         if looked_at:
-            guard.check_loss(call, loss)
+            guard.check_loss(call, loss, by_opacus=not wanted.summed)
         mechanism = self._mechanism_with(noise)
         started, call.recorded = Started(call.recorded), None
         values = self.executor.run(gradients, mechanism, wanted, started)
@@ -269,17 +268,18 @@ class Step:
         assert values.losses is not None
         alone = values.output_gradients is None  # a mapped pass: only the losses show whether the model mixes examples
         if from_loop and not alone:
-            flags.add(guard.compare_outputs(call, values.output_gradients or (), loss))
+            flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
         elif from_loop:
             if not looked_at:
-                guard.check_loss(call, loss)
+                guard.check_loss(call, loss, by_opacus=not wanted.summed)
             flags.add(guard.compare_losses(call, loss, values.losses))
         else:
             guard.raise_if_any(flags)
             guard.check_live_model(call, call.targets, loss, values.losses, now=alone)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses, flags)
-        flags.add(guard.check_weights(loss, examples.public[2], by_opacus=not wanted.summed))
+        if not from_loop:
+            flags.add(guard.check_weights(loss, examples.public[2]))
         if not from_loop and self.replica.written:
             guard.raise_if_any(flags)
             self._write_buffers(call, gradients)
