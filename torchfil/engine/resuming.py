@@ -11,17 +11,18 @@ from concurrent.futures import Future
 from typing import IO, Any
 
 import torch
+from opacus import PrivacyEngine
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from torchfil.accounting.ids import GrowingIds
+from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.checkpoint import random_state, set_random_state
 from torchfil.engine.distributed.checkpoint_folder import is_folder, read_folder, write_folder
 from torchfil.engine.distributed.sharded import in_parts, is_sharded
 from torchfil.engine.distributed.whole_file import MARK, load_whole, sealed_when_complete
-from torchfil.engine.saving.fingerprint import data_fingerprint
-from torchfil.engine.saving.run_files import RunFiles
+from torchfil.engine.saving.data import data_fingerprint
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.fisher.amplification import name_of_amplification
 
@@ -32,12 +33,20 @@ _RANDOM_KEY = "random_state"
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 
 
-class Resuming(RunFiles):
+class Resuming(PrivacyEngine):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
     _collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
     _saving: Future[None] | None = None  # a checkpoint that is still being written
     _data: str | None = None  # the data's fingerprint, once it was needed
+
+    @property
+    def _training(self) -> PrivateTraining:
+        raise NotImplementedError
+
+    @property
+    def _writes(self) -> bool:
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting's state: DP accountant, ledger, norm history, probes; tensors and plain values only.
@@ -67,8 +76,12 @@ class Resuming(RunFiles):
         return {**self.accountant.state_dict(), "mechanism": self.accountant.mechanism()}
 
     def gather(self) -> None:
-        """See :meth:`LeakageReading.gather`; also collects the random states of all ranks, for checkpoints."""
-        super().gather()
+        """With several processes: collect what each has recorded; **all ranks must call it**.
+
+        Every reading does this itself if a step was taken since, and must then also be called on all ranks. After
+        ``gather()`` each rank, for example rank 0 alone, can read until the next step. In one process it does nothing.
+        """
+        self._training.run.gather()
         self._collected = None
         self._states_by_rank()
 
