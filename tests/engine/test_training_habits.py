@@ -184,7 +184,7 @@ class TestAccumulation:
     def test_train_step_takes_whole_draws(self) -> None:
         engine, _, _, _, batches = make(accumulation_steps=2, criterion=nn.CrossEntropyLoss())
         x, y = next(iter(batches))
-        with pytest.raises(RuntimeError, match="train_step takes whole draws; leave out accumulation_steps"):
+        with pytest.raises(RuntimeError, match="train_step takes whole draws: leave out accumulation_steps"):
             engine.train_step(x, y)
 
 

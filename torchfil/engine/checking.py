@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.batches import BatchTracker, plain
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
 from torchfil.engine.distributed.sharded import is_sharded
 from torchfil.engine.executor import Executor
-from torchfil.engine.loader import is_target_name, split_batch
+from torchfil.engine.forward import ForwardPass
+from torchfil.engine.guard import Guard
+from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
+from torchfil.engine.loss_inside import LossInside
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.loss_inside import LossInside
-from torchfil.engine.step.stages import private_without_labels
+from torchfil.engine.step import private_without_labels
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import differentiable_twice
@@ -52,7 +51,7 @@ class _Subject:
     """A model's call on a batch, and its loss, as a step would have them."""
 
     replica: Replica
-    checks: StepChecks
+    checks: Guard
     forward: ForwardPass
     loss: IdentifiedLoss
     loss_in_words: str
@@ -110,7 +109,7 @@ def check(
     accounting = Accounting(num_probes=num_probes)
     device = next(model.parameters()).device
     replica, options = Replica(model), _options(accounting, device, private, batch_to_inputs)
-    checks = StepChecks(replica, options, BatchTracker())
+    checks = Guard(replica, options, BatchTracker())
     batch = checks.moved(plain(batch))
     size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
     result = ModelCheck(type(model).__name__, "refused", size)
@@ -174,7 +173,7 @@ def _run_live(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _subject(
-    checks: StepChecks,
+    checks: Guard,
     batch: Any,
     called: tuple[tuple[Any, ...], dict[str, Any], Any],
     outputs: Any,
@@ -189,11 +188,11 @@ def _subject(
     tracker.take(list(range(len(tensors_of((args, kwargs))[0]))), batch)
     if losses:
         forward = ForwardPass.of_call(tracker, inside.call(args, kwargs, outputs, masks), outputs, **state)
-        forward.arrived[losses[0]] = torch.ones((), device=replica.device)
+        forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
         try:
             loss = checks.identified_loss(forward)
         except LossMismatchError:
-            forward = forward.made_whole()
+            forward = forward.with_labels()
             loss = checks.own_loss(forward)
         words = loss.name if loss.is_models_own else f"{loss.name}, identified from the model's own"
         return _Subject(replica, checks, forward, loss, words)
@@ -229,7 +228,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subject.checks.check_losses(forward, subject.targets, subject.loss, values.losses, now=not plan.fits)
+        subject.checks.check_live_model(forward, subject.targets, subject.loss, values.losses, now=not plan.fits)
 
     own = examples.own_coordinates
     result = replace(

@@ -27,13 +27,15 @@ from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
+from torchfil.engine import reading as readings
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.sharded import without_shards
 from torchfil.engine.distributed.streams import is_stream
+from torchfil.engine.forward import without_compiler
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.module import without_compiler
+from torchfil.engine.loss_inside import NO_TARGETS
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
@@ -45,20 +47,10 @@ from torchfil.engine.preparing import (
     warn_without_noise,
     with_rate,
 )
-from torchfil.engine.reading import (
-    Ids,
-    average_of_runs,
-    check_delta,
-    epsilon_by_example,
-    population_bound,
-    rdp_mse_bound,
-    robustness_by_example,
-    summary_lines,
-)
+from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.run import Run
 from torchfil.engine.saving.build import SaveOptions, as_average, build_saved_run
-from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -116,11 +108,7 @@ class FILPrivacyEngine(Resuming):
     def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            try:
-                super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
-            except ValueError as error:
-                known = "'rdp', 'gdp', 'prv', or one registered with opacus.accountants.registry.register_accountant"
-                raise ValueError(f"accountant={accountant!r} is not an accountant of Opacus: {known}") from error
+            super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
         self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
         self._choice: NoiseChoice | None = None
@@ -250,6 +238,7 @@ class FILPrivacyEngine(Resuming):
             rank=None if ranks is None else ranks.rank,
         )
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        releases = {"noise_multiplier": noise_multiplier, "max_grad_norm": limit, "expected_batch_size": divisor}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
             module,
@@ -259,15 +248,10 @@ class FILPrivacyEngine(Resuming):
             criterion,
             ids,
             accounting.generator(),
-            self._accounted_rate,
+            lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
             with_hooks if mode != "auto" else None,
             wrapper,
-            {
-                "noise_multiplier": noise_multiplier,
-                "max_grad_norm": limit,
-                "expected_batch_size": divisor,
-                "loss_reduction": loss_reduction,
-            },
+            {**releases, "loss_reduction": loss_reduction},
             drawn,
             noise,
             ranks,
@@ -305,8 +289,6 @@ class FILPrivacyEngine(Resuming):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        if "noise_multiplier" in options:
-            raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
         accounting = Accounting.given(accounting)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
@@ -388,8 +370,6 @@ class FILPrivacyEngine(Resuming):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
-        if "noise_multiplier" in options:
-            raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
         self._check_unused()
         poisson = options.get("poisson_sampling", True)
         check_sampler(data_loader, poisson_sampling=poisson)
@@ -500,11 +480,6 @@ class FILPrivacyEngine(Resuming):
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
 
-    def _accounted_rate(self) -> float:
-        """The sampling rate of the DP accountant's last step."""
-        history = self.accountant.history
-        return float(history[-1][1]) if history else 1.0
-
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> None:
@@ -567,8 +542,8 @@ class FILPrivacyEngine(Resuming):
         """
         training = self._training
         # all passes of the step run the same kernels, and draw the same masks
-        with differentiable_twice(), training.optimizer.refusals_told():
-            return training.pipeline.train_step(training.optimizer, inputs, targets)
+        with differentiable_twice(), training.optimizer.refuse_on_all_ranks():
+            return training.step.train_step(training.optimizer, inputs, targets)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -648,11 +623,11 @@ class FILPrivacyEngine(Resuming):
         return {f"{prefix}{name}": value for name, value in numbers.items()}
 
     def __repr__(self) -> str:
-        lines = summary_lines(self._made, self.accountant.mechanism())
+        lines = readings.summary(self._made, self.accountant.mechanism())
         return "\n".join([type(self).__name__, *(f"  {title}: {text}" for title, text in lines)])
 
     def _repr_html_(self) -> str:
-        lines = summary_lines(self._made, self.accountant.mechanism())
+        lines = readings.summary(self._made, self.accountant.mechanism())
         return html_table(f"{type(self).__name__} (confidential)", lines)
 
     def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
@@ -710,7 +685,7 @@ class FILPrivacyEngine(Resuming):
         The adjacency is that of ε: zero-out, with n, q and the divisor public. The error is not a sampling error and is
         given as NaN.
         """
-        return epsilon_by_example(self._training.run, self.accountant, example_ids, delta)
+        return readings.epsilons(self._training.run, self.accountant, example_ids, delta)
 
     def get_reconstruction_robustness(
         self, example_ids: Ids = None, *, prior_success: float | Sequence[float] = 0.01
@@ -728,7 +703,7 @@ class FILPrivacyEngine(Resuming):
         Returns:
             [ids], or [ids, priors]; batches and noise are random.
         """
-        return robustness_by_example(self._training, self.accountant.history, example_ids, prior_success)
+        return readings.robustness(self._training, self.accountant.history, example_ids, prior_success)
 
     def get_population_mse_bound(self, prior: Prior | tuple[Any, Any] | None = None) -> PopulationBound:
         """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); print it.
@@ -748,7 +723,7 @@ class FILPrivacyEngine(Resuming):
             The bound (an estimate with the error of the mean over examples), and the prior's variance, which is the MSE
             of the best guess without the model.
         """
-        return population_bound(self._training, prior)
+        return readings.population_bound(self._training, prior)
 
     def get_rdp_mse_bound(
         self,
@@ -763,7 +738,7 @@ class FILPrivacyEngine(Resuming):
             reading: "replace-one" converts the accountant's add/remove RDP rigorously (:func:`replace_one_rdp`);
                 "paper" uses ε_RDP(2) directly.
         """
-        return rdp_mse_bound(self.accountant.history, self.totals.num_coordinates, diameters, reading)
+        return readings.rdp_bound(self.accountant.history, self.totals.num_coordinates, diameters, reading)
 
     def leakage(self, example_ids: Ids = None, *, delta: float | None = None) -> Any:
         """One table by id (a pandas table if pandas is installed); see :meth:`Leakage.leakage`.
@@ -790,7 +765,7 @@ class FILPrivacyEngine(Resuming):
     @classmethod
     def merge(cls, engines: Sequence[FILPrivacyEngine]) -> Leakage:
         """The average over repeated runs on the same data, with the run-to-run standard error, for reading."""
-        return average_of_runs([(engine._training, engine.accountant.history) for engine in engines])
+        return readings.average([(engine._training, engine.accountant.history) for engine in engines])
 
     # ------------------------------------------------------------------ run files and reports
 

@@ -16,8 +16,8 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.streams import check_stream, is_stream
+from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.module import is_in_training
 from torchfil.engine.opacus_options import check_optimizer
 from torchfil.engine.options import Accounting, RunOptions
 

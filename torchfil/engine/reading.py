@@ -27,17 +27,7 @@ from torchfil.engine.saving.data import fitted_prior
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
 
-__all__ = [
-    "Ids",
-    "Releases",
-    "average_of_runs",
-    "check_delta",
-    "epsilon_by_example",
-    "population_bound",
-    "rdp_mse_bound",
-    "robustness_by_example",
-    "summary_lines",
-]
+__all__ = ["Ids", "average", "check_delta", "epsilons", "population_bound", "rdp_bound", "robustness", "summary"]
 
 Ids = Iterable[Hashable] | Tensor | None
 Releases = Sequence[tuple[float, float, int]]  # a DP accountant's history: σ, q, how many steps
@@ -49,7 +39,7 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
 
 
-def epsilon_by_example(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) -> Estimate:
+def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) -> Estimate:
     """Individual ε at δ, [ids], never above the accountant's."""
     check_delta(delta)
     rows, history = run.ids.places(example_ids), run.whole_history
@@ -59,7 +49,7 @@ def epsilon_by_example(run: Run, accountant: IAccountant, example_ids: Ids, delt
     return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
 
-def robustness_by_example(
+def robustness(
     training: PrivateTraining, releases: Releases, example_ids: Ids, prior_success: float | Sequence[float]
 ) -> Estimate:
     """The largest success rate of any attacker who guesses the example, [ids] or [ids, priors], from its own norms."""
@@ -102,7 +92,7 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
     return population_mse_bound(trace, leakage.num_coordinates, prior)
 
 
-def rdp_mse_bound(releases: Releases, num_coordinates: int, diameters: Any, reading: str) -> float:
+def rdp_bound(releases: Releases, num_coordinates: int, diameters: Any, reading: str) -> float:
     """Theorem 1 of Guo et al. 2022, with the run's Rényi divergence."""
     if reading not in ("replace-one", "paper"):
         raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
@@ -116,7 +106,7 @@ def rdp_mse_bound(releases: Releases, num_coordinates: int, diameters: Any, read
     return mse_from_rdp(epsilon, torch.as_tensor(diameters, dtype=torch.float64).expand(num_coordinates))
 
 
-def summary_lines(training: PrivateTraining | None, accountant: str) -> list[tuple[str, str]]:
+def summary(training: PrivateTraining | None, accountant: str) -> list[tuple[str, str]]:
     """What is known about a run, as (name, text); with several processes, reading it would need all of them."""
     if training is None:
         return [("accountant", accountant), ("run", "none yet: call make_private")]
@@ -135,7 +125,7 @@ def summary_lines(training: PrivateTraining | None, accountant: str) -> list[tup
 # ------------------------------------------------------------------ several runs
 
 
-def average_of_runs(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage:
+def average(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage:
     """The average over repeated runs with the same mechanism, each given with its accountant's history."""
     if not runs:
         raise ValueError("merge needs at least one engine")
@@ -143,14 +133,14 @@ def average_of_runs(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage
         raise ValueError(
             "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs"
         )
-    average = Leakage.average([training.run.leakage for training, _ in runs])
+    mean = Leakage.average([training.run.leakage for training, _ in runs])
     mechanisms = sorted({_mechanism_in_words(*each) for each in runs})
     if len(mechanisms) > 1:
         raise ValueError(
             "runs to average must share noise, clipping (and clip_weights), subsampling, the number of steps and "
             "what is private; got " + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in mechanisms)
         )
-    return average
+    return mean
 
 
 def _mechanism_in_words(training: PrivateTraining, releases: Releases) -> str:

@@ -24,7 +24,7 @@ from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time
-from torchfil.engine.reading import Releases, epsilon_by_example, rdp_mse_bound
+from torchfil.engine.reading import Releases, epsilons, rdp_bound
 from torchfil.engine.robustness import everybodys_robustness
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
 from torchfil.engine.saving.data import data_sha256, model_inputs, read_spread
@@ -177,7 +177,7 @@ def _columns(
 ) -> dict[str, np.ndarray]:
     """Numbers by example, [n] each."""
     run, columns = training.run, leakage.arrays()
-    columns["epsilon"] = epsilon_by_example(run, accountant, None, delta).value.cpu().numpy()
+    columns["epsilon"] = epsilons(run, accountant, None, delta).value.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
     if equalised is not None:
@@ -276,7 +276,7 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
     if input_range is not None:
         diameter = input_range[1] - input_range[0]
         readings = {"replace_one": "replace-one", "paper": "paper"}
-        both = {key: rdp_mse_bound(releases, num_coordinates, diameter, name) for key, name in readings.items()}
+        both = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in readings.items()}
         bounds["rdp_mse_bound"] = {"diameter": diameter, **both}
     curve = everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
