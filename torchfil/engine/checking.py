@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.checked import ModelCheck, StepCost
 from torchfil.engine.checked_layers import layers_of, median_seconds
-from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard

@@ -7,12 +7,14 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
+from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from opacus.utils.module_utils import trainable_modules
@@ -30,7 +32,7 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
-from torchfil.engine.distributed.sharded import without_shards
+from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.ghost_criterion import GhostCriterion
@@ -48,7 +50,7 @@ from torchfil.engine.preparing import (
     with_rate,
 )
 from torchfil.engine.reading import Ids, check_delta
-from torchfil.engine.resuming import Resuming
+from torchfil.engine.resuming import Checkpoints
 from torchfil.engine.run import Run
 from torchfil.engine.saving.build import SaveOptions, as_average, build_saved_run
 from torchfil.engine.views import with_views
@@ -70,7 +72,7 @@ __all__ = ["FILPrivacyEngine"]
 logger = logging.getLogger(__name__)
 
 
-class FILPrivacyEngine(Resuming):
+class FILPrivacyEngine(PrivacyEngine):
     """Opacus's engine, which also accounts for how much the run leaks about every example.
 
     The training loop stays unchanged. At each step the engine adds the example's Fisher information
@@ -229,13 +231,9 @@ class FILPrivacyEngine(Resuming):
         ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
         accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
+        place: dict[str, Any] = {"device": next(module.parameters()).device, "rank": ranks and ranks.rank}
         noise = noise_source(
-            secure=self.secure_mode,
-            seed=self._noise_seed,
-            noise=noise_generator,
-            draws=data_loader.generator,
-            device=next(module.parameters()).device,
-            rank=None if ranks is None else ranks.rank,
+            secure=self.secure_mode, seed=self._noise_seed, noise=noise_generator, draws=data_loader.generator, **place
         )
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         releases = {"noise_multiplier": noise_multiplier, "max_grad_norm": limit, "expected_batch_size": divisor}
@@ -514,6 +512,90 @@ class FILPrivacyEngine(Resuming):
             return data_loader
         known = options_known_to(super()._prepare_data_loader, options)
         return super()._prepare_data_loader(data_loader, poisson_sampling=True, **known)
+
+    # ------------------------------------------------------------------ state
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._training, self.accountant)
+
+    def gather(self) -> None:
+        """With several processes: collect what each has recorded; **all ranks must call it**.
+
+        Every reading does this itself if a step was taken since, and must then also be called on all ranks. After
+        ``gather()`` each rank, for example rank 0 alone, can read until the next step. In one process it does nothing.
+        """
+        self._training.run.gather()
+        self._checkpoints.gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accounting's state: DP accountant, ledger, norm history, probes; tensors and plain values only.
+
+        It holds no state of noise or Poisson draws, unless they were seeded (``noise_seed=``, ``noise_generator=``).
+
+        With several processes it is that of all of them, on every rank, and any number of ranks can resume from it; all
+        ranks must call it, or :meth:`gather` before.
+        """
+        return self._checkpoints.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
+        self._checkpoints.load_state_dict(state_dict)
+
+    def save_checkpoint(
+        self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
+    ) -> Future[None] | None:
+        """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
+
+        Torch's random state serves dropout, shuffling and augmentation. Noise and Poisson draws are not in it, and a
+        checkpoint holds nothing of them (unless they were seeded). Keep it as confidential as the data all the same:
+        it has the ledger and weights that were perhaps never released.
+
+        With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
+        load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its part, by
+        ``torch.distributed.checkpoint``. Any number of processes can resume from either.
+
+        Args:
+            path: A file, or a folder: an existing one, or a name that ends with a slash.
+            asynchronous: Whether to write into the folder while training continues, from a copy in memory.
+            **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
+
+        Returns:
+            With ``asynchronous`` a future; its ``result()`` waits until the checkpoint is on the disk and raises any
+            error. The next save or load waits for it, too.
+        """
+        return self._checkpoints.save(path, asynchronous=asynchronous, **options)
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | IO[bytes],
+        module: nn.Module,
+        optimizer: optim.Optimizer | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
+
+        Weights, optimizer and accounting continue where they stopped, with new noise and new draws: two runs that
+        resume from one checkpoint share neither. Only a run with ``noise_seed=`` continues bit for bit, if it stopped
+        between epochs.
+
+        Args:
+            path: A file or a folder that :meth:`save_checkpoint` wrote, with any number of processes.
+            module: The private model.
+            optimizer: The private optimizer; None: its state is not loaded.
+            **options: As in Opacus: ``noise_scheduler``, ``grad_clip_scheduler``, ``module_load_dict_kwargs`` and
+                ``torch_load_kwargs``; ``restore_random_state=False`` leaves torch's own random state alone.
+
+        Returns:
+            The rest of the checkpoint, with what ``checkpoint_dict`` held.
+
+        Raises:
+            ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
+                changed.
+            CheckpointError: The file is damaged or truncated; nothing was changed.
+        """
+        return self._checkpoints.load(path, module, optimizer, **options)
 
     # ------------------------------------------------------------------ control
 
@@ -856,12 +938,6 @@ class FILPrivacyEngine(Resuming):
         check_delta(delta)
         leakage, training = leakage or self.totals, self._training
         with training.replica.gathered():  # pictures are shown with their PLIS
-            if not self._writes:
+            if training.run.ranks is not None and training.run.ranks.rank > 0:
                 return None
             return build_saved_run(training, self.accountant, self._choice, leakage, delta=delta, **options)
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this process writes files."""
-        ranks = self._training.run.ranks
-        return ranks is None or ranks.rank == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.views import ManyViews
 
 __all__ = ["WHY_NOT_ADAPTIVE", "check_accumulation", "check_modes", "check_optimizer", "options_known_to", "thresholds"]

@@ -103,7 +103,7 @@ class Replica:
         """Gather all weights in this process, and return whether any came; without sharding, all are here."""
         return False
 
-    def let_go(self) -> None:
+    def free_weights(self) -> None:
         """Free weights that were gathered."""
 
     def examples_first(self, tree: Any) -> Any:
@@ -118,7 +118,7 @@ class Replica:
             yield
         finally:
             if came:
-                self.let_go()
+                self.free_weights()
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""

@@ -21,10 +21,10 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.engine.distributed.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
 from torchfil.fisher.recording.graphs import release_memory
+from torchfil.utils.noise import random_state, set_random_state
 from torchfil.utils.progress import with_progress
 
 __all__ = ["Pilots", "Train", "numbers_apart"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,15 +97,12 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
     if type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
         place = id_of % len(batch)
         return _as_keys(batch[place]), type(batch)(part for at, part in enumerate(batch) if at != place)
-    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {_length(batch)} parts"
+    length = len(batch) if isinstance(batch, Sized) else 1
+    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {length} parts"
     raise ValueError(
         f"id_of={id_of!r} is not in a batch of type {type(batch).__name__} {held}: give the name or place of the ids, "
         "or a function from a batch to its ids"
     )
-
-
-def _length(batch: Any) -> int:
-    return len(batch) if hasattr(batch, "__len__") else 1
 
 
 def _as_keys(given: Any) -> list[Hashable]:
@@ -121,22 +119,15 @@ def _as_keys(given: Any) -> list[Hashable]:
     return keys
 
 
-class StreamCollate:
-    """Collates as before and returns a batch that remembers its ids, without the part that held them."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], id_of: IdOf, token: int) -> None:
-        self.collate_fn = collate_fn
-        self._id_of = id_of
-        self._token = token
-
-    def __call__(self, samples: Any) -> Any:
-        ids, batch = ids_of_batch(self.collate_fn(samples), self._id_of)
-        if not can_remember(batch):
-            raise TypeError(
-                f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
-                "tuple, dict or dataclass"
-            )
-        return remembering(batch, ids, self._token)
+def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
+    """Collate as before, to a batch that remembers its ids, without the part that held them."""
+    ids, batch = ids_of_batch(collate_fn(samples), id_of)
+    if not can_remember(batch):
+        raise TypeError(
+            f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
+            "tuple, dict or dataclass"
+        )
+    return remembering(batch, ids, token)
 
 
 class FILStreamLoader(DataLoader[Any]):
@@ -169,7 +160,7 @@ class FILStreamLoader(DataLoader[Any]):
             dataset=loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            collate_fn=StreamCollate(loader.collate_fn, id_of, tracker.token),
+            collate_fn=partial(_collate_with_ids, loader.collate_fn, id_of, tracker.token),
             **worker_options(loader),
         )
 

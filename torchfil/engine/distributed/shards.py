@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from torchfil.engine.replica import Replica, is_plain
 
@@ -151,21 +152,21 @@ def _nothing(value: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-def in_parts(tree: Any, like: Callable[[str], Tensor | None], key: str = "") -> Any:
+def in_parts(tree: Any, like: Callable[[str], DTensor | None]) -> Any:
     """The tree with whole tensors split like given ones: each rank keeps its part.
 
     Args:
         tree: Nested dicts, the same on all ranks.
-        like: Maps a tensor's name (its keys from the outermost on, with / before each) to a DTensor of its kind, or
-            None.
-        key: The name of the tree.
+        like: Maps a tensor's name (``torch.utils._pytree.keystr``) to a DTensor of its kind, or None.
     """
-    if isinstance(tree, Mapping):
-        return {name: in_parts(part, like, f"{key}/{name}") for name, part in tree.items()}
-    part = like(key) if isinstance(tree, Tensor) and not isinstance(tree, DTensor) else None
-    if not isinstance(part, DTensor) or part.shape != tree.shape:
-        return tree
-    return distribute_tensor(tree.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+    def split(place: Any, leaf: Any) -> Any:
+        part = like(pytree.keystr(place))
+        if part is None or isinstance(leaf, DTensor) or not isinstance(leaf, Tensor) or part.shape != leaf.shape:
+            return leaf
+        return distribute_tensor(leaf.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+    return pytree.tree_map_with_path(split, tree)
 
 
 class ShardedReplica(Replica):
@@ -203,7 +204,7 @@ class ShardedReplica(Replica):
         self._weights_here = True
         return True
 
-    def let_go(self) -> None:
+    def free_weights(self) -> None:
         """Free the weights; each rank keeps its part."""
         for part, own in self._shards:
             own.data, own.grad = _nothing(part), None
