@@ -40,6 +40,7 @@ from torchfil.utils.trees import tensors_of
 __all__ = ["Labels", "SaveOptions", "as_average", "build_saved_run"]
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
+_PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
 class SaveOptions(TypedDict, total=False):
@@ -58,9 +59,6 @@ class SaveOptions(TypedDict, total=False):
     attacks: Sequence[AttackResult | BoundComparison]
     hash_data: bool
     equalised: Equalised | None
-
-
-_PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
 def build_saved_run(
@@ -91,13 +89,13 @@ def build_saved_run(
     """
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
         raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    looks, ids, d = training.looks, leakage.ids.all(), leakage.num_coordinates
+    looks, ids, d = training.looks, leakage.ids, leakage.num_coordinates
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
     named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
     table = tracked_table(leakage, named, with_texts=texts is not None)
     compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
-    records = [each.record(ids) for each in compared]
-    labels = {name: _labels(name, given, ids) for name, given in (groups or {}).items()}
+    records = [each.record(ids.all()) for each in compared]
+    labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
@@ -113,14 +111,14 @@ def build_saved_run(
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
-    about["title"] = title if title is not None else f"{about['model']['name']} on {len(ids):,} examples"
+    about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice_in_short(noise_choice, leakage)
     about["equalised"] = None if equalised is None else equalised_in_short(equalised)
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
         about=about,
-        ids=leakage.ids.as_array(),
+        ids=ids.as_array(),
         columns=columns,
         attributes=attributes,
         groups=labels,
