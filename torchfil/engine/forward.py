@@ -182,79 +182,60 @@ class Observer:
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
-        backward_passes = len(self.finished())
-        if steps == 0 and backward_passes > 1:
+        if steps == 0 and len(self.finished()) > 1:
             raise RuntimeError(
-                f"{backward_passes} backward passes, and no step of the optimizer that make_private returned. Does the "
-                "loop step the optimizer that you passed? It trains nothing here. Write model, "
-                "optimizer, loader = engine.make_private(…) and step that one; its zero_grad() drops these passes."
+                "several backward passes, and no step of the optimizer that make_private returned: step that one, not "
+                "the one that you passed; its zero_grad() drops these passes"
             )
 
     def check_ready(self) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
-        if self.touched and not self.finished():
-            raise RuntimeError(
-                "the loss did not come from a training pass of the model that make_private returned: its gradient "
-                f"reached {', '.join(sorted(self.touched))} directly. Call model.train() before the loop, and call the "
-                "returned model, not the one that you passed. optimizer.zero_grad() drops this gradient. This step was "
-                "not taken."
-            )
+        finished, parts = self.finished(), self.tracker.parts
         if self.touched:
+            names = ", ".join(sorted(self.touched))
             raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {', '.join(sorted(self.touched))}"
-                " directly (a penalty on the weights?). Opacus would drop that part of the gradient silently; use the "
-                "optimizer's weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. "
-                "This step was not taken."
+                f"part of the loss does not go through the model's output: it reached {names} directly (a penalty on "
+                "the weights? use the optimizer's weight_decay). Opacus would drop that part silently."
+                if finished
+                else "the loss did not come from a training pass of the model that make_private returned: its gradient "
+                f"reached {names} directly. Call model.train(), and call the returned model."
+                " optimizer.zero_grad() drops this gradient. This step was not taken."
             )
-
-        backward_passes = len(self.finished())
-        if not backward_passes:
+        if not finished:
             raise RuntimeError(
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
 
-        batches = [tuple(forward.ids) for forward in self.finished() if forward.ids]
+        # an example's gradient is clipped once, and it may be in one draw only
+        batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
             raise ValueError(
                 "the model was called several times on one batch since the last step, but each example's gradient must "
-                "be clipped once, over all its calls. Make one module that calls it and returns all outputs, def "
-                "forward(self, x): return self.net(x), self.net(x + 0.1 * torch.randn_like(x)), and pass that one to "
-                "make_private, with criterion=<function(outputs, targets) of all outputs>. optimizer.zero_grad() drops "
-                "these passes. This step was not taken."
+                "be clipped once, over all its calls. Pass one module to make_private that calls it and returns all "
+                "outputs, with criterion=<function(outputs, targets)>. optimizer.zero_grad() drops these passes. This "
+                "step was not taken."
             )
-
-        # With Poisson sampling an example could be in several of the batches, unless they are parts of one draw.
-        if self.tracker.parts > 1:
-            self._check_whole_draw()
-        elif backward_passes > 1 and not self.accumulates:
+        if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             raise ValueError(
-                f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch "
-                "independently, so an example could be in several of them, and the accountant's ε would be wrong. For "
-                f"batches {backward_passes} times as large, pass accumulation_steps={backward_passes} to make_private: "
-                "batches are then parts of one draw, and this loop is correct. Or make the DataLoader with "
-                f"{backward_passes} times its batch_size b, and step after each part that fits: with "
-                "BatchMemoryManager(data_loader=loader, max_physical_batch_size=b, optimizer=optimizer) as loader: … "
-                "loss.backward(); optimizer.step(); optimizer.zero_grad() (opacus.utils.batch_memory_manager)."
-            )
-
-    def _check_whole_draw(self) -> None:
-        """Raise unless the examples since the last step are those of one draw."""
-        ids = frozenset(number for forward in self.finished() for number in forward.ids or ())
-        if ids not in self.tracker.draws:
-            parts = self.tracker.parts
-            raise ValueError(
-                f"accumulation_steps={parts}, but the {len(self.finished())} backward passes since the last step are "
-                f"not over the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the "
-                "loader, counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
+                f"accumulation_steps={parts}, but the {len(finished)} backward passes since the last step are not over "
+                f"the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the loader, "
+                "counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
                 "optimizer.zero_grad() drops these passes. This step was not taken."
+            )
+        if parts == 1 and len(finished) > 1 and not self.accumulates:
+            raise ValueError(
+                f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch "
+                "independently, so an example could be in several of them, and the accountant's ε would be wrong. "
+                f"Pass accumulation_steps={len(finished)} to make_private, and batches are parts of one draw; or use a "
+                "larger batch_size with opacus.utils.batch_memory_manager.BatchMemoryManager."
             )
 
     def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:
         """Note a forward pass, and watch for gradients that arrive at its outputs."""
         forward = ForwardPass.of_call(self.tracker, call, outputs, **more)
         leaves = flattened(outputs)[0]
-        watched = [(k, leaf) for k, leaf in enumerate(leaves) if _requires_grad(leaf)]
+        watched = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for k, leaf in watched:
             leaf.register_hook(_recorder(forward, k))
         if not watched:
@@ -282,9 +263,7 @@ class LoopForward:
         self,
         replica: Replica,
         observer: Observer,
-        record: Callable[
-            [tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward | StartedGraph] | None
-        ],
+        record: Callable[..., tuple[Examples, RecordedForward | StartedGraph] | None],
     ) -> None:
         self.replica = replica
         self.observer = observer
@@ -502,16 +481,12 @@ def without_compiler(module: nn.Module) -> nn.Module:
     for name, part in original.named_modules():
         if hasattr(part, "_orig_mod"):
             raise ValueError(
-                f"the part {name!r} of the model was compiled separately (torch.compile), and the engine cannot look "
-                "inside. Do not compile it."
+                f"the part {name!r} of the model was compiled separately (torch.compile); do not compile it"
             )
         compiled |= part._compiled_call_impl is not None
         part._compiled_call_impl = None
     if compiled:
-        logger.info(
-            "the model was compiled (torch.compile); the private model is the original, whose passes the engine "
-            "records itself"
-        )
+        logger.info("the private model is the original of the compiled one; the engine records its passes itself")
     return original
 
 
@@ -538,10 +513,6 @@ def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:
         forward.output_grads[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     return record
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.loader import BatchTracker, split_batch
@@ -242,7 +242,7 @@ class Guard:
     def check_rows(self, call: ForwardPass) -> None:
         """Now and then, raise if the model's inputs are made from several rows of the batch that was read.
 
-        If each row was changed on its own, this is logged once: the numbers are about the view that the model saw.
+        Rows that were changed each on its own are logged once: the numbers are about the view that the model saw.
 
         Raises:
             RuntimeError: The rows are mixed; it says how: mixup, another order, statistics of the batch.
@@ -267,16 +267,12 @@ class Guard:
                 )
         self._row_looks += 1
         self._until_rows = min(2**self._row_looks, _STEPS_BETWEEN_LOOKS)
-        if _with_rows(call.batch) and not any(torch.equal(given, rows) for given, rows in pairs):
-            self._log_once(
-                "the model's inputs are not the rows that the loader gave (an augmentation in the loop?): the numbers "
-                "are about the views that the model saw, as they were drawn"
-            )
-
-    def _log_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.info(text)
+        if (
+            self._row_looks == 1
+            and _with_rows(call.batch)
+            and not any(torch.equal(given, rows) for given, rows in pairs)
+        ):
+            logger.info("the model's inputs are not the loader's rows: the numbers are about the views that it saw")
 
     def look_at_first_call(self, call: ForwardPass) -> None:
         """Before the first step: warn about operators whose derivative jumps; raise if norms cannot be refreshed."""
@@ -285,9 +281,8 @@ class Guard:
             args, kwargs = as_call(split_batch(call.batch, self.options.batch_to_inputs)[0])
             if len(args) + len(kwargs) != len(call.args) + len(call.kwargs):
                 raise ValueError(
-                    f"norm_refresh={every} calls the model with everything in a batch except its targets ({len(args)} "
-                    f"positional inputs, {sorted(kwargs)} by name), the loop with {len(call.args)} and "
-                    f"{sorted(call.kwargs)}; pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
+                    f"norm_refresh={every} calls the model with a batch without its targets ({len(args)} positional "
+                    f"inputs, {sorted(kwargs)} by name), unlike the loop; pass batch_to_inputs="
                 )
         with self.replica.random_state_kept(), buffers_kept(self.replica.live):
             operators = non_smooth_operators(self.replica.live, call.args, call.kwargs)
@@ -295,8 +290,7 @@ class Guard:
             warnings.warn(
                 f"the model calls {', '.join(sorted(operators))}, whose derivative jumps: its Fisher information "
                 "misses the jumps, and error bounds made from it are not guarantees. "
-                "torchfil.SmoothnessValidator.fix(model) replaces layers (nn.ReLU, nn.MaxPool2d); calls in forward "
-                "(F.relu, F.max_pool2d) are for you to replace, e.g. by torch.tanh and F.avg_pool2d.",
+                "torchfil.SmoothnessValidator.fix(model) replaces layers; replace calls in forward (F.relu) yourself.",
                 stacklevel=2,
             )
 
@@ -493,8 +487,10 @@ class Guard:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError(
                 "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                f"up to {apart:.3g}, the largest being {largest:.3g}). {_why_opacus_differs(self.replica, calls)} "
-                "This step was not taken."
+                f"up to {apart:.3g}, the largest being {largest:.3g}). Either part of the loss does not go through the "
+                "model's output, or the model mixes examples, or Opacus's rule for a layer is wrong here, as that for "
+                "convolutions is if their input is channels last in memory. grad_sample_mode='auto' needs none of its "
+                "rules. This step was not taken."
             )
 
         return Flag(_far(distances, tolerance) | (distances[0, 1] == 0), error)
@@ -622,36 +618,3 @@ def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -
     ]
     alike = [(a == b).all() & (a != a.flatten()[0]).any() for a, b in pairs]
     return torch.stack(alike).any() if alike else torch.zeros((), dtype=torch.bool, device=device)
-
-
-def _why_opacus_differs(replica: Replica, calls: Sequence[ForwardPass]) -> str:
-    """Why Opacus's per-example gradients may differ from plain autograd's, with the remedy.
-
-    Opacus 1.6 reshapes a convolution's input as if it were contiguous; if it is not, the gradients are wrong by their
-    own size.
-    """
-    names: list[str] = []
-    with contextlib.ExitStack() as stack:
-        for name, module in replica.live.named_modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):
-
-                def note(_module: nn.Module, given: tuple[Any, ...], name: str = name) -> None:
-                    if given and not given[0].is_contiguous():
-                        names.append(name or "the model")
-
-                stack.callback(module.register_forward_pre_hook(note).remove)
-        stack.enter_context(replica.random_state_kept())
-        with torch.no_grad(), buffers_kept(replica.live):
-            replica.live(*calls[0].args, **calls[0].kwargs)
-    if names:
-        return (
-            "Opacus's rule for convolutions is wrong if their input is channels last in memory, as in "
-            f"{', '.join(names[:4])} (a permute, a LayerNorm over channels, or memory_format=channels_last "
-            "causes that). Use grad_sample_mode='auto', which needs none of Opacus's rules, or call .contiguous() "
-            "before those layers."
-        )
-    return (
-        "Either part of the loss does not go through the model's output (for example a penalty on the weights), or "
-        "the model mixes examples, or Opacus's rule for a layer is wrong here: grad_sample_mode='auto' needs none of "
-        "its rules."
-    )
