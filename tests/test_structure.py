@@ -33,8 +33,6 @@ MOST_LINES = 60
 KNOWN_CYCLES: set[frozenset[str]] = set()
 KNOWN_WRONG_WAYS: set[tuple[str, str]] = {
     ("torchfil.planning.calibration", "torchfil.engine.options"),
-    ("torchfil.planning.chosen", "torchfil.engine.saving.run_view"),
-    ("torchfil.planning.equalising", "torchfil.engine.reading"),
     ("torchfil.planning.pilots", "torchfil.engine.loader"),
     ("torchfil.planning.pilots", "torchfil.engine.options"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.engine.test_texts import LENGTHS, WIDTH, Reader, padded_with_mask, te
 from torchfil import PLIS, Private
 from torchfil.attribution.plis import token_norms
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.saving.exposed_words import exposed_words
+from torchfil.engine.saving.words import token_ids
 from torchfil.report import load, write_report
 
 LONGEST = 5
@@ -123,12 +122,12 @@ def test_plis_of_a_plain_model_by_token() -> None:
         assert bool(norms[place, LENGTHS[row] :].isnan().all())
 
 
-def test_tokens_that_nobody_can_find_are_refused(tmp_path: Path) -> None:
+def test_tokens_that_nobody_can_find_are_refused() -> None:
     engine, _, _ = one_step()
-    view = engine._view(1e-5)
-    fil = engine.get_fil().value.cpu().numpy()
+    looks = engine._training.looks
+    looks.dataset = None
     with pytest.raises(ValueError, match="a stream cannot be read again: give texts= as strings"):
-        exposed_words(replace(view, dataset=None), Tokenizer(), fil, 3)
-    images = [(torch.rand(4), 0) for _ in range(10)]
+        token_ids(looks, [0, 1])
+    looks.dataset, looks.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
     with pytest.raises(ValueError, match="0 inputs of the model hold integers by position"):
-        exposed_words(replace(view, dataset=images, collate_fn=torch.utils.data.default_collate), Tokenizer(), fil, 3)
+        token_ids(looks, [0, 1])

@@ -10,9 +10,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import torch
+from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from opacus.utils.module_utils import trainable_modules
@@ -21,8 +23,13 @@ from opacus.validators.errors import IllegalModuleConfigurationError
 from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
+from torchfil.accounting.leakage import Leakage, as_table
+from torchfil.accounting.ledger import Ledger
+from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
+from torchfil.engine import reading as readings
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.shards import without_shards
@@ -41,25 +48,30 @@ from torchfil.engine.preparing import (
     warn_without_noise,
     with_rate,
 )
+from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.resuming import Checkpoints
 from torchfil.engine.run import Run
-from torchfil.engine.saving.run_files import RunFiles
+from torchfil.engine.saving.build import SaveOptions, as_average, build_saved_run
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
-from torchfil.fisher.results import Part
+from torchfil.fisher.results import Estimate, Part
+from torchfil.guessing import Guess
 from torchfil.planning.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
 from torchfil.planning.pilots import Pilots, Train
 from torchfil.planning.targets import LeakageTarget, TargetCheck
 from torchfil.private import Private
-from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
+from torchfil.report.run_file import save
+from torchfil.report.saved_run import SavedRun
+from torchfil.utils.noise import derived_seed, log_line, noise_source
+from torchfil.utils.notebook import html_table
 
 __all__ = ["FILPrivacyEngine"]
 
 logger = logging.getLogger(__name__)
 
 
-class FILPrivacyEngine(RunFiles):
+class FILPrivacyEngine(PrivacyEngine):
     """Opacus's engine, which also accounts for how much the run leaks about every example.
 
     The training loop stays unchanged. At each step the engine adds the example's Fisher information
@@ -97,14 +109,16 @@ class FILPrivacyEngine(RunFiles):
     def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            try:
-                super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
-            except ValueError as error:
-                known = "'rdp', 'gdp', 'prv', or one registered with opacus.accountants.registry.register_accountant"
-                raise ValueError(f"accountant={accountant!r} is not an accountant of Opacus: {known}") from error
+            super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
         self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
         self._choice: NoiseChoice | None = None
+
+    @property
+    def _training(self) -> PrivateTraining:
+        if self._made is None:
+            raise RuntimeError("call make_private first: there is no run to account for")
+        return self._made
 
     def make_private(
         self,
@@ -206,7 +220,6 @@ class FILPrivacyEngine(RunFiles):
             batch_to_inputs=batch_to_inputs,
         )
         warn_without_noise(noise_multiplier)
-        self._noise_source(module, data_loader, noise_generator)  # raises if options contradict each other
         self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
@@ -217,7 +230,12 @@ class FILPrivacyEngine(RunFiles):
         ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
         accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
+        place: dict[str, Any] = {"device": next(module.parameters()).device, "rank": ranks and ranks.rank}
+        noise = noise_source(
+            secure=self.secure_mode, seed=self._noise_seed, noise=noise_generator, draws=data_loader.generator, **place
+        )
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        releases = {"noise_multiplier": noise_multiplier, "max_grad_norm": limit, "expected_batch_size": divisor}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
             module,
@@ -227,17 +245,12 @@ class FILPrivacyEngine(RunFiles):
             criterion,
             ids,
             accounting.generator(),
-            self._accounted_rate,
+            lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
             with_hooks if mode != "auto" else None,
             wrapper,
-            {
-                "noise_multiplier": noise_multiplier,
-                "max_grad_norm": limit,
-                "expected_batch_size": divisor,
-                "loss_reduction": loss_reduction,
-            },
+            {**releases, "loss_reduction": loss_reduction},
             drawn,
-            self._noise_source(module, data_loader, noise_generator, ranks),
+            noise,
             ranks,
             id_of,
         )
@@ -273,8 +286,6 @@ class FILPrivacyEngine(RunFiles):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        if "noise_multiplier" in options:
-            raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
         accounting = Accounting.given(accounting)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
@@ -356,8 +367,6 @@ class FILPrivacyEngine(RunFiles):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
-        if "noise_multiplier" in options:
-            raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
         self._check_unused()
         poisson = options.get("poisson_sampling", True)
         check_sampler(data_loader, poisson_sampling=poisson)
@@ -429,23 +438,6 @@ class FILPrivacyEngine(RunFiles):
             )
         return (target or self.bound_target).check(self.totals, *repetitions)
 
-    def _noise_source(
-        self,
-        module: nn.Module,
-        data_loader: DataLoader[Any],
-        generator: torch.Generator | None,
-        ranks: Ranks | None = None,
-    ) -> NoiseSource:
-        """Where noise and draws come from."""
-        return noise_source(
-            secure=self.secure_mode,
-            seed=self._noise_seed,
-            noise=generator,
-            draws=data_loader.generator,
-            device=next(module.parameters()).device,
-            rank=None if ranks is None else ranks.rank,
-        )
-
     def _check_unused(self) -> None:
         if self._made is not None:
             raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
@@ -484,11 +476,6 @@ class FILPrivacyEngine(RunFiles):
         module = without_shards(module)  # layers of the classes to look for
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
-
-    def _accounted_rate(self) -> float:
-        """The sampling rate of the DP accountant's last step."""
-        history = self.accountant.history
-        return float(history[-1][1]) if history else 1.0
 
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
@@ -532,8 +519,12 @@ class FILPrivacyEngine(RunFiles):
         return Checkpoints(self._training, self.accountant)
 
     def gather(self) -> None:
-        """See :meth:`LeakageReading.gather`; also collects the random states of all ranks, for checkpoints."""
-        super().gather()
+        """With several processes: collect what each has recorded; **all ranks must call it**.
+
+        Every reading does this itself if a step was taken since, and must then also be called on all ranks. After
+        ``gather()`` each rank, for example rank 0 alone, can read until the next step. In one process it does nothing.
+        """
+        self._training.run.gather()
         self._checkpoints.gather()
 
     def state_dict(self) -> dict[str, Any]:
@@ -662,3 +653,291 @@ class FILPrivacyEngine(RunFiles):
         training = self._training
         with training.replica.gathered():
             training.looks.refresh_norms(training.optimizer)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def totals(self) -> Leakage:
+        """The run's results so far: traces, bounds, attributes, tables."""
+        return self._training.run.leakage
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The sums by example so far; None before the first private step."""
+        return self._training.run.whole_ledger[0]
+
+    @property
+    def accounting(self) -> Accounting:
+        """How the run is accounted for."""
+        return self._training.run.options.accounting
+
+    @property
+    def clip_weights(self) -> Tensor | None:
+        """ω of every example in the order of the data set, float64 [n]; None: none were given."""
+        weights = self._training.run.clip_weights
+        return None if weights is None else weights.clone()
+
+    def metrics(self, *, delta: float | None = None, prefix: str = "privacy/") -> dict[str, float]:
+        """The run so far in a few floats, for a log: ``writer.add_scalar`` of each, or ``wandb.log(engine.metrics())``.
+
+        ``median_fil`` and ``largest_fil`` (η̄ over the examples that were measured), ``smallest_mse_bound`` (of all of
+        them: unbiased attackers, on average over runs; an estimate from one), ``largest_divergence/NAME`` (D of each
+        question, the worst example and answer: every attacker; an estimate), ``steps``, ``measured_share``, and with δ
+        ``epsilon`` (everybody, a guarantee). Numbers that are not known yet are left out; before the first step that is
+        all of them.
+
+        Except for ε they depend on private data: the log is as **confidential** as the data.
+
+        It costs a few operations on [n] numbers, about 0.1 s for 100,000 examples on one core; with δ also Opacus's ε,
+        up to half a second for "rdp" and more for "prv": call it once per epoch rather than every step. With several
+        processes all ranks must call it.
+
+        Args:
+            delta: δ for ε; None: without ε.
+            prefix: Prepended to every name.
+        """
+        if self.ledger is None:
+            return {}
+        numbers = self.totals.summary().metrics()
+        if delta is not None:
+            check_delta(delta)
+            numbers["epsilon"] = float(self.get_epsilon(delta))
+        return {f"{prefix}{name}": value for name, value in numbers.items()}
+
+    def __repr__(self) -> str:
+        lines = readings.summary(self._made, self.accountant.mechanism())
+        return "\n".join([type(self).__name__, *(f"  {title}: {text}" for title, text in lines)])
+
+    def _repr_html_(self) -> str:
+        lines = readings.summary(self._made, self.accountant.mechanism())
+        return html_table(f"{type(self).__name__} (confidential)", lines)
+
+    def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
+        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
+        return self.totals.get_fil(example_ids, kind=kind)
+
+    def was_measured(self, example_ids: Ids = None) -> Tensor:
+        """Whether the run measured an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
+        return self.totals.was_measured(example_ids)
+
+    def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
+        """1/η̄²: an unbiased attacker's MSE per coordinate is at least this on average; an estimate from one run."""
+        return self.totals.get_mse_bound(example_ids)
+
+    def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
+        """The smallest bound, and an end for all examples together; see :meth:`Leakage.get_smallest_mse_bound`."""
+        return self.totals.get_smallest_mse_bound(confidence, of)
+
+    def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
+        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
+        return self.totals.get_attribute_fil(example_ids)
+
+    def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
+        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`."""
+        return self.totals.get_guess(question, example_ids)
+
+    def get_plis(self, example_ids: Ids = None) -> Tensor:
+        """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""
+        return self.totals.get_plis(example_ids)
+
+    def plis(self, example_ids: Ids = None, *, private: bool = True) -> Any:
+        """Which coordinates drive these examples' privacy loss at the current weights; see :class:`torchfil.PLIS`.
+
+        Args:
+            example_ids: None: all of the data set.
+            private: Whether to use the clipped norm and the run's noise; otherwise the plain gradient signal ‖g‖².
+
+        Returns:
+            A tensor [ids, …] in the shape of the private input; for several a dict by position or name.
+        """
+        training = self._training
+        rows = training.run.ids.rows(example_ids)[1].tolist()
+        with training.replica.gathered():
+            maps = training.looks.plis(rows, training.optimizer, private=private)
+        return next(iter(maps.values())) if len(maps) == 1 else maps
+
+    def get_individual_epsilon(self, example_ids: Ids = None, *, delta: float) -> Estimate:
+        """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
+
+        It is output-specific (Yu et al. 2022): the norms belong to this run, and depend on what it released. It is an
+        estimate and no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
+        Zrnic 2021; Koskela et al. 2023). Between participations the last known norm is used; if there is none yet,
+        ``max_grad_norm`` (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes all
+        norms every so many steps. Without Poisson sampling only the example's own steps count, each with its own norm.
+        The adjacency is that of ε: zero-out, with n, q and the divisor public. The error is not a sampling error and is
+        given as NaN.
+        """
+        return readings.epsilons(self._training.run, self.accountant, example_ids, delta)
+
+    def get_reconstruction_robustness(
+        self, example_ids: Ids = None, *, prior_success: float | Sequence[float] = 0.01
+    ) -> Estimate:
+        """The largest success rate of any attacker, biased or not, who guesses the example, from its own clipped norms.
+
+        Output-specific, like :meth:`get_individual_epsilon`: the norms belong to this one run, so it is an estimate
+        (its error is given as NaN) and no guarantee; ``norm_refresh`` is recommended. The guarantee for everybody is
+        :func:`torchfil.bounds.rero`, and no example is above it. A few milliseconds per example.
+
+        Args:
+            example_ids: None: all.
+            prior_success: π₀ in (0, 1): how often the guess succeeds without the model; several give a curve.
+
+        Returns:
+            [ids], or [ids, priors]; batches and noise are random.
+        """
+        return readings.robustness(self._training, self.accountant.history, example_ids, prior_success)
+
+    def get_population_mse_bound(self, prior: Prior | tuple[Any, Any] | None = None) -> PopulationBound:
+        """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); print it.
+
+        It is about the population, not about an example. People, batches and noise are random. The mean trace over this
+        run's examples estimates the population's: examples count as independent draws from it, and one run represents
+        all (for several: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
+
+        Args:
+            prior: How people's values are distributed **given everything that is public**: a
+                :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers or [d], for the smoothest density between
+                them; None: a normal law, fitted to the run's own examples within each label and beyond what known
+                columns explain. The last two are assumptions that claim too much for any other law. Discrete values are
+                refused: ask :mod:`torchfil.questions` about them.
+
+        Returns:
+            The bound (an estimate with the error of the mean over examples), and the prior's variance, which is the MSE
+            of the best guess without the model.
+        """
+        return readings.population_bound(self._training, prior)
+
+    def get_rdp_mse_bound(
+        self,
+        diameters: float | Sequence[float] | Tensor = 1.0,
+        *,
+        reading: Literal["replace-one", "paper"] = "replace-one",
+    ) -> float:
+        """Theorem 1 of Guo et al. 2022: one MSE bound for all, from the run's Rényi divergence; unbiased attackers.
+
+        Args:
+            diameters: The range of each private coordinate; one number for all.
+            reading: "replace-one" converts the accountant's add/remove RDP rigorously (:func:`replace_one_rdp`);
+                "paper" uses ε_RDP(2) directly.
+        """
+        return readings.rdp_bound(self.accountant.history, self.totals.num_coordinates, diameters, reading)
+
+    def leakage(self, example_ids: Ids = None, *, delta: float | None = None) -> Any:
+        """One table by id (a pandas table if pandas is installed); see :meth:`Leakage.leakage`.
+
+        With δ also ``individual_epsilon``; with clip weights also ``clip_weight``.
+        """
+        return as_table(*self.leakage_columns(example_ids, delta=delta))
+
+    def leakage_columns(
+        self, example_ids: Ids = None, *, delta: float | None = None
+    ) -> tuple[list[Hashable], dict[str, list[Any]]]:
+        """The ids and columns of :meth:`leakage`."""
+        names, columns = self.totals.columns(example_ids)
+        if delta is not None:
+            columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
+        if self.clip_weights is not None:
+            columns["clip_weight"] = self.clip_weights.cpu()[self._training.run.ids.rows(names)[1]].tolist()
+        return names, columns
+
+    def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:
+        """Summaries of η̄ by group; see :meth:`Leakage.groups`."""
+        return self.totals.groups(group_of, **options)
+
+    @classmethod
+    def merge(cls, engines: Sequence[FILPrivacyEngine]) -> Leakage:
+        """The average over repeated runs on the same data, with the run-to-run standard error, for reading."""
+        return readings.average([(engine._training, engine.accountant.history) for engine in engines])
+
+    # ------------------------------------------------------------------ run files and reports
+
+    def save_run(self, path: str | os.PathLike[str], *, delta: float, **options: Unpack[SaveOptions]) -> Path:
+        """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
+
+        The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
+        when complete, and is readable by its owner only. Its content is **confidential**. The run can continue
+        afterwards. With several processes rank 0 writes it, and the others return the path at once.
+
+        Args:
+            path: The file; its suffix is .fil by convention.
+            delta: δ for ε and for the examples' own ε.
+            title: The report's title; None: the model's name and the number of examples.
+            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
+            attribute_units: One per private coordinate, e.g. "years".
+            attribute_scales: {attribute: (unit, scale) or (unit, scale, offset)} of attributes that were scaled for
+                training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}``
+                reports errors in years instead of standard deviations.
+            attribute_groups: {attribute: its levels' names}: combines the columns of a one-hot attribute; its error is
+                that of a guess of all levels.
+            unit_of_inputs: The unit of all coordinates, e.g. "grey value, 0 to 1".
+            input_range: The lowest and the highest possible value of every private coordinate, known without looking at
+                the data; the report then compares with a blind guess and with the bound from ε.
+            groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
+            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, if
+                inputs are images of 1 or 3 channels; 0: none.
+            texts: Every example's words, in the order of the data set, one for each position of the private embedding;
+                or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
+                shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
+                They are private data.
+            attacks: Results of attacks on the run (measure "mse"); each is compared with the run's bounds, unless it
+                comes from :func:`torchfil.compare_with_bounds`.
+            hash_data: Whether to read the whole data set for its checksum. The spread of the data, which gives the
+                error of a blind guess, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
+            equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
+                round did, and how groups compared before.
+        """
+        run = self._saved_run(delta, **options)
+        return Path(path) if run is None else save(run, path)
+
+    def report(
+        self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
+    ) -> Path:
+        """Write the run's report into a folder and return the path of its page; with several processes, as rank 0.
+
+        Args:
+            directory: The folder.
+            delta: δ for ε and for the examples' own ε.
+            redacted: Whether to leave out everything about single examples; see :func:`torchfil.report.write_report`.
+            **options: Options of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
+        """
+        from torchfil.report.writer import PAGE, write_report
+
+        writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
+        run = self._saved_run(delta, **options)
+        return Path(directory) / PAGE if run is None else write_report(run, directory, redacted=redacted, **writing)
+
+    @classmethod
+    def save_merged(
+        cls, engines: Sequence[FILPrivacyEngine], path: str | os.PathLike[str], *, delta: float, **options: Any
+    ) -> Path:
+        """Save the average over repeated runs (:meth:`merge`) as one run; the report says how many there were.
+
+        The numbers are about one release, on average over runs, with errors from the spread between runs. ε is that of
+        one run; the file also has the ε of all runs together, in case you release more than one.
+
+        Args:
+            engines: At least two repetitions with the same settings on the same data.
+            path: The file.
+            delta: δ of ε.
+            **options: Options of :meth:`save_run`; pictures come from the first run.
+        """
+        if len(engines) < 2:
+            raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
+        first, trainings = engines[0], [engine._training for engine in engines]
+        run = first._saved_run(delta, cls.merge(engines), **options)
+        return Path(path) if run is None else save(as_average(run, trainings, first.accountant, delta), path)
+
+    def _saved_run(self, delta: float, leakage: Leakage | None = None, **options: Any) -> SavedRun | None:
+        """The run as it is saved; None if another process writes it (collective).
+
+        Args:
+            delta: δ.
+            leakage: The average over several runs; None: this run's results.
+            **options: Of :meth:`save_run`.
+        """
+        check_delta(delta)
+        leakage, training = leakage or self.totals, self._training
+        with training.replica.gathered():  # pictures are shown with their PLIS
+            if training.run.ranks is not None and training.run.ranks.rank > 0:
+                return None
+            return build_saved_run(training, self.accountant, self._choice, leakage, delta=delta, **options)

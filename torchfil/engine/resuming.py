@@ -19,7 +19,7 @@ from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.checkpoints import is_folder, read_file, read_folder, write_file, write_folder
 from torchfil.engine.distributed.shards import in_parts, is_sharded
-from torchfil.engine.saving.fingerprint import data_fingerprint
+from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.noise import random_state, set_random_state
 

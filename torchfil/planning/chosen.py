@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from torchfil.engine.saving.run_view import RunView
+from torchfil.accounting.leakage import Leakage
+from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalised import Equalised
 
 __all__ = ["check_trained_with", "columns_of_rounds", "equalised_in_short", "noise_choice_in_short"]
@@ -28,15 +30,9 @@ _OF_A_ROUND = (
 )
 
 
-def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
-    """How pilots chose σ, and how the run so far compares with their target (met if the headroom is at least 1).
-
-    None if σ was given.
-    """
-    choice = run.noise_choice
-    if choice is None:
-        return None
-    check = choice.target.check(run.leakage)
+def noise_choice_in_short(choice: NoiseChoice, leakage: Leakage) -> dict[str, Any]:
+    """How pilots chose σ, and how the run so far compares with their target (met if the headroom is at least 1)."""
+    check = choice.target.check(leakage)
     return {
         "target": choice.target.wanted,
         "confidence": choice.target.confidence,
@@ -47,15 +43,15 @@ def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
     }
 
 
-def check_trained_with(equalised: Equalised, run: RunView) -> None:
+def check_trained_with(equalised: Equalised, clip_weights: Tensor | None) -> None:
     """Raise if the rounds chose other clip weights than the run was trained with.
 
     Raises:
         ValueError: This is not the run that the rounds chose.
     """
-    ones = torch.ones(run.leakage.ids.num_examples, dtype=torch.float64)
-    own = ones if run.clip_weights is None else run.clip_weights.cpu()
-    if not torch.equal(own, equalised.weights.double().cpu()):
+    chosen = equalised.weights.double().cpu()
+    own = torch.ones_like(chosen) if clip_weights is None else clip_weights.cpu()
+    if not torch.equal(own, chosen):
         raise ValueError(
             "equalised= has other clip weights than this run was trained with; save the run that it chose: "
             "result.engine.save_run(…, equalised=result)"

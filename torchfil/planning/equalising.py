@@ -30,7 +30,6 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.clipping import check_clip_weights
-from torchfil.engine.reading import LeakageReading
 from torchfil.planning.equalised import HELD_FIXED, Equalised, Round, Stopped
 from torchfil.planning.goal import Exposure, Goal, read_exposure
 from torchfil.planning.sparing import RoundWeights
@@ -212,7 +211,7 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
 
 def _check_used(weights: Tensor | None, engine: Any) -> None:
     """Raise if an engine knows its clip weights, and they differ from those passed to train."""
-    if weights is None or not isinstance(engine, LeakageReading):
+    if weights is None or not hasattr(engine, "clip_weights"):
         return
     used = engine.clip_weights
     if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
@@ -330,8 +329,8 @@ class _Rounds:
             runs.append(trained)
 
         engines = [each.engine for each in runs]
-        if all(isinstance(engine, LeakageReading) for engine in engines):
-            leakage = LeakageReading.merge(engines)
+        if all(hasattr(engine, "merge") for engine in engines):
+            leakage = engines[0].merge(engines)
         else:
             leakage = runs[0].leakage if count == 1 else Leakage.average([each.leakage for each in runs])
         exposure = read_exposure(leakage, goal.question, goal.confidence)

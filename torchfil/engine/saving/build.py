@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import math
 import platform
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil._version import __version__
@@ -18,37 +21,52 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.quantities import Divergence
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
+from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
-from torchfil.engine.saving.attribute_table import AttributeGroups, AttributeScales, with_levels
-from torchfil.engine.saving.data_spread import read_spread
-from torchfil.engine.saving.exposed_words import TokenTexts, exposed_words
-from torchfil.engine.saving.fingerprint import data_sha256
-from torchfil.engine.saving.run_view import RunView
-from torchfil.engine.saving.saved_attributes import attributes_of, table_to_save, yardsticks_of
-from torchfil.engine.saving.thumbnails import thumbnails
+from torchfil.engine.reading import Releases, epsilons, rdp_bound
+from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
+from torchfil.engine.saving.data import data_sha256, model_inputs, read_spread
+from torchfil.engine.saving.pictures import pixels_of_coordinates, thumbnails
+from torchfil.engine.saving.words import TokenTexts, exposed_words
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.planning.chosen import (
-    check_trained_with,
-    columns_of_rounds,
-    equalised_in_short,
-    noise_choice_in_short,
-)
+from torchfil.planning.calibration import NoiseChoice
+from torchfil.planning.chosen import check_trained_with, columns_of_rounds, equalised_in_short, noise_choice_in_short
 from torchfil.planning.equalised import Equalised
-from torchfil.report.saved_run import AttackRecord, QuestionRecord, SavedRun
+from torchfil.report.saved_run import QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Labels", "build_saved_run"]
+__all__ = ["Labels", "SaveOptions", "as_average", "build_saved_run"]
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
-
-_MOST_TEXTS = 20
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
+class SaveOptions(TypedDict, total=False):
+    """What :meth:`FILPrivacyEngine.save_run` can be told; it describes each."""
+
+    title: str | None
+    attribute_names: Sequence[str] | None
+    attribute_units: Sequence[str] | None
+    attribute_scales: AttributeScales | None
+    attribute_groups: AttributeGroups | None
+    unit_of_inputs: str
+    input_range: tuple[float, float] | None
+    groups: Mapping[str, Labels] | None
+    pictures: int
+    texts: TokenTexts | None
+    attacks: Sequence[AttackResult | BoundComparison]
+    hash_data: bool
+    equalised: Equalised | None
+
+
 def build_saved_run(
-    run: RunView,
+    training: PrivateTraining,
+    accountant: IAccountant,
+    noise_choice: NoiseChoice | None,
+    leakage: Leakage,
     *,
+    delta: float,
     title: str | None = None,
     attribute_names: Sequence[str] | None = None,
     attribute_units: Sequence[str] | None = None,
@@ -63,74 +81,114 @@ def build_saved_run(
     hash_data: bool = True,
     equalised: Equalised | None = None,
 ) -> SavedRun:
-    """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
-    _check_parts(pictures, input_range, groups)
-    leakage = run.leakage
+    """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
+
+    ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
+    over several runs.
+    """
+    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
+        raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
+    looks, ids, d = training.looks, leakage.ids, leakage.num_coordinates
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
     named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
-    table = table_to_save(leakage, named, with_texts=texts is not None)
-    records = [_attack_record(attack, leakage) for attack in attacks]
-    labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
-    columns = _columns(run, equalised)
+    table = tracked_table(leakage, named, with_texts=texts is not None)
+    compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
+    records = [each.record(ids.all()) for each in compared]
+    labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
+    columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
+    shown = words = None
     with generators_kept():
-        about = _about(run, hash_data)
-        spread = read_spread(run, thorough=hash_data)
+        about = _about(training, accountant, leakage, delta, hash_data=hash_data)
+        spread = read_spread(looks, d, thorough=hash_data)
         if table is not None and spread is not None:
-            table = with_levels(table, spread.coordinates)
-        attributes = None if table is None else attributes_of(run, table)
-        pictures = pictures if run.dataset is not None else 0  # a stream cannot be read again
-        shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
+            table = table.with_levels(spread.coordinates)
+        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(looks, d))
+        if pictures > 0 and looks.dataset is not None:  # a stream cannot be read again
+            shown = thumbnails(training, columns, pictures)
+        if texts is not None:
+            words = exposed_words(training, leakage, texts, columns["fil"])
 
-    words = exposed_words(run, texts, columns["fil"], _MOST_TEXTS) if texts is not None else None
-    about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
+    about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
-    about["noise_choice"] = noise_choice_in_short(run)
+    about["noise_choice"] = None if noise_choice is None else noise_choice_in_short(noise_choice, leakage)
     about["equalised"] = None if equalised is None else equalised_in_short(equalised)
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
-
     return SavedRun(
         about=about,
-        ids=leakage.ids.as_array(),
+        ids=ids.as_array(),
         columns=columns,
         attributes=attributes,
         groups=labels,
         pictures=shown,
         texts=words,
-        history=_history(run),
-        bounds=_bounds(run, input_range),
+        history=_history(training, accountant, leakage, delta),
+        bounds=_bounds(accountant.history, d, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else columns_of_rounds(equalised),
-        yardsticks=None if spread is None else yardsticks_of(spread, table),
+        yardsticks=None if spread is None else baselines(spread, table),
     )
 
 
-def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups: Mapping[str, Labels] | None) -> None:
-    """Refuse options that fit no run."""
-    if pictures < 0:
-        raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
-    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
-        raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    if groups is not None and not isinstance(groups, Mapping):
-        raise TypeError(f"groups is a {type(groups).__name__}; name the grouping: groups={{'clinic': labels}}")
+def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float) -> SavedRun:
+    """A run whose numbers are means over repetitions, without what belongs to a single one.
+
+    The numbers are about one release, on average. An example's own ε, the course of training and the seed are left out;
+    so is reconstruction robustness if batches are known, because it depends on one run's participations.
+
+    Args:
+        run: Saved from the average; everything else is that of the first run.
+        trainings: All runs.
+        accountant: Of the first run.
+        delta: δ of the ε of all runs together (composition).
+    """
+    together = copy.deepcopy(accountant)
+    together.history = list(accountant.history) * len(trainings)
+    merged = {"runs": len(trainings), "epsilon_of_all": float(together.get_epsilon(delta))}
+    kinds = [training.optimizer.noise.kind for training in trainings]
+    mechanism = {**run.about["mechanism"], "noise": "seeded" if "seeded" in kinds else kinds[0]}
+    known_batches = mechanism["sample_rate"] is None
+    return replace(
+        run,
+        about={**run.about, "mechanism": mechanism, "probe_seed": None, "merged": merged},
+        columns={name: values for name, values in run.columns.items() if name != "epsilon"},
+        history={},
+        bounds={name: bound for name, bound in run.bounds.items() if name != "rero" or not known_batches},
+    )
 
 
-def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
-    """An attack compared with the run's bounds, unless it was already compared with bounds."""
-    if not isinstance(attack, AttackResult | BoundComparison):
-        raise TypeError(
-            f"attacks contains a {type(attack).__name__}; give an AttackResult of torchfil.attacks, or what "
-            "torchfil.compare_with_bounds returns"
+def _labels(name: str, given: Labels, ids: Sequence[Hashable]) -> np.ndarray:
+    """A grouping's labels in the order of the data set, [n]."""
+    labels = [given[key] for key in ids if key in given] if isinstance(given, Mapping) else given
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; give one for each, in order or by id"
         )
-    compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
-    return compared.record(leakage.ids.all())
+    return np.asarray([str(label) for label in labels], dtype=str)
 
 
-def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
-    leakage, module = run.leakage, run.module
-    inputs = run.inputs([0]) if run.dataset is not None else {}
+def _columns(
+    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, equalised: Equalised | None
+) -> dict[str, np.ndarray]:
+    """Numbers by example, [n] each."""
+    run, columns = training.run, leakage.arrays()
+    columns["epsilon"] = epsilons(run, accountant, None, delta).value.cpu().numpy()
+    if run.clip_weights is not None:
+        columns["clip_weight"] = run.clip_weights.cpu().numpy()
+    if equalised is not None:
+        check_trained_with(equalised, run.clip_weights)
+        if equalised.fil_before is not None:
+            columns["fil_before"] = equalised.fil_before.double().numpy()
+    return columns
+
+
+def _about(
+    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, *, hash_data: bool
+) -> dict[str, Any]:
+    looks, module = training.looks, training.replica.live
+    inputs = model_inputs(looks, [0]) if looks.dataset is not None else {}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
@@ -139,60 +197,49 @@ def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
             # the length of the longest text belongs to one example, so a redacted report must not show it
             ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
-            "data_sha256": data_sha256(run.dataset) if hash_data and run.dataset is not None else None,
+            "data_sha256": data_sha256(looks.dataset) if hash_data and looks.dataset is not None else None,
         },
-        "mechanism": _mechanism(run),
-        "epsilon": run.epsilon,
-        "delta": run.delta,
-        "accountant": run.accountant,
+        "mechanism": _mechanism(training, leakage),
+        "epsilon": float(accountant.get_epsilon(delta)),
+        "delta": delta,
+        "accountant": accountant.mechanism(),
         "versions": {
             "torchfil": __version__,
             "torch": str(torch.__version__),
             "opacus": metadata.version("opacus"),
             "python": platform.python_version(),
         },
-        "probe_seed": run.generator.initial_seed(),
+        "probe_seed": training.run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.exact,
     }
 
 
-def _mechanism(run: RunView) -> dict[str, Any]:
-    options, ledger = run.options, run.leakage.ledger
-    accounting = options.accounting
+def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
+    run, optimizer, ledger = training.run, training.optimizer, leakage.ledger
+    options, accounting = run.options, run.options.accounting
+    parts = accounting.accumulation_steps * (1 if run.ranks is None else run.ranks.size)
+    mean = optimizer.loss_reduction == "mean"
     paced = accounting.rel_error is not None  # then probes and rate change from step to step
     return {
-        "noise_multiplier": run.noise_multiplier,
-        "max_grad_norm": run.max_grad_norm,
+        "noise_multiplier": float(optimizer.noise_multiplier),
+        "max_grad_norm": float(optimizer.max_grad_norm),
         "clip": options.clip.name,
-        "noise": run.noise,
-        "sample_rate": run.options.sample_rate,
-        "expected_batch_size": run.expected_batch_size,
+        "noise": optimizer.noise.kind,
+        "sample_rate": options.sample_rate,
+        "expected_batch_size": float(optimizer.expected_batch_size * parts) if mean else None,  # None: a sum
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
-        "poisson": run.options.sample_rate is not None,
-        "stream": run.dataset is None,
+        "poisson": options.sample_rate is not None,
+        "stream": training.looks.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
-        "num_probes": None if paced else run.num_probes,
-        "probe_precision": accounting.execution.probe_precision_on(next(run.module.parameters()).device),
+        "num_probes": None if paced else run.pace.num_probes,
+        "probe_precision": accounting.execution.probe_precision_on(next(training.replica.live.parameters()).device),
         "fil_rate": None if paced else accounting.fil_rate,
         "rel_error": accounting.rel_error,
-        "loss": run.loss,
+        "loss": run.loss.name if run.loss is not None else None,
     }
-
-
-def _columns(run: RunView, equalised: Equalised | None) -> dict[str, np.ndarray]:
-    """Numbers by example, [n] each."""
-    columns = run.leakage.arrays()
-    columns["epsilon"] = run.individual_epsilon.cpu().numpy()
-    if run.clip_weights is not None:
-        columns["clip_weight"] = run.clip_weights.cpu().numpy()
-    if equalised is not None:
-        check_trained_with(equalised, run)
-        if equalised.fil_before is not None:
-            columns["fil_before"] = equalised.fil_before.double().numpy()
-    return columns
 
 
 def _question(leakage: Leakage, name: str) -> QuestionRecord:
@@ -207,45 +254,27 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
     return QuestionRecord(name, list(asked.answers), asked.complete, found["divergence"], found["divergence_high"])
 
 
-def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
-    ids = leakage.ids.all()
-    if isinstance(given, Mapping):
-        missing = [key for key in ids if key not in given]
-        if missing:
-            raise ValueError(f"grouping {name!r} has no label for {len(missing)} examples, e.g. {missing[:3]}")
-        given = [given[key] for key in ids]
-    if len(given) != len(ids):
-        raise ValueError(
-            f"grouping {name!r} has {len(given)} labels for {len(ids)} examples; give one for each, in order"
-        )
-    return np.asarray([str(label) for label in given], dtype=str)
-
-
-def _history(run: RunView) -> dict[str, np.ndarray]:
-    ledger = run.leakage.ledger
-    steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.own_coordinates)
-    names = ("fil_median", "fil_q95", "fil_max")
+def _history(
+    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float
+) -> dict[str, np.ndarray]:
+    """η̄ over training time, and ε."""
+    ledger = leakage.ledger
+    steps, points = training.run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.own_coordinates)
     history = {"step": np.asarray(steps, dtype=np.int64)}
-    history |= {name: points[:, place].double().numpy() for place, name in enumerate(names)}
-    if run.accountant == "rdp" and run.options.sample_rate is not None:  # else it counts participations, not steps
-        history["epsilon"] = epsilon_over_time(run.releases, steps, run.delta)
+    history |= {name: points[:, j].double().numpy() for j, name in enumerate(("fil_median", "fil_q95", "fil_max"))}
+    if accountant.mechanism() == "rdp" and training.run.options.sample_rate is not None:  # else it counts
+        history["epsilon"] = epsilon_over_time(accountant.history, steps, delta)  # participations, not steps
     return history
 
 
-def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, Any]:
-    """Theorem 1, if inputs are known to lie in a range, and reconstruction robustness."""
+def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, float] | None) -> dict[str, Any]:
+    """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter = input_range[1] - input_range[0]
-        bounds["rdp_mse_bound"] = {
-            "diameter": diameter,
-            "replace_one": run.rdp_mse_bound(diameter, reading="replace-one"),
-            "paper": run.rdp_mse_bound(diameter, reading="paper"),
-        }
-    return {**bounds, "rero": _rero_curve(run)}
-
-
-def _rero_curve(run: RunView) -> dict[str, list[float]]:
-    """Success with the model, at most and (``low``) at least, by success without it."""
-    curve = everybodys_robustness(run.releases, _PRIORS)
-    return {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
+        readings = {"replace_one": "replace-one", "paper": "paper"}
+        both = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in readings.items()}
+        bounds["rdp_mse_bound"] = {"diameter": diameter, **both}
+    curve = everybodys_robustness(releases, _PRIORS)
+    bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
+    return bounds

@@ -8,20 +8,23 @@ For token t, whose embedding has w private coordinates:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
-from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.saving.run_view import RunView
+from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.looks import DatasetLooks
+from torchfil.engine.saving.data import model_inputs
 from torchfil.report.saved_run import Texts
 
 __all__ = ["Decodes", "TokenTexts", "exposed_words"]
 
+_MOST_TEXTS = 20
 _TOKENS = "input_ids"
 
 
@@ -35,44 +38,45 @@ class Decodes(Protocol):
 TokenTexts = Sequence[Sequence[str]] | Callable[[list[int]], str] | Decodes
 
 
-def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) -> Texts | None:
-    """FIL and PLIS by token of the ``count`` most exposed examples, with the tokens; None if nothing leaked.
+def exposed_words(training: PrivateTraining, leakage: Leakage, texts: TokenTexts, fil: np.ndarray) -> Texts | None:
+    """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
 
     Args:
-        run: The run; the diagonal was tracked.
+        training: The run.
+        leakage: Its results; the diagonal was tracked.
         texts: Every example's tokens as strings, in the order of the data set, one for each position of its private
             tensor; or a decoder of token ids: a tokenizer with ``decode``, or a function that maps a list with one id
             to its string. The ids are then read from the data set.
         fil: η̄, [n].
-        count: The number of examples.
 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
     """
-    leakage, decode = run.leakage, _decoder(texts)
-    strings: Any = texts if decode is None else None
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         raise ValueError("texts= shows leakage by word, which needs make_private(track=('diagonal',))")
-    if strings is not None and len(strings) != len(fil):
-        raise ValueError(f"texts has {len(strings)} entries for {len(fil)} examples; give one for each, in order")
+    decode: Any = getattr(texts, "decode", texts if callable(texts) else None)
+    rows = np.argsort(-fil, kind="stable")[:_MOST_TEXTS]
+    rows = rows[fil[rows] > 0]  # an example that leaked nothing is not among the most exposed
 
-    # an example that leaked nothing is not among the most exposed
-    rows = np.argsort(-fil, kind="stable")[:count]
-    rows = rows[fil[rows] > 0]
-    if decode is not None:
-        with generators_kept():
-            tokens = _token_ids(run, rows.tolist()) if len(rows) else torch.zeros(0, 0)
-    positions = _positions(run, tokens.shape[1] if decode is not None else max(map(len, strings), default=0))
+    # one token for each position of the private embedding
+    tokens: Any
+    if decode is None:
+        tokens = texts
+        if len(tokens) != len(fil):
+            raise ValueError(f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each, in order")
+        positions = _positions(training, leakage, max(map(len, tokens), default=0))
+    else:
+        tokens = token_ids(training.looks, rows.tolist()) if len(rows) else torch.zeros(0, 0)
+        positions = _positions(training, leakage, tokens.shape[1])
     if not len(rows):
         return None
 
     ids = leakage.ids.all()
     diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
     by_token = diagonal.unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
-    with generators_kept():
-        plis = _plis(run, rows.tolist(), positions)
+    plis = _plis(training, rows.tolist(), positions)
     if decode is None:
-        words = [[str(word) for word in strings[row]] for row in rows]
+        words = [[str(word) for word in tokens[row]] for row in rows]
         own = torch.arange(positions) < torch.tensor([len(each) for each in words])[:, None]
     else:
         # padding has neither: its coordinates belong to nobody
@@ -84,18 +88,32 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
     return Texts(rows.astype(np.int64), words, _compact(by_token, own), None if plis is None else _compact(plis, own))
 
 
-def _decoder(texts: TokenTexts) -> Callable[[list[int]], str] | None:
-    """A function from a list with one id to its string; None if the tokens are given as strings."""
-    if hasattr(texts, "decode"):
-        return texts.decode
-    return texts if callable(texts) else None
+def token_ids(looks: DatasetLooks, rows: list[int]) -> Tensor:
+    """The token ids that the model receives for these texts, [rows, T].
+
+    Raises:
+        ValueError: A stream, or it is not known which of the inputs they are.
+    """
+    if looks.dataset is None:
+        raise ValueError("the examples of a stream cannot be read again: give texts= as strings, one list an example")
+    integers = (torch.int64, torch.int32)
+    inputs = {
+        key: value
+        for key, value in model_inputs(looks, rows).items()
+        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in integers
+    }
+    if _TOKENS not in inputs and len(inputs) != 1:
+        raise ValueError(
+            f"{len(inputs)} inputs of the model hold integers by position ({', '.join(map(repr, inputs)) or 'none'}), "
+            "so that the tokens to decode are not known; give texts= as strings, one list an example"
+        )
+    return inputs.get(_TOKENS, next(iter(inputs.values()))).cpu()
 
 
-def _positions(run: RunView, longest: int) -> int:
+def _positions(training: PrivateTraining, leakage: Leakage, longest: int) -> int:
     """The number of positions for every text."""
-    private = run.options.private
+    private, coordinates = training.run.options.private, leakage.num_coordinates
     positions = (private.max_length if private is not None else None) or longest
-    coordinates = run.leakage.num_coordinates
     if longest > positions or coordinates % max(1, positions):
         raise ValueError(
             f"texts of up to {longest} words do not fit {coordinates} private coordinates in {positions} positions; "
@@ -104,30 +122,11 @@ def _positions(run: RunView, longest: int) -> int:
     return positions
 
 
-def _token_ids(run: RunView, rows: list[int]) -> Tensor:
-    """The token ids that the model receives for these texts, [rows, T]."""
-    if run.dataset is None:
-        raise ValueError("the examples of a stream cannot be read again: give texts= as strings, one list an example")
-    inputs = {key: value for key, value in run.inputs(rows).items() if _are_tokens(value)}
-    if _TOKENS in inputs:
-        return inputs[_TOKENS].cpu()
-    if len(inputs) != 1:
-        raise ValueError(
-            f"{len(inputs)} inputs of the model hold integers by position ({', '.join(map(repr, inputs)) or 'none'}), "
-            "so that the tokens to decode are not known; give texts= as strings, one list an example"
-        )
-    return next(iter(inputs.values())).cpu()
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
-
-
-def _plis(run: RunView, rows: list[int], positions: int) -> Tensor | None:
+def _plis(training: PrivateTraining, rows: list[int], positions: int) -> Tensor | None:
     """‖PLIS‖ by token, [rows, positions], NaN at padding; None if it cannot be computed."""
-    if run.plis is None or run.dataset is None:
+    if training.run.loss is None or training.looks.dataset is None:
         return None
-    maps: Mapping[Any, Tensor] = run.plis(rows)
+    maps = training.looks.plis(rows, training.optimizer, private=True)
     fitting = [each for each in maps.values() if each.ndim == 3 and each.shape[1] <= positions]
     if len(fitting) != 1:
         return None
