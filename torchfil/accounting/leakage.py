@@ -25,7 +25,7 @@ from torchfil.accounting.summary import LeakageSummary, summarise
 from torchfil.fisher.results import Estimate, Part
 from torchfil.fisher.spectral import largest_eigenvalue
 from torchfil.guessing import Guess
-from torchfil.utils.notebook import html_table
+from torchfil.utils.tables import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
 

@@ -8,8 +8,7 @@ from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, Execution
-from torchfil.planning.equalised import Equalised
-from torchfil.planning.equalising import equalise
+from torchfil.planning.equalising import Equalised, equalise
 
 __all__ = [
     "Accounting",

@@ -26,7 +26,7 @@ from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.sharded import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.ghost_criterion import GhostCriterion
-from torchfil.engine.loader import check_sampler
+from torchfil.engine.loader import check_sampler, split_batch
 from torchfil.engine.module import without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
@@ -46,8 +46,7 @@ from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Part
-from torchfil.planning.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
-from torchfil.planning.pilots import Pilots, Train
+from torchfil.planning.calibration import NoiseChoice, NoiseSearch, Pilots, Train, choose_noise, warn_when_missed
 from torchfil.planning.targets import LeakageTarget, TargetCheck
 from torchfil.private import Private
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
@@ -357,8 +356,7 @@ class FILPrivacyEngine(Resuming):
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
         self._check_unused()
-        poisson = options.get("poisson_sampling", True)
-        check_sampler(data_loader, poisson_sampling=poisson)
+        check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         if accounting.epochs is None:
@@ -372,16 +370,8 @@ class FILPrivacyEngine(Resuming):
             of,
         )
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
-        pilots = Pilots(self._for_pilot, module, optimizer, data_loader, epochs, accounting, options, train, progress)
-        check_participations(
-            target,
-            accounting,
-            len(data_loader.dataset),  # type: ignore[arg-type]
-            round(1 / accounting.sample_rate) if accounting.sample_rate else len(data_loader),
-            epochs,
-            poisson=poisson,
-        )
-
+        copied = (module, optimizer, data_loader)
+        pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
         choice = choose_noise(pilots, target, search, pilot_epochs)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.utils.notebook import html_table
+from torchfil.utils.tables import html_table
 
 __all__ = ["engine_lines", "engine_table", "engine_text"]
 

@@ -29,13 +29,7 @@ from torchfil.engine.saving.run_view import RunView
 from torchfil.engine.saving.saved_attributes import attributes_of, table_to_save, yardsticks_of
 from torchfil.engine.saving.thumbnails import thumbnails
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.planning.chosen import (
-    check_trained_with,
-    columns_of_rounds,
-    equalised_in_short,
-    noise_choice_in_short,
-)
-from torchfil.planning.equalised import Equalised
+from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import AttackRecord, QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 
@@ -87,8 +81,8 @@ def build_saved_run(
     words = exposed_words(run, texts, columns["fil"], _MOST_TEXTS) if texts is not None else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
     about["unit_of_inputs"] = unit_of_inputs
-    about["noise_choice"] = noise_choice_in_short(run)
-    about["equalised"] = None if equalised is None else equalised_in_short(equalised)
+    about["noise_choice"] = None if run.noise_choice is None else run.noise_choice.summary(leakage)
+    about["equalised"] = None if equalised is None else equalised.summary()
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
 
     return SavedRun(
@@ -103,7 +97,7 @@ def build_saved_run(
         bounds=_bounds(run, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
-        rounds={} if equalised is None else columns_of_rounds(equalised),
+        rounds={} if equalised is None else equalised.columns(),
         yardsticks=None if spread is None else yardsticks_of(spread, table),
     )
 
@@ -190,7 +184,7 @@ def _columns(run: RunView, equalised: Equalised | None) -> dict[str, np.ndarray]
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
     if equalised is not None:
-        check_trained_with(equalised, run)
+        equalised.check_trained_with(run.clip_weights)
         if equalised.fil_before is not None:
             columns["fil_before"] = equalised.fil_before.double().numpy()
     return columns

@@ -17,7 +17,7 @@ from torchfil.engine.saving.build import Labels, build_saved_run
 from torchfil.engine.saving.exposed_words import TokenTexts
 from torchfil.engine.saving.merged import as_merged, epsilon_of_all
 from torchfil.engine.saving.run_view import RunView
-from torchfil.planning.equalised import Equalised
+from torchfil.planning.equalising import Equalised
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
 
