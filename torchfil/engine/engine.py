@@ -28,14 +28,16 @@ from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler, split_batch
 from torchfil.engine.module import without_compiler
-from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
     asked_question,
+    check_modes,
     checked_options,
-    drawn_by_a_step,
+    example_ids,
     most_in_a_pass,
-    names_of,
+    options_known_to,
+    rate_and_batch_size,
+    thresholds,
     warn_without_noise,
     with_rate,
 )
@@ -151,9 +153,9 @@ class FILPrivacyEngine(Resuming):
                 generator, else from torch's. None: both have generators of their own; see the class.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes
                 clipped sums and accounting if a trial shows that it reproduces plain autograd's per-example gradients,
-                else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
-                loops that read ``p.grad_sample``. "ghost" is "auto" with the interface of Opacus's ghost clipping: hard
-                clip unless another is given, and the criterion is returned as well.
+                else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", as in Opacus, is for loops that read
+                ``p.grad_sample``; "functorch" and "ew" are other names of it. "ghost" is "auto" with the interface of
+                Opacus's ghost clipping: hard clip unless another is given, and the criterion is returned as well.
             wrap_model: As in Opacus; False means "hooks".
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping except near
@@ -180,13 +182,12 @@ class FILPrivacyEngine(Resuming):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
+        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
-        check_accumulation(accounting.accumulation_steps, mode, poisson_sampling=poisson_sampling)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = checked_options(
@@ -195,6 +196,7 @@ class FILPrivacyEngine(Resuming):
             data_loader,
             accounting,
             id_of,
+            mode=mode,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
             private=private,
@@ -211,9 +213,9 @@ class FILPrivacyEngine(Resuming):
         )
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
+        ids, seed = example_ids(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
-        accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
+        accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
@@ -272,7 +274,7 @@ class FILPrivacyEngine(Resuming):
         """
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
-        accounting = Accounting.given(accounting)
+        accounting = accounting or Accounting()
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
         if not known_batches:
@@ -358,7 +360,7 @@ class FILPrivacyEngine(Resuming):
         self._check_unused()
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
-        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
+        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         if accounting.epochs is None:
             accounting = replace(accounting, epochs=epochs)
         target = LeakageTarget(
