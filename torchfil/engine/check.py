@@ -40,12 +40,7 @@ from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.passes import record
-from torchfil.fisher.rules.convolution import ConvolutionRule
-from torchfil.fisher.rules.embedding import EmbeddingRule
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.linear import LinearRule
-from torchfil.fisher.rules.normalisation import NormalisationRule
-from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
+from torchfil.fisher.rules import convolution, embedding, generic, linear, normalisation, parameters
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
 from torchfil.utils.tables import aligned
@@ -57,13 +52,13 @@ Criterion = Callable[[Any, Any], Tensor]
 _NOISE, _THRESHOLD = 1.0, 1.0  # for the timed step; its time does not depend on them
 _LONG = 10.0  # seconds, after which a pass is not timed again
 _RULES_IN_WORDS: dict[type, str] = {
-    GenericRule: "none: gradients formed example by example (vmap)",
-    ReparametrisedRule: "weights made from parameters: closed form, then back to the parameters",
-    ParameterRule: "bare parameter, where it meets the examples",
-    LinearRule: "linear, closed form",
-    ConvolutionRule: "convolution, closed form",
-    EmbeddingRule: "embedding, closed form",
-    NormalisationRule: "normalisation, closed form",
+    generic.GenericRule: "none: gradients formed example by example (vmap)",
+    parameters.ReparametrisedRule: "weights made from parameters: closed form, then back to the parameters",
+    parameters.ParameterRule: "bare parameter, where it meets the examples",
+    linear.LinearRule: "linear, closed form",
+    convolution.ConvolutionRule: "convolution, closed form",
+    embedding.EmbeddingRule: "embedding, closed form",
+    normalisation.NormalisationRule: "normalisation, closed form",
 }
 _VERDICTS = {
     "recorded": "runs, in one recorded pass over the batch",
@@ -217,7 +212,10 @@ def check(
     """
     if is_sharded(model):
         raise ValueError("the model is sharded (fully_shard): check it before, in one process; the result also holds")
-    replica, options = Replica(model), _options(model, num_probes, private, batch_to_inputs)
+    replica, accounting = Replica(model), Accounting(num_probes=num_probes)
+    clip, amplification = get_clip(DEFAULT_CLIP), accounting.amplification_for(poisson_sampling=False)
+    memory = accounting.execution.memory_on(replica.device)
+    options = RunOptions(accounting, clip, amplification, None, memory, private, batch_to_inputs=batch_to_inputs)
     checks = StepChecks(replica, options, BatchTracker())
     batch = checks.moved(plain(batch))
     size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
@@ -240,20 +238,6 @@ def check(
         text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
         reason = " ".join(text.split()) or type(error).__name__
         return replace(result, reason=reason, advice=_advice(model, result, None))
-
-
-def _options(model: nn.Module, num_probes: int, private: Private | None, split: BatchToInputs | None) -> RunOptions:
-    """The default options of a run."""
-    accounting = Accounting(num_probes=num_probes)
-    return RunOptions(
-        accounting,
-        get_clip(DEFAULT_CLIP),
-        accounting.amplification_for(poisson_sampling=False),
-        None,
-        accounting.execution.memory_on(next(model.parameters()).device),
-        private,
-        batch_to_inputs=split,
-    )
 
 
 def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
@@ -391,13 +375,13 @@ def _layers(gradients: ExampleGradients, plan: Plan, max_memory: int) -> tuple[L
             seconds = _median_seconds(partial(call.rule.squared_norm, call), part.device, 3)
             known = [text for kind, text in _RULES_IN_WORDS.items() if isinstance(call.rule, kind)]
             words = known[0] if known else type(call.rule).__name__
-            kind = "Parameter" if isinstance(call.rule, ParameterRule) else type(call.module).__name__
-            layer = LayerCheck(call.name, kind, 1, 0, words, 1e3 * seconds, isinstance(call.rule, GenericRule))
+            kind = "Parameter" if isinstance(call.rule, parameters.ParameterRule) else type(call.module).__name__
+            layer = LayerCheck(call.name, kind, 1, 0, words, 1e3 * seconds, isinstance(call.rule, generic.GenericRule))
             rows.append((layer, set(call.shared_names.values())))
     return _grouped(rows, gradients.parameters)
 
 
-def _grouped(rows: Sequence[tuple[LayerCheck, set[str]]], parameters: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
+def _grouped(rows: Sequence[tuple[LayerCheck, set[str]]], weights: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
     """Rows grouped if their names differ only in numbers; a layer that is called several times counts once."""
     groups: dict[tuple[str, str, str], list[tuple[LayerCheck, set[str]]]] = {}
     for layer, names in rows:
@@ -409,7 +393,7 @@ def _grouped(rows: Sequence[tuple[LayerCheck, set[str]]], parameters: Mapping[st
         one, names = members[0][0], set[str]().union(*(names for _, names in members))
         count = len({layer.name for layer, _ in members})
         times = [layer.milliseconds for layer, _ in members if layer.milliseconds is not None]
-        size = sum(parameters[name].numel() for name in names if name in parameters)
+        size = sum(weights[name].numel() for name in names if name in weights)
         name = (starred if count > 1 else one.name) or "the model itself"
         table.append(replace(one, name=name, count=count, parameters=size, milliseconds=sum(times) if times else None))
     return tuple(table)
@@ -431,41 +415,25 @@ def _median_seconds(work: Callable[[], object], device: torch.device, repeats: i
 
 def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tuple[str, ...]:
     """What to change, most serious first."""
-    lines = []
-    if not model.training:
-        lines.append("the model is in evaluation mode: call model.train() before make_private")
-
-    # What makes steps slow.
-    if result.loss is not None and result.loss.startswith("the model's own"):
-        lines.append(
-            "the loss could not be identified from the other outputs: let the model also run without labels and "
-            "return the outputs that its loss uses, or pass criterion="
-        )
-    elif result.verdict == "mapped":
-        lines.append(
-            "the recorded pass would be faster; the reason against it stands above. Keep parameters in torch.nn "
-            "layers that are called as modules, with the examples in the first dimension"
-        )
-    generic = [f"{layer.name} ({layer.kind})" for layer in result.layers if layer.falls_back]
-    if generic and result.verdict == "recorded":
-        lines.append(
-            f"no layer rule for {', '.join(generic)}: use layers that have one (docs/layers.md), or register one with "
-            "torchfil.fisher.rules.register_rule (CONTRIBUTING.md)"
-        )
-
-    # What the numbers depend on.
-    if result.not_smooth:
-        lines.append(
-            "bounds are no guarantees for a model that is not smooth: torchfil.SmoothnessValidator.fix(model) "
-            "replaces layers; replace calls inside forward by hand"
-        )
-    if result.loss is not None and "assumed" in result.loss:
-        lines.append("pass criterion= to state the loss; otherwise it is identified at the loop's first step")
-
+    loss = result.loss or ""
+    own = loss.startswith("the model's own")
+    mapped = result.verdict == "mapped" and not own
+    no_rule = [f"{layer.name} ({layer.kind})" for layer in result.layers if layer.falls_back]
     room = max_memory // max(1, result.bytes_per_example or 1) if max_memory else result.batch_size
-    if room < result.batch_size:
-        lines.append(
-            f"the batch runs in pieces of {max(1, room)} examples: Execution(max_memory=…) may allow more than "
-            f"{max_memory:,} bytes"
-        )
-    return tuple(lines)
+    advice = {
+        "the model is in evaluation mode: call model.train() before make_private": not model.training,
+        # what makes steps slow
+        "the loss could not be identified from the other outputs: let the model also run without labels and return "
+        "the outputs that its loss uses, or pass criterion=": own,
+        "the recorded pass would be faster; the reason against it stands above. Keep parameters in torch.nn layers "
+        "that are called as modules, with the examples in the first dimension": mapped,
+        f"no layer rule for {', '.join(no_rule)}: use layers that have one (docs/layers.md), or register one with "
+        "torchfil.fisher.rules.register_rule (CONTRIBUTING.md)": no_rule and result.verdict == "recorded",
+        # what the numbers depend on
+        "bounds are no guarantees for a model that is not smooth: torchfil.SmoothnessValidator.fix(model) replaces "
+        "layers; replace calls inside forward by hand": result.not_smooth,
+        "pass criterion= to state the loss; otherwise it is identified at the loop's first step": "assumed" in loss,
+        f"the batch runs in pieces of {max(1, room)} examples: Execution(max_memory=…) may allow more than "
+        f"{max_memory or 0:,} bytes": room < result.batch_size,
+    }
+    return tuple(text for text, applies in advice.items() if applies)

@@ -200,9 +200,7 @@ class Accounting:
             given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
             single = self.chosen_estimator.one_pass and not self.needs.products
             require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
-            require(
-                not self.skips_steps, f"{given} measures every step; leave out rel_error and fil_rate, or extra_probes"
-            )
+            require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
             require(single, f"{given} needs estimator={able}, and no track=('sketch',)")
 
     def rows_place(self, device: torch.device) -> torch.device | Path:

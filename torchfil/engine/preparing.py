@@ -129,21 +129,16 @@ def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
             "needs a closure), and each evaluation would be a separate release, which the accountant does not count. "
             "Use an optimizer that takes one gradient per step, such as SGD, Adam or AdamW."
         )
-    own = {id(p): name for name, p in module.named_parameters()}
+    own = {id(p) for p in module.parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strange = len(given - own.keys())
-    if strange:
-        raise ValueError(
-            f"Module parameters are different than optimizer Parameters: {strange} of the optimizer's {len(given)} are "
-            "not the module's. Was a layer replaced after the optimizer was made (ModuleValidator.fix, a new head)? "
-            "Make the optimizer from the parameters of the module that you pass here."
-        )
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
-    if left:
+    if given - own or left:
         raise ValueError(
-            f"the optimizer does not hold {len(left)} trainable parameters "
+            f"Module parameters are different than optimizer Parameters: {len(given - own)} of the optimizer's "
+            f"{len(given)} are not the module's, and it does not hold {len(left)} trainable parameters "
             f"({', '.join(left[:5])}{', …' if len(left) > 5 else ''}): freeze those that are not trained "
-            "(requires_grad_(False)), or give them to the optimizer"
+            "(requires_grad_(False)). Make the optimizer from the parameters of the module that you pass here, after "
+            "layers were replaced (ModuleValidator.fix, a new head)."
         )
 
 
