@@ -366,37 +366,34 @@ class _Training:
         return self.round.num_below, self.missing
 
 
+@dataclass
 class _Rounds:
-    """Trains, and keeps the history and the sums over all rounds."""
+    """Trains, and keeps the history and the sums over all rounds; the first round settles the goal."""
 
-    def __init__(
-        self,
-        train: Callable[[Tensor | None], Any],
-        first: Tensor | None,
-        start: Callable[[Sequence[Hashable]], RoundWeights],
-        goal: Goal,
-        delta: float | None,
-    ) -> None:
-        self._train, self._first, self._start, self.goal, self._delta = train, first, start, goal, delta
-        self._accountants: list[Any] = []
-        self._missing: list[float] = []
-        self.history: list[Round] = []
-        self.fil_before: Tensor | None = None
+    run: Callable[[Tensor | None], Any]
+    first: Tensor | None
+    start: Callable[[Sequence[Hashable]], RoundWeights]
+    goal: Goal
+    delta: float | None
+    history: list[Round] = field(default_factory=list)
+    missing: list[float] = field(default_factory=list)
+    accountants: list[Any] = field(default_factory=list)
+    fil_before: Tensor | None = None
 
     def train(self, weights: RoundWeights | None, *, fresh: bool = False) -> _Training:
         """One training with these weights, entered into the history.
 
         The first one (None) shows which examples there are and, if it is a share of them, the target.
         """
-        given = self._first if weights is None else weights.values
+        given = self.first if weights is None else weights.values
         began = time.perf_counter()
-        returned = self._train(given)
+        returned = self.run(given)
         seconds = time.perf_counter() - began
         engine, score = returned if isinstance(returned, tuple) else (returned, None)
         leakage = _leakage_of(engine, given)
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         if weights is None:
-            weights = self._start(leakage.ids.all())
+            weights = self.start(leakage.ids.all())
             self.goal = self.goal.settled(exposure)
             if bool((weights.values == 1).all()):  # nobody's weight is below 1 yet: for reports
                 fil = leakage.get_mse_bound().value.rsqrt().cpu()
@@ -417,19 +414,19 @@ class _Rounds:
             group_means=weights.means(exposure),
             without_interval=exposure.without_interval,
             score=None if score is None else float(score),
-            epsilon=None if None in (self._delta, accountant) else float(engine.get_epsilon(self._delta)),
+            epsilon=None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
             seconds=seconds,
             fresh=fresh,
         )
-        self._accountants.append(accountant)
-        self._missing.append(self.goal.missing(exposure, ratio))
+        self.accountants.append(accountant)
+        self.missing.append(self.goal.missing(exposure, ratio))
         self.history.append(entry)
         logger.info("round %d: %s", len(self.history), entry)
-        return _Training(engine, leakage, exposure, weights, self._missing[-1], entry)
+        return _Training(engine, leakage, exposure, weights, self.missing[-1], entry)
 
     def progressed(self) -> bool:
         """Whether the last round came closer to the target than all before: a smaller excess, or fewer examples."""
-        *before, last = zip(self._missing, (each.num_below for each in self.history), strict=True)
+        *before, last = zip(self.missing, (each.num_below for each in self.history), strict=True)
         if not before:
             return True
         least, fewest = map(min, zip(*before, strict=True))
@@ -458,17 +455,17 @@ class _Rounds:
 
     def epsilon_of_all(self) -> float | None:
         """ε of all rounds' models together; None without δ, or if the accountant cannot say."""
-        if self._delta is None or any(accountant is None for accountant in self._accountants):
+        if self.delta is None or any(accountant is None for accountant in self.accountants):
             return None
         steps: Counter[tuple[float, float]] = Counter()
-        for accountant in self._accountants:
+        for accountant in self.accountants:
             for sigma, q, count in accountant.history:
                 steps[sigma, q] += count
-        together = type(self._accountants[0])()
+        together = type(self.accountants[0])()
         if together.mechanism() == "gdp" and len(steps) > 1:
             return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
-        return float(together.get_epsilon(self._delta))
+        return float(together.get_epsilon(self.delta))
 
 
 def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
