@@ -275,7 +275,7 @@ def test_a_term_beside_the_outputs_is_trained_on_and_accounted_for(way: str, ter
 
 @pytest.mark.parametrize("way", ["loop", "train_step"])
 def test_a_term_that_is_added_during_training_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.engine.step.forwards._FORWARDS_BETWEEN_LOOKS", 8)
+    monkeypatch.setattr("torchfil.engine.forward._FORWARDS_BETWEEN_LOOKS", 8)
     model = _WithTerm("weights", factor=0.0)
     train = _trained(model, way)[1]
     train()

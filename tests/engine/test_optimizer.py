@@ -18,7 +18,7 @@ def test_seeded_noise_is_opacus_own(noise_multiplier: float) -> None:
     """Number by number, also for sums that do not lie in order."""
     found = []
     seeded = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
-    ours = {"clip": get_clip("hard"), "source": None, "names": {}, "noise": Seeded(seeded[1])}
+    ours = {"clip": get_clip("hard"), "step": None, "names": {}, "noise": Seeded(seeded[1])}
     for kind, options in ((DPOptimizer, {"generator": seeded[0]}), (FILOptimizer, ours)):
         parameters = [nn.Parameter(torch.zeros(3, 4, device=DEVICE)), nn.Parameter(torch.zeros(5, device=DEVICE))]
         optimizer = kind(

@@ -317,7 +317,7 @@ def test_a_stand_in_for_an_empty_batch_is_nobody(way: str) -> None:
     drawn = []
     for x, y in loader:
         step(engine, model, optimizer, x, y, way)
-        drawn.append(len(engine._training.pipeline.observer.tracker.ids))
+        drawn.append(len(engine._training.step.observer.tracker.ids))
     assert 0 in drawn
     assert engine.leakage()["participations"].sum() == sum(drawn)
     assert sum(steps for *_, steps in engine.accountant.history) == len(loader)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, loader
 from torchfil import FILPrivacyEngine
-from torchfil.engine.step.rows import how_rows_mix
+from torchfil.engine.row_mixing import how_rows_mix
 
 ROWS = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -120,5 +120,5 @@ def test_mixup_is_refused_at_the_first_step(way: str, caplog: pytest.LogCaptureF
         trained(MIXED["blends"][0], dataset, way)
     with caplog.at_level(logging.INFO):
         engine = trained(ALONE[2], dataset, way)
-    assert sum("as they were drawn" in record.message for record in caplog.records) == 1
+    assert sum("views that it saw" in record.message for record in caplog.records) == 1
     assert bool((engine.get_fil().value > 0).all())

@@ -101,7 +101,7 @@ class TestAccumulation:
         engine, _, model, optimizer, batches = make()
         for _, batch in zip(range(2), batches, strict=False):
             (loss_of(model, batch) / 2).backward()
-        remedies = "accumulation_steps=2.*2 times its batch_size b.*BatchMemoryManager.*max_physical_batch_size=b"
+        remedies = "accumulation_steps=2.*BatchMemoryManager"
         with pytest.raises(ValueError, match=remedies):
             optimizer.step()
 
@@ -184,7 +184,7 @@ class TestAccumulation:
     def test_train_step_takes_whole_draws(self) -> None:
         engine, _, _, _, batches = make(accumulation_steps=2, criterion=nn.CrossEntropyLoss())
         x, y = next(iter(batches))
-        with pytest.raises(RuntimeError, match="train_step takes whole draws; leave out accumulation_steps"):
+        with pytest.raises(RuntimeError, match="train_step takes whole draws: leave out accumulation_steps"):
             engine.train_step(x, y)
 
 

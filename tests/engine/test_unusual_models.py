@@ -146,7 +146,10 @@ def test_a_gpu_that_has_not_finished_tells_at_the_next_step() -> None:
     engine, *_, loader = start(mlp(), examples())
     batches = iter(loader)
     engine.train_step(*next(batches))
-    engine._training.checks.begin_norm_look(OnGPU())  # type: ignore[arg-type]
+    guard = engine._training.step.guard
+    flags = guard.flags()
+    guard.check_norms(OnGPU(), torch.ones(1), flags)  # type: ignore[arg-type]
+    guard.raise_if_any(flags)
     batch = next(batches)
     with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
         engine.train_step(*batch)

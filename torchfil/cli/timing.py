@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchfil.engine import FILPrivacyEngine
-from torchfil.engine.batches import plain
-from torchfil.engine.loader import split_batch
+from torchfil.engine.loader import plain, split_batch
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private, as_call
 from torchfil.utils.trees import map_tensors, tensors_of

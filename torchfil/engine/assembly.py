@@ -13,22 +13,20 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
-from torchfil.engine.batches import BatchTracker
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.sharded import ShardedReplica, is_sharded
 from torchfil.engine.distributed.streams import FILStreamLoader
 from torchfil.engine.executor import Executor
-from torchfil.engine.loader import EmptySecond, FILDataLoader
+from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
+from torchfil.engine.guard import Guard
+from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss
-from torchfil.engine.module import RecordedModule
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
-from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
-from torchfil.engine.step.pipeline import StepPipeline
+from torchfil.engine.step import Step
 from torchfil.utils.noise import NoiseSource
 
 __all__ = ["PrivateTraining", "assemble"]
@@ -41,8 +39,7 @@ class PrivateTraining:
     Attributes:
         run: Sums and state.
         replica: The model and its weightless copy.
-        checks: The comparisons at each step.
-        pipeline: Takes the steps.
+        step: Takes the steps.
         looks: Looks at examples outside steps.
         module: The private model that the loop calls (the hooks object with ``wrap_model=False``).
         optimizer: The private optimizer.
@@ -52,8 +49,7 @@ class PrivateTraining:
 
     run: Run
     replica: Replica
-    checks: StepChecks
-    pipeline: StepPipeline
+    step: Step
     looks: DatasetLooks
     module: Any
     optimizer: FILOptimizer
@@ -64,7 +60,7 @@ class PrivateTraining:
         """Remove all hooks from the model."""
         if self.watcher is not None:
             self.watcher.remove()
-        self.pipeline.close()
+        self.step.close()
         self.module.remove_hooks()
 
 
@@ -118,7 +114,6 @@ def assemble(
     whole_batch *= tracker.parts
     run = Run(options, loss, ids, replica.device, generator, accounted_rate, whole_batch, ranks)
     looks = DatasetLooks(run, replica, None if stream else prepared.dataset, prepared.collate_fn)
-    checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
     executor = Executor(
         replica,
@@ -127,12 +122,12 @@ def assemble(
         cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights at their old addresses
         recorded=options.shares is None,
     )
-    pipeline = StepPipeline(run, replica, executor, checks, observer, looks)
+    step = Step(run, replica, executor, Guard(replica, options, tracker), observer, looks.refresh_norms)
 
     # The model comes last, after everything that could be refused: from here on it has hooks.
     watcher, private_module = None, None
     if with_hooks is None:
-        loop_forward = LoopForward(replica, observer, pipeline.record_forward)
+        loop_forward = LoopForward(replica, observer, step.begin_forward)
         private_module = RecordedModule(module, loop_forward=loop_forward, **wrapper_settings)
     else:
         private_module = with_hooks()
@@ -142,7 +137,7 @@ def assemble(
     private_optimizer = kind(
         optimizer,
         clip=options.clip,
-        source=pipeline,
+        step=step,
         names=names,
         noise=noise,
         shares=options.shares,
@@ -160,7 +155,7 @@ def assemble(
         loader = FILStreamLoader(prepared, tracker, begin_pass, id_of, ranks)
     else:
         loader = FILDataLoader(prepared, tracker, begin_pass, noise)
-    return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
+    return PrivateTraining(run, replica, step, looks, private_module, private_optimizer, loader, watcher)
 
 
 def _prepare_empty_batches(prepared: DataLoader[Any], *, batch_first: bool) -> None:
@@ -190,5 +185,5 @@ def _check_pass(run: Run, observer: Observer, optimizer: FILOptimizer, dataset_l
             "BatchMemoryManager?): continuing would add the next batch to it under one draw of noise. Call "
             "optimizer.discard_partial_batch() to drop the unfinished batch (none of it was released)."
         )
-    run.staged.clear()
+    run.batch.clear()
     optimizer._step_skip_queue.clear()

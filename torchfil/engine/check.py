@@ -20,18 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.batches import BatchTracker, plain
 from torchfil.engine.distributed.sharded import is_sharded
 from torchfil.engine.executor import Executor
-from torchfil.engine.loader import is_target_name, split_batch
+from torchfil.engine.forward import ForwardPass
+from torchfil.engine.guard import Guard
+from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
+from torchfil.engine.loss_inside import LossInside
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.step.checks import StepChecks
-from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.loss_inside import LossInside
-from torchfil.engine.step.stages import private_without_labels
+from torchfil.engine.step import private_without_labels
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
@@ -216,8 +215,8 @@ def check(
     clip, amplification = get_clip(DEFAULT_CLIP), accounting.amplification_for(poisson_sampling=False)
     memory = accounting.execution.memory_on(replica.device)
     options = RunOptions(accounting, clip, amplification, None, memory, private, batch_to_inputs=batch_to_inputs)
-    checks = StepChecks(replica, options, BatchTracker())
-    batch = checks.moved(plain(batch))
+    guard = Guard(replica, options, BatchTracker())
+    batch = guard.moved(plain(batch))
     size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
     result = ModelCheck(type(model).__name__, "refused", size)
 
@@ -232,8 +231,8 @@ def check(
         if criterion is not None:
             check_unweighted_mean(criterion)
         check_modules(model, allow_dropout=True)
-        forward, loss, words = _with_loss(checks, call, criterion)
-        return _examined(replace(result, loss=words), checks, forward, loss, options, repeats)
+        forward, loss, words = _with_loss(guard, call, criterion)
+        return _examined(replace(result, loss=words), guard, forward, loss, options, repeats)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
         reason = " ".join(text.split()) or type(error).__name__
@@ -268,22 +267,22 @@ def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
 
 
 def _with_loss(
-    checks: StepChecks, call: ForwardPass, criterion: Criterion | None
+    guard: Guard, call: ForwardPass, criterion: Criterion | None
 ) -> tuple[ForwardPass, IdentifiedLoss, str]:
     """The forward pass and the loss, also in words: the given one, the model's own, or the most likely one."""
-    replica, inside, tracker = checks.replica, LossInside(checks.replica), checks.tracker
+    replica, inside, tracker = guard.replica, LossInside(guard.replica), guard.tracker
     losses = inside.losses_in(call.outputs) if criterion is None else []
     assert call.ids is not None
     tracker.take(call.ids, call.batch)
     if losses:
         own = inside.call(call.args, call.kwargs, call.outputs, call.masks)
         forward = ForwardPass.of_call(tracker, own, call.outputs, masks=call.masks, autocast=call.autocast)
-        forward.arrived[losses[0]] = torch.ones((), device=replica.device)
+        forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
         try:
-            loss = checks.identified_loss(forward)
+            loss = guard.identified_loss(forward)
         except LossMismatchError:
-            forward = forward.made_whole()
-            loss = checks.own_loss(forward)
+            forward = forward.with_labels()
+            loss = guard.own_loss(forward)
         return forward, loss, loss.name if loss.is_models_own else f"{loss.name}, identified from the model's own"
 
     forward = replace(call, outputs=map_tensors(Tensor.detach, plain(call.outputs)))
@@ -296,14 +295,14 @@ def _with_loss(
 
 def _examined(
     result: ModelCheck,
-    checks: StepChecks,
+    guard: Guard,
     forward: ForwardPass,
     loss: IdentifiedLoss,
     options: RunOptions,
     repeats: int,
 ) -> ModelCheck:
     """The same, with the results of the trial, the passes and the timings."""
-    replica, execution, targets = checks.replica, options.accounting.execution, checks.targets(forward)
+    replica, execution, targets = guard.replica, options.accounting.execution, guard.targets(forward)
     private = private_without_labels(options.private, forward.args, forward.kwargs)
     examples = replica.lay_out(forward.args, forward.kwargs, targets, private)
     masks = replica.masks_by_example(forward.masks, forward.args, forward.kwargs)
@@ -323,7 +322,7 @@ def _examined(
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checks.check_losses(forward, targets, loss, values.losses, now=not plan.fits)
+        guard.check_live_model(forward, targets, loss, values.losses, now=not plan.fits)
 
     def plain_pass() -> None:
         trainable = [value for value in replica.live.parameters() if value.requires_grad]

@@ -25,9 +25,10 @@ from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.sharded import without_shards
 from torchfil.engine.distributed.streams import is_stream
+from torchfil.engine.forward import without_compiler
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler, split_batch
-from torchfil.engine.module import without_compiler
+from torchfil.engine.loss_inside import NO_TARGETS
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
     asked_question,
@@ -43,7 +44,6 @@ from torchfil.engine.preparing import (
 )
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.run import Run
-from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -542,8 +542,8 @@ class FILPrivacyEngine(Resuming):
         """
         training = self._training
         # all passes of the step run the same kernels, and draw the same masks
-        with differentiable_twice(), training.optimizer.refusals_told():
-            return training.pipeline.train_step(training.optimizer, inputs, targets)
+        with differentiable_twice(), training.optimizer.refuse_on_all_ranks():
+            return training.step.train_step(training.optimizer, inputs, targets)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

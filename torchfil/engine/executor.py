@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from torchfil.engine.graphs import BUCKETS, CapturedPasses, StartedGraph
+from torchfil.engine.guard import check_copy
 from torchfil.engine.measure import StepValues, Wanted, joined, values_of
 from torchfil.engine.memory import PassMemory, is_recorded, passes_within, recorded_pass_within
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.checks import check_copy
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import get_estimator

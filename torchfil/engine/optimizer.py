@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -21,62 +21,7 @@ from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_
 from torchfil.fisher.precision import wide_dtype
 from torchfil.utils.noise import NoiseSource
 
-__all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
-
-
-class _Computed(Protocol):
-    """See :class:`torchfil.engine.step.pipeline.Computed`."""
-
-    @property
-    def sums(self) -> Mapping[str, Tensor] | None: ...
-
-    @property
-    def backward_passes(self) -> int: ...
-
-    @property
-    def confirm_and_stage(self) -> Callable[[], None]: ...
-
-
-class StepSource(Protocol):
-    """What the optimizer is connected to."""
-
-    def take(
-        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
-    ) -> _Computed:
-        """Compute and check the current physical batch; both norms are given if Opacus has the gradients."""
-        ...
-
-    def clip_weights(self, num_gradients: int) -> Tensor | None:
-        """ω of the examples of the current physical batch, [batch]; None: 1. ``take`` refuses what does not fit."""
-        ...
-
-    def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch."""
-        ...
-
-    def forget(self) -> None:
-        """Forget gradients that were discarded."""
-        ...
-
-    def backward_passes(self) -> int:
-        """How many backward passes await a step."""
-        ...
-
-    def facts(self) -> Mapping[str, float | None]:
-        """What must be the same on all ranks, by name; None: not known yet."""
-        ...
-
-    def settle_ids(self) -> None:
-        """Raise, on all ranks, if two of them have the same example in this step (collective)."""
-        ...
-
-    def give_up(self) -> None:
-        """Give up the logical batch, which is not released."""
-        ...
-
-    def refused(self) -> None:
-        """Note that this process has refused a step."""
-        ...
+__all__ = ["FILOptimizer", "GradSampleOptimizer"]
 
 
 class FILOptimizer(DPOptimizer):
@@ -87,7 +32,7 @@ class FILOptimizer(DPOptimizer):
     Args:
         optimizer: The wrapped torch optimizer.
         clip: The clip function.
-        source: Provides the sums, and is informed about releases.
+        step: The :class:`~torchfil.engine.step.Step` that provides the sums, and books releases.
         names: The parameters' names by identity.
         noise: The source of the noise.
         shares: C_l/C by name, if each parameter's gradient is clipped separately.
@@ -104,7 +49,7 @@ class FILOptimizer(DPOptimizer):
         optimizer: optim.Optimizer,
         *,
         clip: ClipFunction,
-        source: StepSource,
+        step: Any,
         names: Mapping[int, str],
         noise: NoiseSource,
         shares: Mapping[str, float] | None = None,
@@ -119,7 +64,7 @@ class FILOptimizer(DPOptimizer):
             "noise_multiplier": float(self.noise_multiplier),
             "max_grad_norm": float(self.max_grad_norm),
         }
-        self._source = source
+        self._step = step
         self._names, self._shares = names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
         self._backward_passes = 1
@@ -153,15 +98,14 @@ class FILOptimizer(DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """As in Opacus: backward passes since the last step; during a step, those of this step."""
-        return self._source.backward_passes() or self._backward_passes or 1  # an empty batch may have none
+        return len(self._step.observer.finished()) or self._backward_passes or 1  # an empty batch may have none
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
-        computed = self._source.take(self)
-        computed.confirm_and_stage()
-        self._backward_passes = computed.backward_passes
-        for p, summed in zip(self.params, self._by_parameter(computed.sums), strict=True):
+        result = self._step.take(self)
+        self._backward_passes = result.backward_passes
+        for p, summed in zip(self.params, self._by_parameter(result.sums), strict=True):
             if p.summed_grad is not None:
                 summed = p.summed_grad + summed
             elif self._check_skip_next_step(pop_next=False):
@@ -179,14 +123,14 @@ class FILOptimizer(DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; informs the engine when a logical batch has been released."""
-        with self.refusals_told():
+        with self.refuse_on_all_ranks():
             proceed: bool | None = super().pre_step(closure)
             if proceed:
-                self._source.book(self)
+                self._step.book(self)
             return proceed
 
     @contextlib.contextmanager
-    def refusals_told(self) -> Iterator[None]:
+    def refuse_on_all_ranks(self) -> Iterator[None]:
         """If a step is refused inside, all ranks refuse it, and none waits for another."""
         if self._ranks is None:
             yield
@@ -197,25 +141,25 @@ class FILOptimizer(DPOptimizer):
             yield
         except StepNotTakenError:
             self.discard_partial_batch()
-            self._source.give_up()
+            self._step.give_up()
             raise
         except Exception:
             if not self._answered:
                 self._ranks.refuse(self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue))
-            self._source.refused()
+            self._step.replica.let_go()
             raise
 
     def _facts(self) -> dict[str, float | None]:
         """What must be the same on all ranks."""
         noise = {"noise_multiplier": self.noise_multiplier, "max_grad_norm": self.max_grad_norm}
-        return {**{name: float(value) for name, value in noise.items()}, **self._source.facts()}
+        return {**{name: float(value) for name, value in noise.items()}, **self._step.facts()}
 
     def add_noise(self) -> None:
         """As in Opacus, the same numbers in fewer operations; only the sums if another rank adds the noise."""
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
-            self._source.settle_ids()
+            self._step.run.batch.settle_ids()
             if self._ranks.rank > 0:
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
@@ -264,7 +208,7 @@ class FILOptimizer(DPOptimizer):
         self.scale_grad()
         if self.step_hook is not None:
             self.step_hook(self)
-        self._source.book(self)
+        self._step.book(self)
         self.original_optimizer.step()
         for p in self.params:
             p.summed_grad = None
@@ -272,7 +216,7 @@ class FILOptimizer(DPOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""
         super().zero_grad(set_to_none)
-        self._source.forget()
+        self._step.observer.forget_finished()
 
     @property
     def inside_logical_batch(self) -> bool:
@@ -287,7 +231,7 @@ class FILOptimizer(DPOptimizer):
         self._step_skip_queue.clear()
         self._is_last_step_skipped = False
         self.original_optimizer.zero_grad()
-        self._source.forget()
+        self._step.observer.forget_finished()
 
 
 class GradSampleOptimizer(FILOptimizer):
@@ -302,27 +246,17 @@ class GradSampleOptimizer(FILOptimizer):
         return [self._get_flat_grad_sample(p) for p in self.params]
 
     def clip_and_accumulate(self) -> None:
-        """Clip every example's gradient and add it to ``p.summed_grad``.
-
-        The engine measures, then confirms and records, before anything is added; meanwhile a GPU computes the sums.
-        """
+        """Clip every example's gradient and add it to ``p.summed_grad``, once the engine has measured and checked."""
         self.drop_released_sums()
         for p in self.params:
             _check_processed_flag(p.grad_sample)
         parts = self._norms_by_parameter()
         norms, scale = self._norms_and_scale(parts)
         clipped = torch.linalg.vector_norm(scale * parts, dim=1)
-        computed = self._source.take(self, norms, clipped.detach())
-        self._backward_passes = computed.backward_passes
-
-        sums = []
+        self._backward_passes = self._step.take(self, norms, clipped.detach()).backward_passes
         for p, factor in zip(self.params, scale.unbind(dim=1), strict=True):
             grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
-            weight = factor.to(grad_sample)
-            sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
-
-        computed.confirm_and_stage()
-        for p, summed in zip(self.params, sums, strict=True):
+            summed = (factor.to(grad_sample) @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:])
             p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
             _mark_as_processed(p.grad_sample)
 
@@ -334,7 +268,7 @@ class GradSampleOptimizer(FILOptimizer):
             scale = self.clip.scale(norms, self.max_grad_norm)[:, None].expand_as(parts)
         else:
             scale = self.clip.scale(parts, parts.new_tensor(limits))
-        weights = self._source.clip_weights(len(parts))
+        weights = self._step.clip_weights(len(parts))
         return norms, scale if weights is None else weights.to(scale)[:, None] * scale
 
     def _norms_by_parameter(self) -> Tensor:

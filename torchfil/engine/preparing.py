@@ -19,8 +19,8 @@ from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.sharded import is_sharded
 from torchfil.engine.distributed.streams import check_stream, is_stream
+from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.module import is_in_training
 from torchfil.engine.options import WHY_NOT_ADAPTIVE, Accounting, RunOptions
 from torchfil.engine.views import ManyViews
 from torchfil.utils.errors import require

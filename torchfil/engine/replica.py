@@ -122,7 +122,7 @@ class Replica:
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
-        return any(map(has_active_dropout, self._dropouts))
+        return bool(self._dropouts) and any(map(has_active_dropout, self._dropouts))
 
     def lay_out(
         self,
@@ -277,7 +277,9 @@ class Replica:
                     "the new one would not be trained. Change the model before make_private, or make a new engine and "
                     "optimizer."
                 )
-        num_hooks = sum(len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs)
+        num_hooks = 0
+        for live, _ in self._pairs:
+            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
         self.opaque_changes += self._num_hooks not in (None, num_hooks)
         self._num_hooks = num_hooks
 

@@ -22,7 +22,6 @@ from torchfil.engine.distributed.sharded import in_parts, is_sharded
 from torchfil.engine.distributed.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.engine.saving.fingerprint import data_fingerprint
 from torchfil.engine.saving.run_files import RunFiles
-from torchfil.engine.step.batch_checks import nothing
 from torchfil.fisher.amplification import name_of_amplification
 
 __all__ = ["Resuming"]
@@ -117,7 +116,7 @@ class Resuming(RunFiles):
             raise ValueError(
                 f"the state is from accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}"
             )
-        if run.staged.parts:
+        if run.batch.parts:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"
@@ -144,7 +143,7 @@ class Resuming(RunFiles):
         training = self._training
         training.run.load_state_dict(state_dict["run"])
         self._check_settings(state_dict["settings"])
-        training.checks.last_norms_were_finite = nothing
+        training.step.guard.forget_last_step()
         own = {"mechanism": self.accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
         self.accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
         self._collected = None

@@ -1,6 +1,6 @@
 """The state of one training run: the sums of all released batches, and what the next one is measured with.
 
-A physical batch is staged (:mod:`torchfil.engine.staging`) before its clipped gradients are added to the sum, and
+A physical batch is staged before its clipped gradients are added to the sum, and
 booked when the logical batch is released under one draw of noise. A refusal at any point leaves sums and ledger
 unchanged.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,17 +25,18 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.clip_weights import weights_by_row
 from torchfil.engine.distributed.rank_state import RowBlocks, Whole, take_part
-from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError
 from torchfil.engine.distributed.run_state import check_same_run, loaded_ids, loaded_ledger, with_blocks
 from torchfil.engine.distributed.shared_norms import SharedNormHistory
 from torchfil.engine.epsilon import NormHistory
+from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.measure import StepValues
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
-from torchfil.engine.staging import LogicalBatch, Noise, Staged
-from torchfil.engine.step.forwards import ForwardPass
+from torchfil.private import Examples
 
-__all__ = ["Run"]
+__all__ = ["LogicalBatch", "Noise", "Run"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,139 @@ _LOOKS_PER_PASS = 8  # how often the pace is adjusted and the leakage so far is 
 _FIRST_PASSES = 16  # passes over the data in which most is learned, and many examples leak most
 _EXPOSED = 1 / 64  # of a batch
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
+
+
+@dataclass(frozen=True)
+class Noise:
+    """σ and C of a release."""
+
+    noise_multiplier: float
+    max_grad_norm: float
+
+    @classmethod
+    def of(cls, optimizer: FILOptimizer) -> Noise:
+        """The optimizer's current values."""
+        return cls(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A physical batch whose logical batch has not been released yet."""
+
+    contribution: Contribution  # in a stream, new examples get their rows when they are booked
+    ratio: Tensor  # ‖g̃‖/C, [batch]
+    ids: Sequence[Any]
+    noise: Noise
+
+
+class LogicalBatch:
+    """The physical batches that were staged since the last release.
+
+    Args:
+        ranks: The processes whose batches may hold the same example; None: a single one, or Poisson sampling from
+            separate parts of the data.
+
+    Attributes:
+        parts: What was staged, in order.
+        is_measured: Whether the step is measured, drawn once for a logical batch; None: not drawn yet.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self.parts: list[Staged] = []
+        self.is_measured: bool | None = None
+        self._keys: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
+
+    def clear(self) -> None:
+        """Forget what was staged: it was booked, or the logical batch was given up."""
+        self.parts = []
+        self.is_measured = self._keys = None
+
+    @property
+    def ids(self) -> list[Any]:
+        """The examples of this process."""
+        return [key for staged in self.parts for key in staged.ids]
+
+    def check_noise(self, optimizer: FILOptimizer) -> Noise:
+        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
+        noise = Noise.of(optimizer)
+        for staged in self.parts:
+            if staged.noise != noise:
+                before = (staged.noise.noise_multiplier, staged.noise.max_grad_norm)
+                raise RuntimeError(
+                    f"noise_multiplier and max_grad_norm changed from {before} to "
+                    f"{(noise.noise_multiplier, noise.max_grad_norm)} within one logical batch: step their schedulers "
+                    "only after a whole one. Restore the values, or call optimizer.discard_partial_batch(). This step "
+                    "was not taken."
+                )
+        return noise
+
+    def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
+        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
+        if not calls and num_gradients:
+            raise RuntimeError(
+                "optimizer.step() was called with gradients that did not come through the private model's output; call "
+                "the model that make_private returned, then loss.backward()"
+            )
+        ids: list[int] = []
+        for call in calls:
+            if call.ids is None:
+                raise RuntimeError(
+                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
+                    "its examples are unknown; iterate over that loader"
+                )
+            ids += call.ids
+        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
+            return ids
+        if len(ids) != num_gradients:
+            raise RuntimeError(
+                f"{len(ids)} examples were seen in {len(calls)} forward passes, but there are {num_gradients} "
+                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
+                "twice, put both calls into one module. Examples must lie along the first dimension of the model's "
+                "outputs, and of its inputs unless batch_first=False."
+            )
+
+        together = [*ids, *self.ids]
+        if len(set(together)) < len(together):
+            raise RuntimeError(
+                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
+                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
+            )
+        return ids
+
+    def settle_ids(self) -> None:
+        """Tell all ranks which examples take part in this step (collective, unless batches are Poisson draws).
+
+        Raises:
+            StepNotTakenError: On all ranks, if two of them have the same example.
+        """
+        if self._ranks is None:
+            self._keys = self.ids
+            return
+        by_rank = self._ranks.objects(self.ids)
+        self._keys = [key for keys in by_rank for key in keys]
+        if len(set(self._keys)) < len(self._keys):
+            twice = next(key for key, count in Counter(self._keys).items() if count > 1)
+            raise StepNotTakenError(
+                f"example {twice!r} is in this step's batches of ranks "
+                f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
+                "one draw of noise. Give every rank its own shards (the same sampler.set_epoch on all). This "
+                "step was not taken."
+            )
+
+    def ids_of_all(self) -> list[Hashable]:
+        """Who takes part in this step, on all ranks; they exchange this before it is released."""
+        if self._keys is None:
+            self.settle_ids()
+        assert self._keys is not None
+        return self._keys
+
+    def place(self, rows_of: Callable[[Sequence[Any]], Tensor]) -> None:
+        """Give the examples of a stream their rows."""
+        self.parts = [
+            replace(staged, contribution=replace(staged.contribution, rows=rows_of(staged.ids)))
+            for staged in self.parts
+        ]
 
 
 class Run:
@@ -97,7 +233,7 @@ class Run:
 
         # the current step
         self._accounted_rate = accounted_rate
-        self.staged = LogicalBatch(ranks if self._knows_batches else None)
+        self.batch = LogicalBatch(ranks if self._knows_batches else None)
         if self._knows_batches:
             ids.count_from([0] * ids.num_examples)
 
@@ -160,17 +296,17 @@ class Run:
 
     # ------------------------------------------------------------------ a step
 
-    def check_ids(self, forwards: Sequence[ForwardPass], num_gradients: int) -> list[int]:
+    def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
         """See :meth:`LogicalBatch.check_ids`; a stream's new examples must also fit into memory."""
-        ids = self.staged.check_ids(forwards, num_gradients)
+        ids = self.batch.check_ids(calls, num_gradients)
         if ids and isinstance(self.ids, GrowingIds):
-            self._check_room(self.ids.count_new({*ids, *self.staged.ids}))
+            self._check_room(self.ids.count_new({*ids, *self.batch.ids}))
         return ids
 
     def chooses_to_measure(self) -> bool:
         """Whether the current step is measured, drawn at random once for each logical batch."""
-        if self.staged.is_measured is not None:
-            return self.staged.is_measured
+        if self.batch.is_measured is not None:
+            return self.batch.is_measured
         rate = self.pace.rate
         return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
 
@@ -240,33 +376,30 @@ class Run:
             raise ValueError("track= with chosen ids needs a single process; with several, track all or less")
         return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
 
+    def ledger_for(self, examples: Sequence[Examples]) -> tuple[Ledger, Tensor | None]:
+        """The ledger that takes these examples, and the test matrix of its sketch; the first step makes new ones."""
+        if self.ledger is None:
+            return self.new_ledger(examples[0].num_coordinates)
+        for part in examples:
+            self.ledger.check_coordinates(part.num_coordinates)
+        return self.ledger, self.test_matrix
+
     def stage(
-        self,
-        ids: Sequence[int],
-        clipped_norm: Tensor,
-        added: dict[str, Tensor] | None,
-        noise: Noise,
-        *,
-        measure: bool,
-        num_coordinates: Tensor | int | None = None,
+        self, ids: Sequence[int], values: StepValues, noise: Noise, *, measured: bool, num_coordinates: Tensor | int
     ) -> None:
         """Keep what a physical batch adds until it is released.
 
         Args:
             ids: The numbers of the examples.
-            clipped_norm: ‖g̃‖, [batch].
-            added: What the ledger adds; None if nothing was measured.
+            values: What was measured.
             noise: The noise of the release.
-            measure: Whether the step is measured.
+            measured: Whether the step is measured.
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
-        self.staged.is_measured = measure
-        if not ids:
-            return
-        rows = self._rows([] if self._grows else ids)
-        squares = clipped_norm.square()
-        contribution = Contribution(rows, squares, not self.paused, added or {}, num_coordinates)
-        self.staged.parts.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
+        self.batch.is_measured = measured
+        rows, norm = self._rows([] if self._grows else ids), values.clipped_norm
+        contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
+        self.batch.parts.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
         """Numbers of examples on the sums' device; they go there early, because reading them from a GPU would wait."""
@@ -276,7 +409,7 @@ class Run:
         """Book the released logical batch: enter what was staged."""
         _ = self.timeline  # due readings happen before this step, while a GPU computes it
         self._enter_ids()
-        contributions = [staged.contribution for staged in self.staged.parts]
+        contributions = [staged.contribution for staged in self.batch.parts]
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
@@ -287,14 +420,14 @@ class Run:
             self.ledger.missed_steps += int(self.paused)
         self._note_leakage(self.history.steps + 1)
 
-        rows, ratios = [each.rows for each in contributions], [staged.ratio for staged in self.staged.parts]
+        rows, ratios = [each.rows for each in contributions], [staged.ratio for staged in self.batch.parts]
         self.history.step(
             _joined(rows, self._rows([])),
             _joined(ratios, torch.zeros(0, device=self.device)),
             float(optimizer.noise_multiplier),
             self._accounted_rate(),
         )
-        self.staged.clear()
+        self.batch.clear()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
@@ -312,20 +445,20 @@ class Run:
 
     def most_participations(self) -> int:
         """The largest number of participations of any example, including the current step, if batches are known."""
-        return self.ids.most_after(self.staged.ids_of_all())
+        return self.ids.most_after(self.batch.ids_of_all())
 
     def _enter_ids(self) -> None:
         """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
         if not self._knows_batches:
             return
-        keys = self.staged.ids_of_all()
+        keys = self.batch.ids_of_all()
         row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
         if not self._grows:
             return
         self.history.grow(self.ids.num_examples)
         if self.ledger is not None:
             self.ledger.grow(self.ids.num_examples)
-        self.staged.place(lambda own: self._rows([row_of[key] for key in own]))
+        self.batch.place(lambda own: self._rows([row_of[key] for key in own]))
 
     def _check_room(self, new: int) -> None:
         """Raise if this many more examples do not fit into memory."""
@@ -356,8 +489,9 @@ class Run:
         return SharedNormHistory(n, self._place, self.ranks, every, self.clip_weights, own_steps=self._knows_batches)
 
     @contextlib.contextmanager
-    def generator_kept(self, state: Tensor) -> Iterator[None]:
-        """Restore the probes' generator to this state if the work inside is refused."""
+    def draws_undone_if_refused(self) -> Iterator[None]:
+        """Restore the probes' generator if the work inside is refused."""
+        state = self.generator.get_state()
         try:
             yield
         except Exception:
@@ -381,7 +515,7 @@ class Run:
         Args:
             in_blocks: Whether each of several ranks holds a block of the rows, as one distributed tensor (DTensor).
         """
-        if self.staged.parts:
+        if self.batch.parts:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
         if in_blocks and self.ranks is not None:
             return self._state_in_blocks(self.ranks)
@@ -439,7 +573,7 @@ class Run:
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
-        self.staged.clear()
+        self.batch.clear()
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine import FILPrivacyEngine
-from torchfil.engine.batches import worker_options
 from torchfil.engine.distributed.ranks import shared_by
-from torchfil.engine.loader import split_batch
+from torchfil.engine.loader import split_batch, worker_options
 from torchfil.integrations.redirected import Redirected
 from torchfil.integrations.table import write_table
 from torchfil.integrations.training_step import StepRedirected, private_but_targets

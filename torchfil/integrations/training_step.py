@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchfil.engine.batches import plain
-from torchfil.engine.loader import split_batch
+from torchfil.engine.loader import plain, split_batch
 from torchfil.private import Private
 from torchfil.utils.trees import tensors_of
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchfil.accounting.ids import plain_key
-from torchfil.engine.batches import BatchTracker, can_remember, emptied, remembering, worker_options
 from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.loader import BatchTracker, can_remember, emptied, remembering, worker_options
 from torchfil.engine.options import Accounting
 
 __all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream"]

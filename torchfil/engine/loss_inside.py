@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.engine.batches import plain
-from torchfil.engine.loader import is_target_name
+from torchfil.engine.loader import is_target_name, plain
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks

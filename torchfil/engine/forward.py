@@ -1,19 +1,28 @@
-"""The training loop's forward passes: inputs, outputs, masks, and the gradient at the outputs."""
+"""The training loop's forward passes: the private model, and what is kept of each call until the step.
+
+In mode "auto" the model's outputs are leaves in training, so that ``backward()`` ends there: the engine compares the
+gradient that arrived with that of its loss and computes the rest itself. With Opacus's hooks the model keeps its own
+graph, and its passes are only watched.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.graphs import StartedGraph
+from torchfil.engine.loader import BatchTracker, make_current, plain
+from torchfil.engine.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
@@ -22,8 +31,19 @@ from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
-__all__ = ["ForwardPass", "HookedForward", "LoopForward", "Observer"]
+__all__ = [
+    "ForwardPass",
+    "HookedForward",
+    "LoopForward",
+    "Observer",
+    "RecordedModule",
+    "is_in_training",
+    "without_compiler",
+]
 
+logger = logging.getLogger(__name__)
+
+_in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently private
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
 _MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
 
@@ -44,8 +64,8 @@ class ForwardPass:
         recorded: The graph of this call, if it was recorded, or the CUDA graph that replaced it.
         examples: The private examples of this call, if it was recorded.
         autocast: The dtype of autocast under which the model ran; None: no autocast.
-        arrived: ∂loss/∂output by the output's place, once ``backward()`` has reached it.
-        pulled: For the place of a loss among the outputs, ∂loss/∂output of the outputs that it was made from.
+        output_grads: ∂loss/∂output by the output's place, once ``backward()`` has reached it.
+        loss_grads: For the place of a loss among the outputs, ∂loss/∂output of the outputs that it was made from.
         places: The outputs' new places after such a loss is left out, by their old places; empty: unchanged.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
         divided_by: The number by which the loop has divided its loss, because it accumulates over that many batches.
@@ -61,8 +81,8 @@ class ForwardPass:
     recorded: RecordedForward | StartedGraph | None = None
     examples: Examples | None = None
     autocast: torch.dtype | None = None
-    arrived: dict[int, Tensor] = field(default_factory=dict)
-    pulled: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    output_grads: dict[int, Tensor] = field(default_factory=dict)
+    loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     places: Mapping[int, int] = field(default_factory=dict)
     whole: tuple[dict[str, Any], Any] | None = None
     divided_by: int = 1
@@ -78,25 +98,35 @@ class ForwardPass:
         whole = (call.labelled, outputs) if call.pulled else None
         parts = plain((call.args, call.kwargs, rest, call.targets, whole))
         args, kwargs, rest, targets, whole = map_tensors(Tensor.detach, parts)
-        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, pulled=call.pulled, whole=whole, **more)
+        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, loss_grads=call.pulled, whole=whole, **more)
 
     @property
-    def went_backward(self) -> bool:
+    def num_rows(self) -> int:
+        """How many examples went through the model, or would have gone."""
+        sizes = [
+            len(leaf)
+            for leaf in tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
+            if leaf.ndim
+        ]
+        return sizes[0] if sizes else len(self.ids or ())
+
+    @property
+    def has_backward(self) -> bool:
         """Whether a backward pass has reached the outputs."""
-        return bool(self.arrived)
+        return bool(self.output_grads)
 
     @property
     def ended_at_loss(self) -> bool:
         """Whether the only gradient is at the model's own loss, and this loss cannot be computed from other outputs."""
-        if not self.arrived or any(k in self.pulled for k in self.arrived):
+        if not self.output_grads or any(k in self.loss_grads for k in self.output_grads):
             return False
         leaves = flattened(self.outputs)[0]
-        return all(leaves[k].ndim == 0 for k in self.arrived)
+        return all(leaves[k].ndim == 0 for k in self.output_grads)
 
     @property
     def uses_own_loss_alone(self) -> bool:
         """Whether the only gradient is at the model's own loss."""
-        return bool(self.arrived) and (self.ended_at_loss or all(k in self.pulled for k in self.arrived))
+        return bool(self.output_grads) and (self.ended_at_loss or all(k in self.loss_grads for k in self.output_grads))
 
     @property
     def output_gradients(self) -> Any:
@@ -104,23 +134,23 @@ class ForwardPass:
 
         A gradient γ at a loss that was made from other outputs counts at these outputs, as γ ∂loss/∂output.
         """
-        total = {self.places.get(k, k): value for k, value in self.arrived.items() if k not in self.pulled}
-        for loss, parts in self.pulled.items():
-            for k, part in parts.items() if loss in self.arrived else ():
+        total = {self.places.get(k, k): value for k, value in self.output_grads.items() if k not in self.loss_grads}
+        for loss, parts in self.loss_grads.items():
+            for k, part in parts.items() if loss in self.output_grads else ():
                 place = self.places.get(k, k)
-                total[place] = total.get(place, 0) + self.arrived[loss] * part
+                total[place] = total.get(place, 0) + self.output_grads[loss] * part
         leaves, structure = flattened(self.outputs)
         filled = [
             total.get(k, torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None) for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(filled, structure)
 
-    def made_whole(self) -> ForwardPass:
+    def with_labels(self) -> ForwardPass:
         """The same call with its labels as inputs, and the model's loss as the output that counts."""
         if self.whole is None:
             return self
         kwargs, outputs = self.whole
-        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, pulled={}, whole=None)
+        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, loss_grads={}, whole=None)
 
 
 class Observer:
@@ -143,88 +173,69 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = [forward for forward in self.pending if not forward.went_backward]
+        self.pending = [forward for forward in self.pending if not forward.has_backward]
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
         """The forward passes that went backward and are still kept."""
-        return [forward for forward in self.pending if forward.went_backward]
+        return [forward for forward in self.pending if forward.has_backward]
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
-        backward_passes = len(self.finished())
-        if steps == 0 and backward_passes > 1:
+        if steps == 0 and len(self.finished()) > 1:
             raise RuntimeError(
-                f"{backward_passes} backward passes, and no step of the optimizer that make_private returned. Does the "
-                "loop step the optimizer that you passed? It trains nothing here. Write model, "
-                "optimizer, loader = engine.make_private(…) and step that one; its zero_grad() drops these passes."
+                "several backward passes, and no step of the optimizer that make_private returned: step that one, not "
+                "the one that you passed; its zero_grad() drops these passes"
             )
 
     def check_ready(self) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
-        if self.touched and not self.finished():
-            raise RuntimeError(
-                "the loss did not come from a training pass of the model that make_private returned: its gradient "
-                f"reached {', '.join(sorted(self.touched))} directly. Call model.train() before the loop, and call the "
-                "returned model, not the one that you passed. optimizer.zero_grad() drops this gradient. This step was "
-                "not taken."
-            )
+        finished, parts = self.finished(), self.tracker.parts
         if self.touched:
+            names = ", ".join(sorted(self.touched))
             raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {', '.join(sorted(self.touched))}"
-                " directly (a penalty on the weights?). Opacus would drop that part of the gradient silently; use the "
-                "optimizer's weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. "
-                "This step was not taken."
+                f"part of the loss does not go through the model's output: it reached {names} directly (a penalty on "
+                "the weights? use the optimizer's weight_decay). Opacus would drop that part silently."
+                if finished
+                else "the loss did not come from a training pass of the model that make_private returned: its gradient "
+                f"reached {names} directly. Call model.train(), and call the returned model."
+                " optimizer.zero_grad() drops this gradient. This step was not taken."
             )
-
-        backward_passes = len(self.finished())
-        if not backward_passes:
+        if not finished:
             raise RuntimeError(
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
 
-        batches = [tuple(forward.ids) for forward in self.finished() if forward.ids]
+        # an example's gradient is clipped once, and it may be in one draw only
+        batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
             raise ValueError(
                 "the model was called several times on one batch since the last step, but each example's gradient must "
-                "be clipped once, over all its calls. Make one module that calls it and returns all outputs, def "
-                "forward(self, x): return self.net(x), self.net(x + 0.1 * torch.randn_like(x)), and pass that one to "
-                "make_private, with criterion=<function(outputs, targets) of all outputs>. optimizer.zero_grad() drops "
-                "these passes. This step was not taken."
+                "be clipped once, over all its calls. Pass one module to make_private that calls it and returns all "
+                "outputs, with criterion=<function(outputs, targets)>. optimizer.zero_grad() drops these passes. This "
+                "step was not taken."
             )
-
-        # With Poisson sampling an example could be in several of the batches, unless they are parts of one draw.
-        if self.tracker.parts > 1:
-            self._check_whole_draw()
-        elif backward_passes > 1 and not self.accumulates:
+        if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             raise ValueError(
-                f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch "
-                "independently, so an example could be in several of them, and the accountant's ε would be wrong. For "
-                f"batches {backward_passes} times as large, pass accumulation_steps={backward_passes} to make_private: "
-                "batches are then parts of one draw, and this loop is correct. Or make the DataLoader with "
-                f"{backward_passes} times its batch_size b, and step after each part that fits: with "
-                "BatchMemoryManager(data_loader=loader, max_physical_batch_size=b, optimizer=optimizer) as loader: … "
-                "loss.backward(); optimizer.step(); optimizer.zero_grad() (opacus.utils.batch_memory_manager)."
-            )
-
-    def _check_whole_draw(self) -> None:
-        """Raise unless the examples since the last step are those of one draw."""
-        ids = frozenset(number for forward in self.finished() for number in forward.ids or ())
-        if ids not in self.tracker.draws:
-            parts = self.tracker.parts
-            raise ValueError(
-                f"accumulation_steps={parts}, but the {len(self.finished())} backward passes since the last step are "
-                f"not over the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the "
-                "loader, counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
+                f"accumulation_steps={parts}, but the {len(finished)} backward passes since the last step are not over "
+                f"the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the loader, "
+                "counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
                 "optimizer.zero_grad() drops these passes. This step was not taken."
+            )
+        if parts == 1 and len(finished) > 1 and not self.accumulates:
+            raise ValueError(
+                f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch "
+                "independently, so an example could be in several of them, and the accountant's ε would be wrong. "
+                f"Pass accumulation_steps={len(finished)} to make_private, and batches are parts of one draw; or use a "
+                "larger batch_size with opacus.utils.batch_memory_manager.BatchMemoryManager."
             )
 
     def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:
         """Note a forward pass, and watch for gradients that arrive at its outputs."""
         forward = ForwardPass.of_call(self.tracker, call, outputs, **more)
         leaves = flattened(outputs)[0]
-        watched = [(k, leaf) for k, leaf in enumerate(leaves) if _requires_grad(leaf)]
+        watched = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for k, leaf in watched:
             leaf.register_hook(_recorder(forward, k))
         if not watched:
@@ -252,9 +263,7 @@ class LoopForward:
         self,
         replica: Replica,
         observer: Observer,
-        record: Callable[
-            [tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward | StartedGraph] | None
-        ],
+        record: Callable[..., tuple[Examples, RecordedForward | StartedGraph] | None],
     ) -> None:
         self.replica = replica
         self.observer = observer
@@ -339,7 +348,7 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(forward.went_backward for forward in self.observer.pending):
+        if all(forward.has_backward for forward in self.observer.pending):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
         self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
@@ -364,6 +373,123 @@ class HookedForward:
         return apart
 
 
+class RecordedModule(AbstractGradSampleModule):
+    """A module whose outputs are leaves in training.
+
+    Args:
+        m: The module.
+        loop_forward: Runs its forward passes in training; None: it is a plain wrapper. A deep copy is a plain wrapper,
+            so that an average of the weights (``AveragedModel``, timm's ``ModelEmaV2``) can be kept next to the
+            private model: it is made from released weights, and leaks nothing more.
+        **settings: As in Opacus's wrappers.
+    """
+
+    def __init__(self, m: nn.Module, *, loop_forward: LoopForward | None, **settings: Any) -> None:
+        super().__init__(m, **settings)
+        self._loop_forward = loop_forward
+        self._handles: list[Any] = []
+        if loop_forward is None:
+            return
+        self._observer = loop_forward.observer
+        self._run = torch.compiler.disable(loop_forward.__call__)  # a compiled call must not trace the engine's passes
+        _in_training.add(m)
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._note(name))
+            for part in {m, loop_forward.replica.live}  # two if the module is sharded
+            for name, p in part.named_parameters()
+            if p.requires_grad
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs; in training, cut off from the graph.
+
+        Raises:
+            ValueError: An input of a training pass requires a gradient, which would never arrive.
+        """
+        if self._loop_forward is None or not (self._module.training and torch.is_grad_enabled()):
+            return self._module(*args, **kwargs)
+        if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
+            raise ValueError(
+                "an input of the model requires a gradient, but with grad_sample_mode='auto' none arrives there: the "
+                "loop's backward pass ends at the model's outputs. Detach the input, or use grad_sample_mode='hooks'."
+            )
+        return self._run(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedModule:
+        """A plain wrapper of a copy of the module: its passes do not belong to the run."""
+        module = copy.deepcopy(self._module, memo)
+        return RecordedModule(
+            module, loop_forward=None, batch_first=self.batch_first, loss_reduction=self.loss_reduction
+        ).train(self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As for any module, but refused while it belongs to a run, which cannot be pickled.
+
+        Raises:
+            TypeError: It still trains.
+        """
+        if self._loop_forward is not None:
+            raise TypeError(
+                "the private model belongs to a run, which cannot be pickled. To keep the weights: "
+                "torch.save(model._module.state_dict(), path); to keep the run, too: engine.save_checkpoint"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As in Opacus."""
+        super().zero_grad(set_to_none)
+        if self._loop_forward is not None:
+            self._observer.forget_finished()
+
+    def forbid_grad_accumulation(self) -> None:
+        """As in Opacus."""
+        self._observer.accumulates = False
+
+    def allow_grad_accumulation(self) -> None:
+        """As in Opacus."""
+        self._observer.accumulates = True
+
+    def remove_hooks(self) -> None:
+        """Become a plain wrapper."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._loop_forward = None
+        _in_training.discard(self._module)
+
+    def _close(self) -> None:
+        super()._close()
+        self.remove_hooks()
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._observer.touched.add(name)
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a :class:`RecordedModule` is currently training this module."""
+    return module in _in_training
+
+
+def without_compiler(module: nn.Module) -> nn.Module:
+    """The original of a module that ``torch.compile`` has wrapped; compilation in place is undone.
+
+    Raises:
+        ValueError: Only a part of it is compiled.
+    """
+    original = getattr(module, "_orig_mod", module)
+    compiled = original is not module
+    for name, part in original.named_modules():
+        if hasattr(part, "_orig_mod"):
+            raise ValueError(
+                f"the part {name!r} of the model was compiled separately (torch.compile); do not compile it"
+            )
+        compiled |= part._compiled_call_impl is not None
+        part._compiled_call_impl = None
+    if compiled:
+        logger.info("the private model is the original of the compiled one; the engine records its passes itself")
+    return original
+
+
 def _forget_failed_passes(module: nn.Module) -> None:
     """Make Opacus's hooks forget passes that ended half-way in an error.
 
@@ -383,14 +509,10 @@ def _forget_failed_passes(module: nn.Module) -> None:
 
 def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:
     def record(gradient: Tensor) -> None:
-        earlier = forward.arrived.get(k)  # from another backward pass through the same output
-        forward.arrived[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
+        earlier = forward.output_grads.get(k)  # from another backward pass through the same output
+        forward.output_grads[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     return record
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

@@ -1,0 +1,511 @@
+"""One private step, from the batch to the ledger: measure, check, release, book.
+
+``train_step`` and the user's loop are two entries that meet in :meth:`Step.measure`. In the loop, the forward pass
+begins in the model's call (:meth:`Step.begin_forward`), and ``optimizer.step()`` does the rest. If Opacus's hooks have
+formed per-example gradients, the sums come from them, and the engine's own norms must agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.engine.asking import with_alternatives
+from torchfil.engine.executor import Executor, Started
+from torchfil.engine.forward import ForwardPass, Observer
+from torchfil.engine.graphs import StartedGraph
+from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
+from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
+from torchfil.engine.loss_inside import NO_TARGETS, LossInside
+from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.measure import StepValues, Wanted, joined
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.run import Noise, Run
+from torchfil.fisher.draws import Draws
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.masks import call_and_record_masks, replayed_masks
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.precision import autocast_now
+from torchfil.fisher.recording import RecordedForward
+from torchfil.private import Examples, Private, as_call
+from torchfil.utils.trees import tensors_of
+
+__all__ = ["Step", "StepResult", "private_without_labels"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a physical batch gives.
+
+    Attributes:
+        sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
+        backward_passes: The number of the loop's backward passes that it came from.
+        losses: ℓ, [batch]; None for no example, or where nothing was computed.
+    """
+
+    sums: dict[str, Tensor] | None
+    backward_passes: int
+    losses: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What the calls of a step have in common."""
+
+    loss: IdentifiedLoss | None
+    noise: Noise
+    test_matrix: Tensor | None
+    measured: bool
+    summed: bool  # by the engine, not from Opacus's gradients
+
+
+class Step:
+    """Takes the steps of a run.
+
+    Args:
+        run: Keeps what is booked.
+        replica: The model.
+        executor: Computes sums, norms and Fisher information.
+        guard: Compares them with what the loop did.
+        observer: Holds the loop's forward passes.
+        refresh_norms: Computes every example's norm anew, for individual ε.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        executor: Executor,
+        guard: Guard,
+        observer: Observer,
+        refresh_norms: Callable[[FILOptimizer], None],
+    ) -> None:
+        self.run = run
+        self.options = run.options
+        self.replica = replica
+        self.executor = executor
+        self.guard = guard
+        self.observer = observer
+        self._refresh_norms = refresh_norms
+        self._inside = LossInside(replica)
+        self._computes_loss = False  # whether train_step found the loss in the model's outputs
+        self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
+        self._closed = False
+        self._mechanism: tuple[Noise, Mechanism] | None = None  # of the last step
+
+    # ------------------------------------------------------------------ the two entries
+
+    def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
+        """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
+        self.replica.gather()
+        if self._closed:
+            raise RuntimeError("the engine was detached from the model, so no further step can be taken")
+        if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
+            raise RuntimeError(
+                "train_step takes whole draws: leave out accumulation_steps and BatchMemoryManager, and multiply the "
+                "DataLoader's batch_size instead (max_memory splits a batch automatically)"
+            )
+        self.run.batch.clear()
+        call, loss = self._call_without_loop(inputs, targets)
+        result = self.measure(optimizer, [call], loss)
+        optimizer.release(result.sums)
+        losses = result.losses if result.losses is not None else torch.zeros(0, device=self.replica.device)
+        return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
+
+    def take(
+        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
+    ) -> StepResult:
+        """Measure what the loop's finished passes release, check it, and keep it for the release.
+
+        Args:
+            optimizer: Has the current noise and threshold.
+            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
+            clipped_norms: Their ‖g̃‖, [batch].
+        """
+        self.replica.gather()  # first, because a rank that refuses would leave the others waiting
+        if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
+            self.run.batch.clear()  # left from a logical batch that was given up
+        calls = self.observer.finished()
+        if norms is None:
+            self.observer.check_ready()
+        else:
+            calls = _latest(calls, len(norms))
+        return self.measure(optimizer, calls, self.run.loss, norms, clipped_norms)
+
+    # ------------------------------------------------------------------ where they meet
+
+    def measure(
+        self,
+        optimizer: FILOptimizer,
+        calls: Sequence[ForwardPass],
+        loss: IdentifiedLoss | None,
+        norms: Tensor | None = None,
+        clipped_norms: Tensor | None = None,
+    ) -> StepResult:
+        """Losses, norms, sums and Fisher information of these calls; a refusal leaves everything as it was.
+
+        Args:
+            optimizer: Has the current noise and threshold.
+            calls: Of the model, by the loop or instead of it.
+            loss: The loss; None: not identified yet.
+            norms: As in :meth:`take`.
+            clipped_norms: As in :meth:`take`.
+        """
+        run, guard, batch = self.run, self.guard, self.run.batch
+        noise = batch.check_noise(optimizer)
+        flags = guard.flags()
+        ids = run.check_ids(calls, sum(call.num_rows for call in calls) if norms is None else len(norms))
+        passes = parts if (parts := self.observer.tracker.parts) > 1 else len(calls)
+        with run.draws_undone_if_refused():
+            measured = run.chooses_to_measure()
+            if not ids:
+                guard.raise_if_any(flags)
+                batch.is_measured = measured
+                self.observer.forget_finished()
+                return StepResult(None, passes)
+
+            # what the batches are, and which loss the loop uses
+            calls = [call for call in calls if call.ids]  # a part of a draw may be empty
+            if norms is None and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
+                guard.note_division(calls, run.loss, passes)
+            examples = self._examples_of(calls, flags)
+            if loss is None and (norms is None or not run.paused):
+                loss = self._identified(calls[0])
+            if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
+                calls = [call.with_labels() for call in calls]  # its labels are inputs
+                examples = [self._examples(call) for call in calls]
+            if run.ledger is None:
+                guard.look_at_first_call(calls[0])
+            ledger, test_matrix = run.ledger_for(examples)
+
+            # the passes, and what they must agree with
+            setting = _Setting(loss, noise, test_matrix, measured, norms is None)
+            values = self._joined_values(calls, examples, setting, flags)
+            if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
+                if values is not None:
+                    flags.add(guard.compare_norms(values.norm, norms, calls))
+                    values = replace(values, clipped_norm=clipped_norms, sums={})
+                else:
+                    values = StepValues(None, norms, clipped_norms, {}, None)
+            guard.raise_if_any(flags)
+        assert values is not None
+
+        # nothing can be refused from here on
+        run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
+        run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(examples))
+        self.observer.forget_finished()
+        return StepResult(values.sums or None, passes, values.losses)
+
+    def _examples_of(self, calls: Sequence[ForwardPass], flags: Flags) -> list[Examples]:
+        """The private examples of each call, with masks; checks of the batches are added to the flags."""
+        guard = self.guard
+        for call in calls:
+            if call.outputs is None:
+                flags.add(guard.check_batch((call.args, call.kwargs), call.targets))
+            guard.check_rows(call)
+        examples = [self._examples(call) for call in calls]
+        if self.run.ledger is not None:  # the first step has looked at once
+            flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
+            flags.start_reading()
+            if self.replica.device.type == "cpu":  # before the costly part; a GPU goes on meanwhile
+                guard.raise_if_any(flags)
+        return examples
+
+    def _joined_values(
+        self, calls: Sequence[ForwardPass], examples: Sequence[Examples], setting: _Setting, flags: Flags
+    ) -> StepValues | None:
+        """The values of all calls, with their checks; None if none are needed."""
+        loss = setting.loss
+        measured = (setting.measured or setting.noise.noise_multiplier == 0) and not self.run.paused
+        if loss is None or not (setting.summed or measured):
+            if loss is not None and not self.run.paused:
+                for call in calls:
+                    self.guard.check_loss(call, loss)
+            return None
+        parts = []
+        for call, part in zip(calls, examples, strict=True):
+            wanted = self._wanted(setting, measured=measured)
+            values = self._values(call, part, loss, setting.noise, wanted, flags)
+            parts.append(values.kept(sums=len(calls) > 1))  # the next pass would overwrite them
+        return joined(parts)
+
+    def _values(
+        self,
+        call: ForwardPass,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        noise: Noise,
+        wanted: Wanted,
+        flags: Flags,
+    ) -> StepValues:
+        """The values of one call, with its checks."""
+        run, guard, from_loop = self.run, self.guard, call.outputs is not None
+        weights = run.weights_of(call.ids or ())
+        examples = examples if weights is None else replace(examples, clip_weights=weights)
+        questions = self.options.accounting.questions
+        if wanted.seeds and questions:
+            examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
+            wanted = replace(wanted, questions=places)
+
+        # a wrong loss would spoil the trial, so the loss is checked first
+        gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
+        looked_at = from_loop and not self.executor.knows(gradients)
+        if looked_at:
+            guard.check_loss(call, loss)
+        mechanism = self._mechanism_with(noise)
+        started, call.recorded = Started(call.recorded), None
+        values = self.executor.run(gradients, mechanism, wanted, started)
+        if wanted.seeds:
+            values = self._measured_again(gradients, mechanism, values, wanted, call.ids or [])
+
+        # does the engine's pass agree with the loop's, or with the live model's?
+        assert values.losses is not None
+        alone = values.output_gradients is None  # a mapped pass: only the losses show whether the model mixes examples
+        if from_loop and not alone:
+            flags.add(guard.compare_outputs(call, values.output_gradients or (), loss))
+        elif from_loop:
+            if not looked_at:
+                guard.check_loss(call, loss)
+            flags.add(guard.compare_losses(call, loss, values.losses))
+        else:
+            guard.raise_if_any(flags)
+            guard.check_live_model(call, call.targets, loss, values.losses, now=alone)
+        if wanted.summed:
+            guard.check_norms(values.norm, values.losses, flags)
+        flags.add(guard.check_weights(loss, examples.public[2], by_opacus=not wanted.summed))
+        if not from_loop and self.replica.written:
+            guard.raise_if_any(flags)
+            self._write_buffers(call, gradients)
+        return values
+
+    def _wanted(self, setting: _Setting, *, measured: bool) -> Wanted:
+        run, accounting = self.run, self.options.accounting
+        return Wanted(
+            track=tuple(accounting.track),
+            estimator=accounting.estimator,
+            seeds=Draws.seeds_from(run.num_probes, run.generator) if measured else (),
+            rate=run.pace.rate,
+            summed=setting.summed,
+            test_matrix=setting.test_matrix if measured else None,
+        )
+
+    def _mechanism_with(self, noise: Noise) -> Mechanism:
+        """Clipping, noise and subsampling of a release; the last mechanism is kept for reuse."""
+        if self._mechanism is None or self._mechanism[0] != noise:
+            self._mechanism = noise, self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
+        return self._mechanism[1]
+
+    def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
+        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
+        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
+
+    def _measured_again(
+        self, gradients: ExampleGradients, mechanism: Mechanism, values: StepValues, wanted: Wanted, ids: Sequence[int]
+    ) -> StepValues:
+        """The same values, with a few chosen examples measured again with more probes."""
+        rows = self.run.exposed_rows(ids, values.clipped_norm)
+        if rows is None or mechanism.noiseless or self.replica.written:
+            return values
+        few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
+        seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
+        again = replace(wanted, seeds=seeds, summed=False, questions=())
+        anew = self.executor.run(few, mechanism, again, few=True)
+        return values.measured_anew(rows, anew.additions or {})
+
+    def _examples(self, call: ForwardPass) -> Examples:
+        """The examples of a call, with their private coordinates and masks."""
+        examples = call.examples
+        if examples is None:
+            targets = call.targets if call.outputs is None else self.guard.targets(call)
+            private = private_without_labels(self.options.private, call.args, call.kwargs)
+            first = self.run.ledger is None
+            examples = self.replica.lay_out(call.args, call.kwargs, targets, private, check_values=first)
+        if call.outputs is None and self._may_draw():
+            again = self.replica.masks_again(call.args, call.kwargs)
+            call.masks = self._fresh_masks(call) if again is None else again
+        masks = self.replica.masks_by_example(call.masks, call.args, call.kwargs)
+        return replace(examples, masks=masks) if masks else examples
+
+    def _identified(self, call: ForwardPass) -> IdentifiedLoss:
+        """The loss that the loop uses; the model's own loss if the loop uses it, and no other loss fits."""
+        loss = self.guard.identified_loss(call)
+        if self.run.loss is None:
+            logger.info("the training loop's loss was identified as %s", loss.name)
+        return loss
+
+    # ------------------------------------------------------------------ the loop's forward pass
+
+    def begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
+    ) -> tuple[Examples, RecordedForward | StartedGraph] | None:
+        """The forward half of the pass over the loop's inputs; None if the loop must run a plain pass.
+
+        It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn without the model.
+        """
+        loss = self.run.loss
+        if loss is None or self.run.ledger is None:  # there was no trial yet
+            return None
+        args, kwargs = plain((args, kwargs))
+        try:
+            examples = self._examples(ForwardPass(None, batch, args, kwargs, ()))
+        except (ValueError, TypeError):  # reported at the step, where the loop expects it
+            return None
+
+        # on a CPU the live model's own pass is recorded
+        gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
+        recorded = self.executor.begin_live(gradients)
+        if recorded is not None:
+            return examples, recorded
+        if self.replica.device.type != "cuda":
+            return None
+
+        # on a GPU a graph is replayed, which needs masks and weights beforehand
+        drawn = self.replica.masks_again(args, kwargs) if self.replica.drops_now() else ()
+        ids = self.observer.tracker.ids
+        if drawn is None or ids is None or len(ids) != len(examples):  # reported at the step
+            return None
+        masks, weights = self.replica.masks_by_example(drawn, args, kwargs), self.run.weights_of(ids)
+        masked = replace(examples, masks=masks, clip_weights=weights)
+        begun = self.executor.begin_graph(self._in_precision(self.replica.gradients(masked, loss), gradients.autocast))
+        return None if begun is None else (examples, begun)
+
+    # ------------------------------------------------------------------ a call instead of the loop's
+
+    def _call_without_loop(self, inputs: Any, targets: Any) -> tuple[ForwardPass, IdentifiedLoss | None]:
+        """The call of the model that a step replaces, and the loss; None for an empty batch before they are known."""
+        make_current((inputs, targets))  # a batch that was passed on unread
+        inputs, targets = self.guard.moved(plain((inputs, targets)))
+        if targets is NO_TARGETS and (self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)):
+            inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
+        args, kwargs = self.replica.examples_first(as_call(inputs))
+        empty = not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim)  # many models cannot run on it
+        loss = self.run.loss
+        if not empty and (loss is None or (self._computes_loss and self.guard.until_look <= 0)):
+            self._inside.made_from.clear()
+            found = self._identified(self._own_pass(args, kwargs))
+            if loss is not None and found.name != loss.name:
+                raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
+            loss, self._computes_loss = found, True
+
+        # Labels from which a model computes its loss are targets, unless the model cannot run without them.
+        without = kwargs
+        if targets is None or targets is NO_TARGETS:
+            without, targets = self._inside.without_labels(kwargs)
+        if targets is NO_TARGETS or (loss is not None and loss.is_models_own):
+            without, targets = kwargs, None
+        tracker = self.observer.tracker
+        autocast = autocast_now(self.replica.device)
+        return ForwardPass(tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast), loss
+
+    def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
+        """A pass of a model that computes its loss, as if a loop had called backward() on it."""
+
+        def run_live() -> Any:
+            with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
+                return self.replica.live(*args, **kwargs)
+
+        with self.replica.random_state_kept():
+            outputs, masks = call_and_record_masks(run_live, self.replica.device, expected=True)
+        losses = self._inside.losses_in(outputs)
+        if not losses:
+            raise RuntimeError(
+                "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
+                "that computes its loss itself"
+            )
+        call = self._inside.call(args, kwargs, outputs, masks)
+        autocast = autocast_now(self.replica.device)
+        forward = ForwardPass.of_call(self.observer.tracker, call, outputs, masks=masks, autocast=autocast)
+        forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
+        return forward
+
+    def _may_draw(self) -> bool:
+        """Whether a forward pass may draw random numbers; not if one drew none with the modules in this state."""
+        self.replica.follow()
+        return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
+
+    def _fresh_masks(self, call: ForwardPass) -> tuple[Tensor, ...]:
+        """Masks as the live model draws them for a batch; its buffers stay unchanged: this is not the loop's pass."""
+
+        def run_live() -> Any:
+            with torch.no_grad(), buffers_kept(self.replica.live):
+                return self.replica.live(*call.args, **call.kwargs)
+
+        masks = call_and_record_masks(run_live, self.replica.device, expected=True)[1]
+        if not masks:
+            self._drew_nothing_at = self.replica.key
+        return masks
+
+    def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients) -> None:
+        """Update the model's buffers as its forward pass would, once, however the passes were cut."""
+        if not self.executor.runs_in_pieces(gradients):
+            self.replica.write_buffers(gradients)
+            return
+        with torch.no_grad(), replayed_masks(call.masks):
+            self.replica.live(*call.args, **call.kwargs)
+
+    # ------------------------------------------------------------------ what the optimizer tells and asks
+
+    def book(self, optimizer: FILOptimizer) -> None:
+        """Book the released logical batch, and refresh all norms if that is due."""
+        self.run.book(optimizer)
+        every = self.options.accounting.norm_refresh
+        if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
+            self._refresh_norms(optimizer)
+        self.replica.let_go()
+
+    def clip_weights(self, num_gradients: int) -> Tensor | None:
+        """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
+        ids = [number for call in _latest(self.observer.finished(), num_gradients) for number in call.ids or ()]
+        return self.run.weights_of(ids) if len(ids) == num_gradients else None
+
+    def facts(self) -> dict[str, float | None]:
+        """What must be the same on all ranks, by name; None: not known yet."""
+        ledger = self.run.ledger
+        size = ledger.laid_out if ledger is not None and ledger.by_coordinate else None
+        return {"the number of steps": self.run.history.steps, "the number of private coordinates": size}
+
+    def give_up(self) -> None:
+        """Give up the logical batch, which is not released."""
+        self.run.batch.clear()
+        self.replica.let_go()
+
+    def close(self) -> None:
+        """Take no further steps."""
+        self._closed = True
+        self.observer.pending.clear()
+
+
+def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
+    """What is private; if this is not specified, labels among the inputs are not private."""
+    labels = [key for key in kwargs if is_target_name(key)]
+    if private is not None or not labels:
+        return private
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs)
+    floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    others = [key for key in floating if key not in labels]
+    return Private(inputs=others) if others and others != floating else None
+
+
+def _own_coordinates(parts: Sequence[Examples]) -> Tensor | int:
+    """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
+    if len(parts) == 1:
+        return parts[0].own_coordinates
+    by_part = [torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts]
+    return torch.cat(by_part)
+
+
+def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
+    """The latest calls that account for the gradients; earlier ones were discarded."""
+    for start in range(len(calls) - 1, -1, -1):
+        if sum(len(call.ids or ()) for call in calls[start:]) == num_gradients:
+            return calls[start:]
+    return calls
