@@ -266,9 +266,7 @@ def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
 
 
-def _with_loss(
-    guard: Guard, call: ForwardPass, criterion: Criterion | None
-) -> tuple[ForwardPass, IdentifiedLoss, str]:
+def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> tuple[ForwardPass, IdentifiedLoss, str]:
     """The forward pass and the loss, also in words: the given one, the model's own, or the most likely one."""
     replica, inside, tracker = guard.replica, LossInside(guard.replica), guard.tracker
     losses = inside.losses_in(call.outputs) if criterion is None else []
