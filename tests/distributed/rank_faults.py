@@ -160,13 +160,11 @@ def refused_settings() -> list[str]:
 
     dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
     padded = DistributedSampler(dataset)
-    other = DistributedSampler(dataset, num_replicas=3, rank=0)
     cases: list[tuple[Any, dict[str, Any], Any]] = [
         (nn.parallel.DistributedDataParallel, {}, None),
         (Wrapper, {"rel_error": 0.1}, None),
         (Wrapper, {"poisson_sampling": False}, None),
         (Wrapper, {"poisson_sampling": False}, padded),
-        (Wrapper, {"poisson_sampling": False}, other),
     ]
     errors = []
     for wrapper, options, sampler in cases:

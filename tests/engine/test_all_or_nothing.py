@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.engine.ways import LOSS, examples, mlp, start, step
 from torchfil import FILPrivacyEngine
-from torchfil.engine.distributed.whole_file import sealed_when_complete
+from torchfil.engine.distributed.checkpoints import write_file
 
 
 def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:
@@ -72,11 +72,10 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
         other.load_checkpoint(path=file, module=model, optimizer=optimizer)
     file.seek(0)
     damaged = torch.load(file, weights_only=True)
-    (random,) = [value for value in damaged.values() if isinstance(value, dict) and "cpu" in value]
+    (random,) = damaged["random_state"]
     random["cpu"] = random["cpu"][:3]
     file = io.BytesIO()
-    with sealed_when_complete(file) as content:
-        torch.save(damaged, content)
+    write_file(file, damaged)
     file.seek(0)
     with pytest.raises(RuntimeError, match="RNG state"):
         other.load_checkpoint(path=file, module=model)

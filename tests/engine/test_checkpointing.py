@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import assert_true, images, make, train
-from torchfil.fisher import checkpointing
+from torchfil.fisher import models
 
 
 class Blocks(nn.Module):
@@ -58,7 +58,7 @@ def test_as_brute_force(kind: str, dropout: float, way: str) -> None:
 @pytest.mark.parametrize("options", [{"estimator": "weight-probes"}, {"estimator": "weight-probes", "max_memory": 1}])
 def test_recorded_passes(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """No gradient is mapped over examples for a checkpoint's sake, and the log says that it is left out, once."""
-    checkpointing._told = False
+    models._log_skipped_checkpoints.cache_clear()
     with caplog.at_level(logging.INFO, logger="torchfil"):
         run = trained("not reentrant", **options)
     without = trained("none", **options)

@@ -176,7 +176,7 @@ def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> Non
     torch.manual_seed(0)
     module = Tokens().to(DEVICE, torch.float64)
     tokens, kinds = torch.randint(11, (20, 6)), torch.randint(3, (20,))
-    engine = FILPrivacyEngine()
+    engine, private = FILPrivacyEngine(), Private(submodule="embedding")
     engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
@@ -184,14 +184,12 @@ def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> Non
         noise_multiplier=SIGMA,
         max_grad_norm=C,
         criterion=nn.CrossEntropyLoss(),
-        private=Private(submodule="embedding"),
+        private=private,
     )
 
     def calls(length: int) -> int:
         before = module.calls
-        given = engine._training.replica.lay_out(
-            (tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE), Private(submodule="embedding")
-        )
+        given = engine._training.replica.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE), private)
         assert given.z.shape == (5, 4 * length)
         return module.calls - before
 
@@ -216,7 +214,7 @@ def test_a_submodule_whose_output_changes_its_shape_is_refused() -> None:
 def test_tokens_without_a_submodule_raise_with_the_remedy() -> None:
     dataset = TensorDataset(torch.randint(11, (20, 4)), torch.randint(3, (20,)))
     module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(16, 3)).double()
-    with pytest.raises(ValueError, match=r"private=Private\(submodule='0'\). The model's embeddings are '0'"):
+    with pytest.raises(ValueError, match=r"private=Private\(submodule='0'\). The model's embeddings: \['0'\]"):
         account(module, dataset, classify, lambda batch: tuple(batch))
 
 

@@ -195,9 +195,10 @@ class TestNothingIsGivenAway:
         made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
         (noise, _), *_ = releases(made)
         saved = torch.load(path, weights_only=True)
-        assert saved["fil_engine_state_dict"]["generators"].keys() == {"loader"}  # which shuffles nothing here
+        (own,) = saved["fil_engine_state_dict"]["generators"]
+        assert own.keys() == {"loader"}  # which shuffles nothing here
 
-        generators = [saved["random_state"]["cpu"], *saved["fil_engine_state_dict"]["generators"].values()]
+        generators = [saved["random_state"][0]["cpu"], *own.values()]
         for state in generators:
             source = torch.Generator()
             source.set_state(state)

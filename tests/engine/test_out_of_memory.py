@@ -160,7 +160,7 @@ def test_where_one_example_does_not_fit_the_step_is_not_taken(way: str) -> None:
             run.step(batch)
     after = run.state
     for state in (before[0], after[0]):  # a batch was drawn
-        del state["generators"]["loader"], state["generators"]["draws"]
+        del state["generators"][0]["loader"], state["generators"][0]["draws"]
     assert same(after, before)
 
     # with memory again, it is as if nothing had been

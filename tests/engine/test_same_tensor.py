@@ -236,7 +236,7 @@ def test_few_equal_numbers_are_asked_about() -> None:
 def test_zeros_and_two_yes_or_no_attributes_stay_apart() -> None:
     states = torch.zeros(2, 70, dtype=torch.float64)
     answers = torch.tensor([[1.0], [0.0]])
-    assert Examples.build((states, states.clone(), answers, answers.clone()), torch.arange(2)).same == ()
+    assert Examples.build((states, states.clone(), answers, answers.clone()), torch.arange(2)).layout.same == ()
 
 
 def test_places_that_differ_later_are_refused() -> None:

@@ -271,9 +271,9 @@ def test_a_numbered_run_does_not_go_on_as_a_stream() -> None:
     stream, module = trained(), network()
     numbered = FILPrivacyEngine()
     numbered.make_private(module, torch.optim.SGD(module.parameters(), lr=0.3), loader(data(N)), noise_multiplier=SIGMA)
-    with pytest.raises(ValueError, match="the saved run was on a stream"):
+    with pytest.raises(ValueError, match=f"data_set='{N} examples' instead of 'a stream'"):
         numbered.load_state_dict(stream.engine.state_dict())
-    with pytest.raises(ValueError, match="the saved run was on a data set with numbered examples"):
+    with pytest.raises(ValueError, match=f"data_set='a stream' instead of '{N} examples'"):
         stream.engine.load_state_dict(numbered.state_dict())
     assert len(rows_of(stream)) == N
 

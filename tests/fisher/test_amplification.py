@@ -179,24 +179,14 @@ class TestRegistry:
         register_amplification("half", NoAmplification(), overwrite=True)
 
     def test_what_is_no_amplification_is_told(self, clean_registry: None) -> None:
-        class OfRhoAlone:
-            secret_batches = True
-
-            def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-                return rho, rho
-
         class Silent:
             def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
                 return rho, rho
 
-        for strange, told in (
-            (OfRhoAlone(), r"OfRhoAlone\.factors\(rho: .*would be called with three arguments"),
-            (Silent(), "does not say whether the attacker knows who was in a batch; set secret_batches"),
-            (0.5, r"amplification=0\.5 has no method factors"),
-        ):
-            with pytest.raises(TypeError, match=told):
+        for strange in (Silent(), 0.5):
+            with pytest.raises(TypeError, match=r"needs a method factors\(rho, q, sigma\) and a flag secret_batches"):
                 register_amplification("strange", strange)  # type: ignore[arg-type]
-            with pytest.raises(TypeError, match=told):
+            with pytest.raises(TypeError, match="secret_batches"):
                 Mechanism.build(1.0, 1.0, amplification=strange)  # type: ignore[arg-type]
         assert "strange" not in available_amplifications()
         with pytest.raises(ValueError, match="amplification='magic' is unknown; use one of none, poisson, theorem4"):

@@ -261,7 +261,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
 
 def test_private_class_labels_are_refused_and_probabilities_work() -> None:
     case = build("mlp", 3)
-    with pytest.raises(TypeError, match=r"needs a floating-point target, got dtype torch.int64.*class probabilities"):
+    with pytest.raises(TypeError, match=r"the private target has dtype torch.int64; .*class probabilities"):
         fisher.exact_fim(*case.arguments, **SETTINGS, private=Private(target=True))
     one_hot = nn.functional.one_hot(case.targets, 3).double()
     arguments = (case.model, case.loss_fn, case.inputs, one_hot)
@@ -350,8 +350,11 @@ class TestPrivateCoordinates:
     @pytest.mark.parametrize(
         ("private", "message"),
         [
-            (Private(coordinates=torch.ones(7, dtype=torch.bool)), r"mask of shape \(7,\) does not broadcast"),
-            (Private(coordinates=[5]), r"columns \[5\] are out of range for input 0 with 5 columns"),
+            (
+                Private(coordinates=torch.ones(7, dtype=torch.bool)),
+                r"do not fit one example of input 0, which has",
+            ),
+            (Private(coordinates=[5]), r"coordinates=\[5\] do not fit one example of input 0, which has shape \(5,\)"),
             (Private(coordinates=torch.zeros(5, dtype=torch.bool)), "choose nothing"),
             (Private(inputs="x"), r"private input 'x' is not among the inputs \[0\]"),
         ],
@@ -467,9 +470,9 @@ def test_what_is_private_is_named_once_and_right() -> None:
         measured(Private(coordinates={"Age": [1]}), {"age": x})
     with pytest.raises(ValueError, match=r"private inputs \[0, 0\] name one input twice"):
         measured(Private(inputs=(0, 0)), x)
-    for columns in ([2.9], [True, False, True, False]):
-        with pytest.raises(TypeError, match="are not column numbers"):
-            measured(Private(coordinates=columns), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="do not fit one example"):
+        measured(Private(coordinates=[2.9]), x)  # type: ignore[list-item]
+    assert Examples.build(x, y, Private(coordinates=[True, False, True, True])).num_coordinates == 3
     ones: tuple[Any, ...] = (np.int64(1), torch.tensor(1), np.array([1]))
     for one in ones:
         assert Examples.build(x, y, Private(coordinates=one)).num_coordinates == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchfil.fisher.missing import with_second_derivatives
+from torchfil.fisher.models import with_second_derivatives
 from torchfil.fisher.rules.patches import patches
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

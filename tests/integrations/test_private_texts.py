@@ -18,7 +18,7 @@ from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.draws import draw_bits, signs_of
 from torchfil.fisher.estimators import register_estimator, weight_probes
 from torchfil.private import Examples, Private
-from torchfil.private.embeddings import embeddings_to_protect
+from torchfil.private.submodules import embeddings_to_protect
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
 

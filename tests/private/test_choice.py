@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchfil import Private, fisher
 from torchfil.private import Examples
-from torchfil.private.embeddings import embeddings_to_protect
+from torchfil.private.submodules import embeddings_to_protect
 
 
 class Model(nn.Module):
@@ -56,9 +56,9 @@ def inputs() -> dict[str, Tensor]:
 def test_of_several_embeddings_that_of_the_text_is_private(by_name: bool) -> None:
     args, kwargs = ((), inputs()) if by_name else (tuple(inputs().values()), {})
     assert embeddings_to_protect(Named(), args, kwargs) == ("words",)
-    examples = Examples.from_call(args, kwargs, None, Private(submodule="words"), model=Named())
+    examples = Examples.build(kwargs if by_name else args, None, Private(submodule="words"), model=Named())
     assert examples.own_coordinates.tolist() == [6, 2]  # type: ignore[union-attr]
-    assert str(examples).startswith("the output of 'words', 4×2, without positions masked by")
+    assert str(examples.layout).startswith("the output of 'words', 4×2, without positions masked by")
 
 
 def test_an_empty_batch_tells_the_same() -> None:
@@ -66,7 +66,8 @@ def test_an_empty_batch_tells_the_same() -> None:
     assert embeddings_to_protect(Named(), (), empty) == ("words",)
     examples = Examples.build(empty, None, Private(submodule="words"), model=Named())
     assert examples.z.shape == (0, 8)
-    assert str(examples) == str(Examples.build(inputs(), None, Private(submodule="words"), model=Named()))
+    whole = Examples.build(inputs(), None, Private(submodule="words"), model=Named())
+    assert str(examples.layout) == str(whole.layout)
 
 
 def test_a_floating_mask_is_not_private_by_itself() -> None:
@@ -187,5 +188,5 @@ def test_lengths_as_a_mask_as_numbers_and_as_a_function() -> None:
     with pytest.raises(ValueError, match=r"yields a mask of shape \(2, 5\) for private values at 4 positions"):
         wrong = Examples.build({"x": x}, None, Private(inputs="x", lengths=lambda _: torch.ones(2, 5)))
         _ = wrong.own_coordinates
-    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
-        Private(max_length=0)
+    with pytest.raises(ValueError, match="more than max_length=0"):
+        Examples.build({"x": x}, None, Private(max_length=0))

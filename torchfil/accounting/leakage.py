@@ -22,8 +22,8 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.row_reading import AT_ONCE, Conditions, RowReading, divide
 from torchfil.accounting.summary import LeakageSummary, summarise
+from torchfil.fisher.fim import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Part
-from torchfil.fisher.spectral import largest_eigenvalue
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table
 

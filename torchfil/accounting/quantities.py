@@ -20,8 +20,8 @@ from torch import Tensor
 from torchfil.accounting.path import path_additions, path_sums
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.fim import nystrom_norm
 from torchfil.fisher.results import Estimate, Kind
-from torchfil.fisher.spectral import nystrom_norm
 
 __all__ = [
     "ERROR",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.sharded import ShardedReplica, is_sharded
+from torchfil.engine.distributed.shards import ShardedReplica, is_sharded
 from torchfil.engine.distributed.streams import FILStreamLoader
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.distributed.sharded import is_sharded
+from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard
@@ -340,7 +340,7 @@ def _examined(
         result,
         verdict=verdict,
         reason=plan.reason,
-        private=str(examples),
+        private=str(examples.layout),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
         layers=_layers(gradients, plan, options.max_memory),
         costs=(

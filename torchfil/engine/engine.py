@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import IO, Any
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
-from torchfil.engine.distributed.sharded import without_shards
+from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.ghost_criterion import GhostCriterion
@@ -42,8 +44,9 @@ from torchfil.engine.preparing import (
     warn_without_noise,
     with_rate,
 )
-from torchfil.engine.resuming import Resuming
+from torchfil.engine.resuming import Checkpoints
 from torchfil.engine.run import Run
+from torchfil.engine.saving.run_files import RunFiles
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -58,7 +61,7 @@ __all__ = ["FILPrivacyEngine"]
 logger = logging.getLogger(__name__)
 
 
-class FILPrivacyEngine(Resuming):
+class FILPrivacyEngine(RunFiles):
     """Opacus's engine, which also accounts for how much the run leaks about every example.
 
     The training loop stays unchanged. At each step the engine adds the example's Fisher information
@@ -514,6 +517,87 @@ class FILPrivacyEngine(Resuming):
             return data_loader
         known = options_known_to(super()._prepare_data_loader, options)
         return super()._prepare_data_loader(data_loader, poisson_sampling=True, **known)
+
+    # ------------------------------------------------------------------ state
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._training, self.accountant)
+
+    def gather(self) -> None:
+        """See :meth:`LeakageReading.gather`; also collects the random states of all ranks, for checkpoints."""
+        super().gather()
+        self._checkpoints.gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accounting's state: DP accountant, ledger, norm history, probes; tensors and plain values only.
+
+        It holds no state of noise or Poisson draws, unless they were seeded (``noise_seed=``, ``noise_generator=``).
+
+        With several processes it is that of all of them, on every rank, and any number of ranks can resume from it; all
+        ranks must call it, or :meth:`gather` before.
+        """
+        return self._checkpoints.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
+        self._checkpoints.load_state_dict(state_dict)
+
+    def save_checkpoint(
+        self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
+    ) -> Future[None] | None:
+        """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
+
+        Torch's random state serves dropout, shuffling and augmentation. Noise and Poisson draws are not in it, and a
+        checkpoint holds nothing of them (unless they were seeded). Keep it as confidential as the data all the same:
+        it has the ledger and weights that were perhaps never released.
+
+        With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
+        load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its shards of the model, and
+        rank 0 the rest, by ``torch.distributed.checkpoint``. Any number of processes can resume from either.
+
+        Args:
+            path: A file, or a folder: an existing one, or a name that ends with a slash.
+            asynchronous: Whether to write into the folder while training continues, from a copy in memory.
+            **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
+
+        Returns:
+            With ``asynchronous`` a future; its ``result()`` waits until the checkpoint is on the disk and raises any
+            error. The next save or load waits for it, too.
+        """
+        return self._checkpoints.save(path, asynchronous=asynchronous, **options)
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | IO[bytes],
+        module: nn.Module,
+        optimizer: optim.Optimizer | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
+
+        Weights, optimizer and accounting continue where they stopped, with new noise and new draws: two runs that
+        resume from one checkpoint share neither. Only a run with ``noise_seed=`` continues bit for bit, if it stopped
+        between epochs.
+
+        Args:
+            path: A file or a folder that :meth:`save_checkpoint` wrote, with any number of processes.
+            module: The private model.
+            optimizer: The private optimizer; None: its state is not loaded.
+            **options: As in Opacus: ``noise_scheduler``, ``grad_clip_scheduler``, ``module_load_dict_kwargs`` and
+                ``torch_load_kwargs``; ``restore_random_state=False`` leaves torch's own random state alone.
+
+        Returns:
+            The rest of the checkpoint, with what ``checkpoint_dict`` held.
+
+        Raises:
+            ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
+                changed.
+            RuntimeError: The weights do not fit the module; nothing was changed.
+            CheckpointError: The file is damaged or truncated; nothing was changed.
+        """
+        return self._checkpoints.load(path, module, optimizer, **options)
 
     # ------------------------------------------------------------------ control
 

@@ -23,9 +23,9 @@ from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.engine.replica import Replica
-from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
+from torchfil.fisher.models import without_checkpoints
 from torchfil.fisher.precision import autocast_as, autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples

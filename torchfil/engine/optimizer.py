@@ -146,7 +146,7 @@ class FILOptimizer(DPOptimizer):
         except Exception:
             if not self._answered:
                 self._ranks.refuse(self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue))
-            self._step.replica.let_go()
+            self._step.replica.free_weights()
             raise
 
     def _facts(self) -> dict[str, float | None]:
@@ -159,7 +159,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
-            self._step.run.batch.settle_ids()
+            self._step.run.batch.exchange_ids()
             if self._ranks.rank > 0:
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return

@@ -31,17 +31,10 @@ from torchfil.fisher.models import (
     turned,
     with_examples_first,
 )
-from torchfil.private import (
-    Examples,
-    Output,
-    Private,
-    embeddings_to_protect,
-    floating_inputs_of,
-    num_examples,
-    outputs_of_one_example,
-)
+from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
 from torchfil.private.batches import named_inputs
-from torchfil.utils.trees import kind_of, map_tensors, tensors_of
+from torchfil.private.choice import floating_inputs
+from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 __all__ = ["Replica", "buffers_kept", "is_plain"]
 
@@ -89,10 +82,10 @@ class Replica:
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
         self._embeddings: tuple[str, ...] | None = None  # of the integer inputs; None: not looked for
-        self._untold: dict[int | str, torch.Size] | None = None  # private tensors without known padding; None: not seen
+        self._inputs_without_mask: dict[int | str, torch.Size] | None = None  # padding unknown; None: no batch seen
         self._mask_layouts = MaskLayouts()
         self._same: dict[Hashable, Any] = {}  # which inputs and targets are one tensor, by all their names
-        self._outputs: dict[Hashable, tuple[Output, ...]] = {}  # of private submodules, by kind of batch
+        self._layouts: dict[Hashable, tuple[Private | None, Layout]] = {}  # by form of batch and training flags
 
     @property
     def key(self) -> Hashable:
@@ -103,7 +96,7 @@ class Replica:
         """Gather all weights in this process, and return whether any came; without sharding, all are here."""
         return False
 
-    def let_go(self) -> None:
+    def free_weights(self) -> None:
         """Free weights that were gathered."""
 
     def examples_first(self, tree: Any) -> Any:
@@ -118,7 +111,7 @@ class Replica:
             yield
         finally:
             if came:
-                self.let_go()
+                self.free_weights()
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
@@ -133,43 +126,51 @@ class Replica:
         *,
         check_values: bool = True,
     ) -> Examples:
-        """These examples with their private coordinates."""
-
-        def read_outputs(names: Sequence[str], public: Any) -> tuple[Output, ...]:
-            kind = (tuple(names), kind_of(public), tuple(live.training for live, _ in self._pairs))
-            if kind not in self._outputs:
-                if len(self._outputs) >= _MOST_SHAPES:
-                    self._outputs.clear()
-                with self.random_state_kept():
-                    self._outputs[kind] = outputs_of_one_example(self.live, names, public)
-            return self._outputs[kind]
-
-        num_examples(args, kwargs, targets)  # before the model is called with one example
-        if private is None or not (private.submodules or private.target or private.inputs is not None):
-            private = self._with_embeddings(private or Private(), args, dict(kwargs))
-        names = (*named_inputs(args, kwargs), *named_inputs((), {"target": targets}))
-        if names in self._same:  # decided once, because few examples can be equal by chance
-            private = replace(private, same=self._same[names])
-        examples = Examples.from_call(
-            args, kwargs, targets, private, model=self.live, read_outputs=read_outputs, check_values=check_values
-        )
-        if len(examples):
-            self._same[names] = examples.same
-        self._tell(examples)
+        """These examples with their private coordinates; batches of one form share their layout."""
+        public = (args, dict(kwargs), targets)
+        batch = num_examples(*public)  # before the model is called with one example
+        if check_values:
+            check_finite(*public)
+        form = form_of(public, shapes=True)
+        kind = (form, *[live.training for live, _ in self._pairs])
+        chosen, layout = self._layouts.get(kind, (None, None))
+        if layout is None or chosen is not private:
+            layout = self._layout(public, private)
+            if len(self._layouts) >= _MOST_SHAPES:
+                self._layouts.clear()
+            if batch:
+                self._layouts[kind] = private, layout
+        examples = layout.examples(public)
+        vars(examples)["form"] = form  # known already
         return examples
 
-    def _tell(self, examples: Examples) -> None:
+    def _layout(self, public: Any, private: Private | None) -> Layout:
+        """The layout of a batch; which places hold one tensor is decided once, since a few numbers may be equal."""
+        args, kwargs, targets = public
+        if private is None or not (private.submodules or private.target or private.inputs is not None):
+            private = self._with_embeddings(private or Private(), args, kwargs)
+        names = (*named_inputs(args, kwargs), *named_inputs((), {"target": targets}))
+        if names in self._same:
+            private = replace(private, same=self._same[names])
+        with self.random_state_kept():
+            layout = Layout.of(public, private, self.live)
+        if len(tensors_of(public)[0]):
+            self._same[names] = layout.same
+        self._log_private(layout)
+        return layout
+
+    def _log_private(self, layout: Layout) -> None:
         """Log once what is private, and once if padding counts as private because nothing identifies it."""
-        if self._untold is None:
-            logger.info("private in every example: %s", examples)
-            self._untold = examples.untold
-        elif self._untold and examples.untold != self._untold:
+        if self._inputs_without_mask is None:
+            logger.info("private in every example: %s", layout)
+            self._inputs_without_mask = layout.inputs_without_mask
+        elif self._inputs_without_mask and layout.inputs_without_mask != self._inputs_without_mask:
             logger.warning(
                 "batches differ in length, and nothing shows which positions are padding: all count as private, so d, "
                 "and with it the MSE bound, is too large for short examples. Name the mask, or give a function of the "
                 "inputs: private=Private(lengths=…)"
             )
-            self._untold = {}
+            self._inputs_without_mask = {}
 
     def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
         """The same, with the outputs of the embeddings of integer inputs private if no input is floating-point.
@@ -177,7 +178,7 @@ class Replica:
         The embeddings are searched once. If there are floating-point inputs as well, the log says that the integers are
         not private.
         """
-        floating = floating_inputs_of(self.live, args, kwargs)
+        floating = floating_inputs(named_inputs(args, kwargs, self.live))
         if self._embeddings is None:
             with self.random_state_kept(), buffers_kept(self.live):
                 integers = not all(leaf.is_floating_point() for leaf in tensors_of((args, kwargs)))
@@ -220,13 +221,17 @@ class Replica:
             with torch.no_grad(), differentiable_twice():
                 call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
-        return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), (kind_of(inputs), self.key), run_first)
+        return self._mask_layouts.by_example(
+            masks, len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key), run_first
+        )
 
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """Masks for a batch of these inputs as the model would draw them; None if only the model can draw them."""
         inputs = (args, dict(kwargs))
         self.follow()
-        return self._mask_layouts.again((kind_of(inputs), self.key), len(tensors_of(inputs)[0]), self.device)
+        return self._mask_layouts.again(
+            (form_of(inputs, shapes=True), self.key), len(tensors_of(inputs)[0]), self.device
+        )
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the current weights, by the copy; it writes only into its own buffers."""

@@ -23,10 +23,8 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.clip_weights import weights_by_row
-from torchfil.engine.distributed.rank_state import RowBlocks, Whole, take_part
-from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError
-from torchfil.engine.distributed.run_state import check_same_run, loaded_ids, loaded_ledger, with_blocks
+from torchfil.engine.clip_weights import check_same_weights, weights_by_row
+from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.distributed.shared_norms import SharedNormHistory
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.forward import ForwardPass
@@ -144,7 +142,7 @@ class LogicalBatch:
             )
         return ids
 
-    def settle_ids(self) -> None:
+    def exchange_ids(self) -> None:
         """Tell all ranks which examples take part in this step (collective, unless batches are Poisson draws).
 
         Raises:
@@ -167,7 +165,7 @@ class LogicalBatch:
     def ids_of_all(self) -> list[Hashable]:
         """Who takes part in this step, on all ranks; they exchange this before it is released."""
         if self._keys is None:
-            self.settle_ids()
+            self.exchange_ids()
         assert self._keys is not None
         return self._keys
 
@@ -247,7 +245,7 @@ class Run:
         self.ranks.meet()
         self.history.enter()
         mine = self.ledger, self.test_matrix
-        self._whole = Whole.of(self.ranks, self.history.steps, *mine, self.new_ledger, self.generator)
+        self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
 
     @property
     def _is_gathered(self) -> bool:
@@ -509,32 +507,14 @@ class Run:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self, *, in_blocks: bool = False) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective).
-
-        Args:
-            in_blocks: Whether each of several ranks holds a block of the rows, as one distributed tensor (DTensor).
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
         if self.batch.parts:
-            raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
-        if in_blocks and self.ranks is not None:
-            return self._state_in_blocks(self.ranks)
-        self.gather()
-        return self._state(self._whole)
-
-    def _state_in_blocks(self, ranks: Ranks) -> dict[str, Any]:
-        """The state, with a block of the rows on each rank."""
-        assert isinstance(self.history, SharedNormHistory)
-        ranks.meet()
-        self.history.enter()
-        blocks = RowBlocks(ranks, self.ids.num_examples)
-        mine = self.ledger, self.test_matrix
-        whole = Whole.of(ranks, self.history.steps, *mine, self.new_ledger, self.generator, blocks)
-        return with_blocks(self._state(whole), blocks, ranks)
-
-    def _state(self, whole: Whole | None) -> dict[str, Any]:
-        """The state, with what all ranks have booked; None: a single process."""
-        ledger, test_matrix = (self.ledger, self.test_matrix) if whole is None else (whole.ledger, whole.test_matrix)
+            raise RuntimeError(
+                "a state can be saved and loaded only between logical batches; finish the batch first, or call "
+                "optimizer.discard_partial_batch()"
+            )
+        ledger, test_matrix = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
             "history": self.history.state_dict(),
@@ -543,18 +523,15 @@ class Run:
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "clip_weights": self.clip_weights,
+            "ranks": None if self._whole is None else dict(self._whole.parts),
         }
-        if self._grows:
-            state["keys"] = self.ids.all()
-        return state if whole is None else {**state, "ranks": dict(whole.parts)}
+        return {**state, "keys": self.ids.all()} if self._grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
-        accounting, ledger = self.options.accounting, None
-        check_same_run(state, self.clip_weights, self.ids)
-        if state["ledger"] is not None:
-            ledger = loaded_ledger(state["ledger"], self._place, accounting, self.ids, self._chosen())
-        ids = loaded_ids(state.get("keys"), self.ids)
+        """The inverse of :meth:`state_dict`, of a run that was made as this one."""
+        check_same_weights(state["clip_weights"], self.clip_weights, self.ids)
+        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self._place)
+        ids = GrowingIds(state["keys"]) if self._grows else self.ids
         participations: list[int] = []  # of all ranks
         if self._knows_batches:
             participations = [0] * ids.num_examples if ledger is None else ledger.sums["participations"].tolist()
@@ -566,7 +543,7 @@ class Run:
 
         self.generator.set_state(state["generator"].cpu())
         if self.ranks is not None:
-            take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
+            take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline, self._look_due = timeline, None

@@ -459,7 +459,7 @@ class Step:
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
             self._refresh_norms(optimizer)
-        self.replica.let_go()
+        self.replica.free_weights()
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
         """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
@@ -475,7 +475,7 @@ class Step:
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
         self.run.batch.clear()
-        self.replica.let_go()
+        self.replica.free_weights()
 
     def close(self) -> None:
         """Take no further steps."""

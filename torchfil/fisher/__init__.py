@@ -14,6 +14,7 @@ from torchfil.fisher.amplification import (
     available_amplifications,
     classical_gaussian_epsilon,
     get_amplification,
+    poisson_amplification,
     register_amplification,
 )
 from torchfil.fisher.estimators import Estimator, available_estimators, get_estimator, register_estimator
@@ -21,7 +22,6 @@ from torchfil.fisher.fim import exact_fim, fim_diagonal, fim_matrix, fim_spectra
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.poisson import poisson_amplification
 from torchfil.fisher.results import Estimate
 
 __all__ = [

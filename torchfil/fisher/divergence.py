@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchfil.fisher.poisson import check_rate
+from torchfil.fisher.amplification import check_rate
 
 __all__ = ["step_divergence"]
 

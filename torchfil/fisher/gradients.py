@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import (
     call_with,
@@ -31,8 +30,8 @@ from torchfil.fisher.models import (
     check_unweighted_mean,
     explain_derivatives,
     explain_layers,
-    explain_randomness,
     trainable_and_constant,
+    without_checkpoints,
     without_opacus,
 )
 from torchfil.fisher.precision import (
@@ -335,7 +334,7 @@ class ExampleGradients:
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
         randomness = "different" if self.examples.masks else "error"
-        with self._mapping_state(), explain_randomness(), replayed_masks(self.examples.masks):
+        with self._mapping_state(), replayed_masks(self.examples.masks):
             result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
         return wide(result.detach())
 

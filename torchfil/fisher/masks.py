@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,8 @@ __all__ = ["DrawnMasks", "MaskLayouts", "RandomWatch", "call_and_record_masks", 
 
 Result = TypeVar("Result")
 _MOST_KINDS = 256
-_ALIKE_BEFORE_DRAWING = 2  # batches of a kind that must draw alike before masks are drawn without the model
+_TIMES_ALIKE = 2  # batches of a kind that must draw alike before masks are drawn without the model
+_visible_draws = partial(sdpa_kernel, SDPBackend.MATH)  # attention's; fused kernels would hide them
 _MASK_SECOND = (torch.ops.aten.native_dropout.default,)  # gives (values, mask)
 
 
@@ -53,11 +55,9 @@ class _Draw:
     def again(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Another mask of that shape."""
         empty = torch.empty(shape, dtype=self.dtype, device=device)
-        return (
-            torch.native_dropout(empty, self.probability, True)[1]
-            if self.by_dropout
-            else empty.bernoulli_(self.probability)
-        )
+        if self.by_dropout:
+            return torch.native_dropout(empty, self.probability, True)[1]
+        return empty.bernoulli_(self.probability)
 
 
 class DrawnMasks(tuple[Tensor, ...]):
@@ -177,11 +177,6 @@ class _Layout:
         return mask.shape == self.of_batch(batch)
 
 
-def _visible_draws() -> AbstractContextManager[None]:
-    """Inside, attention draws its masks in a separate operation; fused kernels would hide them."""
-    return sdpa_kernel(SDPBackend.MATH)
-
-
 class MaskLayouts:
     """Arranges the masks of a batch by example: [batch, …], where … is the shape that a single example draws.
 
@@ -192,16 +187,15 @@ class MaskLayouts:
     """
 
     def __init__(self) -> None:
-        self._layouts: dict[Hashable, tuple[_Layout, ...]] = {}
-        self._recipes: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw, ...], int]] = {}  # and how often seen
+        self._seen: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw | None, ...], int]] = {}  # and how often
 
     def again(self, kind: Hashable, batch: int, device: torch.device) -> tuple[Tensor, ...] | None:
         """Masks as a forward pass over this many examples would draw them; None if that is not known."""
-        layouts, draws, times = self._recipes.get(kind, ((), (), 0))
-        if times < _ALIKE_BEFORE_DRAWING:
+        layouts, draws, times = self._seen.get(kind, ((), (), 0))
+        if times < _TIMES_ALIKE or len(draws) != len(layouts) or None in draws:
             return None
         pairs = zip(layouts, draws, strict=True)
-        return tuple(draw.again(layout.of_batch(batch), device) for layout, draw in pairs)
+        return tuple(draw.again(layout.of_batch(batch), device) for layout, draw in pairs if draw is not None)
 
     def by_example(
         self, masks: Sequence[Tensor], batch: int, kind: Hashable, run_first: Callable[[], Any]
@@ -219,32 +213,19 @@ class MaskLayouts:
         """
         if batch == 1:
             return tuple(mask[None] for mask in masks)
-        of_inputs, kind = kind, (kind, tuple(mask.ndim for mask in masks))
-        layouts = self._layouts.get(kind, ())
-        if len(layouts) != len(masks) or not all(
-            layout.fits(mask, batch) for layout, mask in zip(layouts, masks, strict=True)
-        ):
+        layouts, before, times = self._seen.get(kind, ((), (), 0))
+        if len(layouts) != len(masks) or not all(map(_Layout.fits, layouts, masks, repeat(batch))):
             learner = _Learner(masks, batch)
             with _visible_draws(), learner:
                 run_first()
             if learner.left:
                 raise _other_draws("fewer random numbers than")
-            if len(self._layouts) >= _MOST_KINDS:
-                self._layouts.clear()
-            layouts = self._layouts[kind] = tuple(learner.layouts)
-        self._note(of_inputs, layouts, getattr(masks, "draws", ()))
+            layouts, times = tuple(learner.layouts), 0
+            if len(self._seen) >= _MOST_KINDS:
+                self._seen.clear()
+        draws = getattr(masks, "draws", ())
+        self._seen[kind] = layouts, draws, times + 1 if draws == before else 1
         return tuple(layout.by_example(mask, batch) for layout, mask in zip(layouts, masks, strict=True))
-
-    def _note(self, kind: Hashable, layouts: tuple[_Layout, ...], draws: tuple[_Draw | None, ...]) -> None:
-        """Remember how a kind of batch draws, if that can be repeated."""
-        plain = tuple(draw for draw in draws if draw is not None)
-        if len(plain) != len(layouts):
-            return
-        before = self._recipes.get(kind)
-        times = before[2] + 1 if before is not None and before[:2] == (layouts, plain) else 1
-        if len(self._recipes) >= _MOST_KINDS:
-            self._recipes.clear()
-        self._recipes[kind] = layouts, plain, times
 
 
 @contextlib.contextmanager

@@ -1,42 +1,45 @@
 """Models as functions of their weights: calls with other weights, copies without weights, and refused models.
 
 A model is refused if it mixes the examples of a batch, or draws random numbers that nobody has recorded.
+
+Functions of torch without a second derivative, or with one that takes minutes, are replaced in these calls
+(:func:`with_second_derivatives`).
+
+Activation checkpointing is switched off in recorded passes. ``torch.utils.checkpoint`` runs a part of the model again
+in the backward pass. By then the weights that the pass was called with are gone, and its layers are no longer watched.
+A recorded pass needs all activations anyway, as the start of a second derivative. Inside such passes, the part
+therefore runs as if it were not checkpointed; ``max_memory`` bounds the memory of a pass by cutting the batch into
+pieces. The training loop's own forward pass keeps its checkpoints, except under Opacus's hooks, which would see a layer
+twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.missing import with_second_derivatives
 from torchfil.utils.errors import UnsupportedModuleError, ran_out
 from torchfil.utils.trees import map_tensors
 
-__all__ = [
-    "HOOKS_INSTALLED",
-    "call_with",
-    "check_modules",
-    "check_unweighted_mean",
-    "copy_without_weights",
-    "explain_derivatives",
-    "explain_layers",
-    "explain_randomness",
-    "has_active_dropout",
-    "may_drop",
-    "trainable_and_constant",
-    "turned",
-    "with_examples_first",
-    "without_opacus",
-]
+logger = logging.getLogger(__name__)
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
+_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_uses_replaced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -64,12 +67,8 @@ def _recurrent_without_cudnn(model: nn.Module) -> Iterator[None]:
 
     def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = torch.backends.cudnn.enabled
-            torch.backends.cudnn.enabled = False
-            try:
+            with torch.backends.cudnn.flags(enabled=False):
                 return forward(*args, **kwargs)
-            finally:
-                torch.backends.cudnn.enabled = before
 
         return run
 
@@ -149,9 +148,7 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def may_drop(module: nn.Module) -> bool:
     """Whether this module itself (not its children) is of a kind that drops something in training."""
-    if isinstance(module, nn.RNNBase):
-        return module.num_layers > 1
-    return isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention)
+    return isinstance(module, _DROPOUTS) or (isinstance(module, nn.RNNBase) and module.num_layers > 1)
 
 
 def has_active_dropout(module: nn.Module) -> bool:
@@ -164,9 +161,8 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
-    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
-        return
-    if loss_fn.weight is not None and loss_fn.reduction == "mean":
+    by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is not None
+    if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
             "batch, so no example has its own loss; pass reduction='sum', and in the loop divide by the number of "
@@ -178,18 +174,13 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
     """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__} ({type(module).__name__})"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            trainable = any(value.requires_grad for value in module.parameters(recurse=False))
-            if module.training or trainable:
-                fix = "opacus.validators.ModuleValidator.fix does"
-                if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
-                    act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
-                    parts = f"GroupNorm(1, {module.num_features}){act}"
-                    fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
-                raise UnsupportedModuleError(
-                    f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
-                    f"example. Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
-                )
+        trains = module.training or any(value.requires_grad for value in module.parameters(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and trains:
+            raise UnsupportedModuleError(
+                f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one example. "
+                "Replace it with GroupNorm (opacus.validators.ModuleValidator.fix does for torch's own layers, "
+                f"model.set_submodule({name!r}, …) for others), or freeze it and put it in eval mode."
+            )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise UnsupportedModuleError(
                 f"{where}: running statistics carry information from one example to the next outside the private "
@@ -200,20 +191,6 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
                 f"{where}: active dropout makes the gradient random, so its Jacobian is undefined. Put it in eval "
                 "mode or set its probability to 0."
             )
-
-
-@contextlib.contextmanager
-def explain_randomness() -> Iterator[None]:
-    """If ``vmap`` meets a random number, say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "randomness" not in str(error):
-            raise
-        raise UnsupportedModuleError(
-            "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
-            "Jacobian is undefined; put it in eval mode"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -233,18 +210,21 @@ def explain_derivatives() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_layers(model: nn.Module) -> Iterator[None]:
-    """If something inside fails, name layers that are known to fail, and what to use instead."""
+    """If something inside fails, name random numbers or layers that are known to fail, and what to use instead."""
     try:
         yield
     except RuntimeError as error:
-        if ran_out(error):
-            raise
+        if "randomness" in str(error):
+            raise UnsupportedModuleError(
+                "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
+                "Jacobian is undefined; put it in eval mode"
+            ) from error
         culprits = [
             f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
             for name, module in model.named_modules()
             if (instead := _instead_of(module)) is not None
         ]
-        if not culprits:
+        if ran_out(error) or not culprits:
             raise
         raise UnsupportedModuleError(
             f"the gradient could not be taken example by example ({_first_line(error)}). Layers known "
@@ -264,3 +244,142 @@ def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "build it without max_norm and sparse"
     return None
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` simply calls its function, wherever and under whatever name it was imported.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with without_checkpoints():
+        ...     y = torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
+        >>> type(y.grad_fn).__name__
+        'TanhBackward0'
+    """
+    plain = {"CheckpointFunction": _PlainCall, "_checkpoint_without_reentrant_generator": _nothing_around}
+    namespace = vars(torch_checkpoint)
+    before = namespace["CheckpointFunction"], namespace["_checkpoint_without_reentrant_generator"]
+    namespace.update(plain)
+    try:
+        yield
+    finally:
+        namespace.update(zip(plain, before, strict=True))
+
+
+class _PlainCall:
+    """Replaces the autograd function of checkpoints with ``use_reentrant=True``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        _log_skipped_checkpoints()
+        return function(*args)
+
+
+def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Replaces what checkpoints with ``use_reentrant=False`` do before and after the function."""
+    _log_skipped_checkpoints()
+    yield
+
+
+@cache
+def _log_skipped_checkpoints() -> None:
+    logger.info(
+        "activation checkpoints are skipped in the accounting's passes, which keep what each layer saw; "
+        "Execution(max_memory=…) limits their memory"
+    )
+
+
+def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, the model can be differentiated twice, even through layers that torch differentiates only once.
+
+    Example:
+        >>> x = torch.tensor([0.5], requires_grad=True)
+        >>> with with_second_derivatives(nn.Hardsigmoid()):
+        ...     y = F.hardsigmoid(x)
+        >>> torch.autograd.grad(y, x, create_graph=True)[0]
+        tensor([0.1667])
+    """
+    if model not in _uses_replaced:
+        _uses_replaced[model] = any(
+            isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
+            or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
+            for module in model.modules()
+        )
+    return _Replaced() if _uses_replaced[model] else contextlib.nullcontext()
+
+
+class _Replaced(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _REPLACED.get(func)
+        result = None if own is None else own(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    return torch.clamp(input / 6 + 0.5, 0, 1)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """The sum or mean of a table's rows, where bags are rows of ``input``; None for other kinds of bags."""
+    if input.ndim != 2 or mode not in ("mean", "sum") or max_norm is not None or scale_grad_by_freq:
+        return None
+    rows = F.embedding(input, weight, padding_idx)  # [bags, T, width]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    kept = torch.ones_like(input, dtype=rows.dtype) if padding_idx is None else input.ne(padding_idx).to(rows.dtype)
+    total = (rows * kept.unsqueeze(-1)).sum(dim=1)
+    return total if mode == "sum" else total / kept.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    """A matrix product over adjacent patches, as in a vision transformer's first layer; None for other convolutions.
+
+    Torch's second derivative is a convolution whose kernel is an image, dilated by the stride; it takes minutes for a
+    ViT-Base.
+    """
+    sizes = tuple(weight.shape[2:])
+    as_sizes = [(value,) * len(sizes) if isinstance(value, int) else value for value in (stride, padding, dilation)]
+    if any(isinstance(value, str) for value in as_sizes) or groups != 1 or input.ndim != weight.ndim:
+        return None
+    if [tuple(value) for value in as_sizes] != [sizes, (0,) * len(sizes), (1,) * len(sizes)] or max(sizes) == 1:
+        return None
+
+    # [batch, channels, n₁, k₁, n₂, k₂, …] → [batch, n₁, n₂, …, channels · k₁ · k₂ · …]
+    counts = [length // size for length, size in zip(input.shape[2:], sizes, strict=True)]
+    for axis, (count, size) in enumerate(zip(counts, sizes, strict=True), start=2):
+        input = input.narrow(axis, 0, count * size)  # the rest, less than a patch, is not used
+    apart = input.reshape(*input.shape[:2], *(n for pair in zip(counts, sizes, strict=True) for n in pair))
+    places, inside = range(2, apart.ndim, 2), range(3, apart.ndim, 2)
+    patches = apart.permute(0, *places, 1, *inside).flatten(1 + len(sizes))
+    return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+    F.hardsigmoid: _hardsigmoid,
+    F.embedding_bag: _embedding_bag,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+}

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacfwd, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import LossFunction
 from torchfil.fisher.models import call_with
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
+from torchfil.utils.trees import map_tensors
 
 __all__ = [
     "clipped_gradients",
@@ -34,21 +34,12 @@ __all__ = [
 _ROWS_AT_ONCE = 256
 
 
-def clipped_gradients(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Inputs,
-    targets: Any,
-    *,
-    max_grad_norm: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    private: Private | None = None,
-    clip_weights: Tensor | None = None,
-) -> Tensor:
-    """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None: 1)."""
-    functions, examples = _clipped_gradient_functions(
-        model, loss_fn, inputs, targets, max_grad_norm, clip, private, clip_weights
-    )
+def clipped_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, **settings: Any) -> Tensor:
+    """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None: 1).
+
+    Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
+    """
+    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
     return torch.stack([f(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
 
 
@@ -58,16 +49,14 @@ def exact_jacobian(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    private: Private | None = None,
-    clip_weights: Tensor | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
+    **settings: Any,
 ) -> Tensor:
-    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper for p ≫ d."""
-    functions, examples = _clipped_gradient_functions(
-        model, loss_fn, inputs, targets, max_grad_norm, clip, private, clip_weights
-    )
+    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper for p ≫ d.
+
+    Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
+    """
+    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
     with sdpa_kernel(SDPBackend.MATH):
         rows = [
             jacrev(f, chunk_size=_ROWS_AT_ONCE)(z) if mode == "reverse" else jacfwd(f)(z)
@@ -84,23 +73,10 @@ def exact_fim(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    private: Private | None = None,
-    clip_weights: Tensor | None = None,
-    mode: Literal["reverse", "forward"] = "reverse",
+    **settings: Any,
 ) -> Tensor:
-    """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]."""
-    jacobian = exact_jacobian(
-        model,
-        loss_fn,
-        inputs,
-        targets,
-        max_grad_norm=max_grad_norm,
-        clip=clip,
-        private=private,
-        clip_weights=clip_weights,
-        mode=mode,
-    )
+    """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]; other settings as in :func:`exact_jacobian`."""
+    jacobian = exact_jacobian(model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, **settings)
     return jacobian.mT @ jacobian / (noise_multiplier * max_grad_norm) ** 2
 
 
@@ -179,24 +155,22 @@ def _clipped_gradient_functions(
     loss_fn: LossFunction,
     inputs: Inputs,
     targets: Any,
+    *,
     max_grad_norm: float,
-    clip: str | ClipFunction,
-    private: Private | None,
-    clip_weights: Tensor | None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    private: Private | None = None,
+    clip_weights: Tensor | None = None,
 ) -> tuple[list[Callable[[Tensor], Tensor]], Examples]:
     clip = get_clip(clip)
     parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
-
     examples = Examples.build(inputs, targets, private, model=model)
 
     def of_example(i: int) -> Callable[[Tensor], Tensor]:
-        public = pytree.tree_map(lambda t: t[i] if isinstance(t, Tensor) else t, examples.public)
+        public = map_tensors(lambda t: t[i], examples.public)
 
         def clipped(z: Tensor) -> Tensor:
             args, kwargs, target, offsets = examples.restore(z, public)
-            args, kwargs, target = pytree.tree_map(
-                lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (args, kwargs, target)
-            )
+            args, kwargs, target = map_tensors(lambda t: t.unsqueeze(0), (args, kwargs, target))
 
             def loss(parameters: dict[str, Tensor]) -> Tensor:
                 with added_to_outputs(model, offsets):
@@ -205,10 +179,7 @@ def _clipped_gradient_functions(
 
             gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])
             square = gradient.square().sum()
-            zero = square == 0
-            norm = torch.where(
-                zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt()
-            )
+            norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
             weight = 1.0 if clip_weights is None else float(clip_weights[i])
             return weight * gradient / clip.c(norm / clip.threshold(max_grad_norm))
 

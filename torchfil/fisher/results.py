@@ -130,8 +130,8 @@ class Estimate:
         low, high = (value * torch.hypot(part, width / value).mul(sign).exp() for part, sign in ((down, -1), (up, 1)))
 
         # infinity has no uncertainty; 0 has no factor
-        untold = torch.where(width > 0, torch.inf, 0.0).to(value)
-        return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, untold))
+        unbounded = torch.where(width > 0, torch.inf, 0.0).to(value)
+        return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, unbounded))
 
     def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate, with one unit for all or one for each entry.
@@ -184,17 +184,14 @@ class Estimate:
 
     def __getitem__(self, index: Any) -> Estimate:
         """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of these."""
-        freedom = self._freedom()
-        return replace(
-            self,
-            value=self._part(self.value, index),
-            standard_error=self._part(self.standard_error, index),
-            degrees_of_freedom=self._part(freedom, index) if isinstance(freedom, Tensor) else freedom,
-            certain=self._part(self.certain, index),
-            variance_limit=self._part(self.variance_limit, index),
-            run_error=self._part(self.run_error, index),
-            source=None if self.source is None else _source_part(self.source, index),
-        )
+
+        def part(value: Any) -> Any:
+            return value[index] if isinstance(value, Tensor) else value
+
+        source = None if self.source is None else (self.source[0][index], self.source[1], part(self.source[2]))
+        names = ("value", "standard_error", "certain", "variance_limit", "run_error")
+        parts = {name: part(getattr(self, name)) for name in names}
+        return replace(self, **parts, degrees_of_freedom=part(self._freedom()), source=source)
 
     def __repr__(self) -> str:
         values, errors = self.value.flatten(), self.standard_error.expand_as(self.value).flatten()
@@ -215,10 +212,6 @@ class Estimate:
             rows.append(("…", f"{len(self):,} in all", ""))
         return html_table(f"Estimate ({self.kind})", rows, ("", "value", "standard error"))
 
-    @staticmethod
-    def _part(value: Any, index: Any) -> Any:
-        return None if value is None else value[index]
-
     def _freedom(self) -> float | Tensor:
         """The degrees of freedom, one number or one per entry of the value."""
         freedom = self.degrees_of_freedom
@@ -233,12 +226,6 @@ class Estimate:
         if not isinstance(freedom, Tensor):
             return float(stats.t.ppf(level, freedom))
         return torch.from_numpy(np.asarray(stats.t.ppf(level, freedom.cpu().numpy()))).to(self.value)
-
-
-def _source_part(source: tuple[Estimate, float, float | Tensor], index: Any) -> tuple[Estimate, float, float | Tensor]:
-    """The source of some entries."""
-    estimate, exponent, unit = source
-    return estimate[index], exponent, unit[index] if isinstance(unit, Tensor) else unit
 
 
 def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.distributed.checkpoints import read_file, write_file
 from torchfil.engine.distributed.ranks import shared_by
-from torchfil.engine.distributed.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop
@@ -230,14 +230,12 @@ class FILTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}  # collective: on all ranks
-        if not self.args.should_save:
-            return
-        with sealed_when_complete(Path(output_dir) / STATE_FILE) as file:
-            torch.save({**state, **MARK}, file)
+        if self.args.should_save:
+            write_file(Path(output_dir) / STATE_FILE, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            state = load_whole(Path(checkpoint) / STATE_FILE)
+            state = read_file(Path(checkpoint) / STATE_FILE)
             self.engine.load_state_dict(state["engine"])
             self._pass.resumed_start = state["pass_start"]
         super()._load_optimizer_and_scheduler(checkpoint)

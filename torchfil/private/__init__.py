@@ -6,27 +6,23 @@ an attacker wants; :class:`Examples` lays them out as one vector z of length d p
 back, so everything downstream is a function of z.
 """
 
-from torchfil.private.batches import Inputs, as_call, as_given, check_finite, check_finite_later, num_examples
+from torchfil.private.batches import Inputs, as_call, as_given, check_finite, num_examples
 from torchfil.private.choice import Coordinates, Private, superpixel
-from torchfil.private.embeddings import embeddings_to_protect, floating_inputs_of
-from torchfil.private.examples import Examples
-from torchfil.private.submodules import Output, added_to_outputs, decoder_tokens, outputs_of_one_example
+from torchfil.private.examples import Examples, Layout
+from torchfil.private.submodules import added_to_outputs, decoder_tokens, embeddings_to_protect
 
 __all__ = [
     "Coordinates",
     "Examples",
     "Inputs",
-    "Output",
+    "Layout",
     "Private",
     "added_to_outputs",
     "as_call",
     "as_given",
     "check_finite",
-    "check_finite_later",
     "decoder_tokens",
     "embeddings_to_protect",
-    "floating_inputs_of",
     "num_examples",
-    "outputs_of_one_example",
     "superpixel",
 ]

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import map_tensors, tensors_of
-
-__all__ = [
-    "Input",
-    "Inputs",
-    "Key",
-    "Path",
-    "as_call",
-    "as_given",
-    "check_finite",
-    "check_finite_later",
-    "first_example",
-    "is_mask",
-    "named_inputs",
-    "num_examples",
-    "with_value_at",
-]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
@@ -60,34 +45,40 @@ def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Input(NamedTuple):
-    """One input: its place in (args, kwargs), and its value."""
+    """One input: its place in (args, kwargs), its value, and what the model calls it."""
 
     path: Path
     value: Any
+    name: str = ""
 
 
-def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, Input]:
+def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> dict[Key, Input]:
     """All inputs by position or name; inputs inside dicts, lists and tuples have a name with dots.
+
+    The model's ``forward`` tells the names of positional inputs.
 
     Example:
         >>> list(named_inputs((1, {"age": 2}), {"visit": {"dose": 3, "days": [4, 5]}}))
         [0, '1.age', 'visit.dose', 'visit.days.0', 'visit.days.1']
         >>> list(named_inputs(({"age": 2},), {}))  # a model that takes one dict
         ['age']
+        >>> named_inputs((1,), {}, nn.Linear(1, 1))[0].name
+        'input'
     """
     named: dict[Key, Input] = {}
+    names = () if model is None else _parameter_names(type(model).forward)
 
-    def visit(name: Key, path: Path, value: Any) -> None:
+    def visit(key: Key, path: Path, value: Any) -> None:
         if isinstance(value, dict):
             parts: Any = value.items()
         elif type(value) in (tuple, list):
             parts = enumerate(value)
         else:
-            named[name] = Input(path, value)
+            named[key] = Input(path, value, names[key] if isinstance(key, int) and key < len(names) else str(key))
             return
         whole = len(args) == 1 and not kwargs and len(path) == 2  # the only input, so its parts need no prefix
-        for key, part in parts:
-            visit(str(key) if whole else f"{name}.{key}", (*path, key), part)
+        for part, inner in parts:
+            visit(str(part) if whole else f"{key}.{part}", (*path, part), inner)
 
     for place, value in enumerate(args):
         visit(place, (0, place), value)
@@ -96,20 +87,13 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, 
     return named
 
 
-def with_value_at(tree: Any, path: Path, value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts with another value at this path.
-
-    Example:
-        >>> with_value_at(((1, {"a": 2}), {}), (0, 1, "a"), 5)
-        ((1, {'a': 5}), {})
-    """
-    if not path:
-        return value
-    if isinstance(tree, dict):
-        return {**tree, path[0]: with_value_at(tree[path[0]], path[1:], value)}
-    parts = list(tree)
-    parts[path[0]] = with_value_at(parts[path[0]], path[1:], value)
-    return parts if isinstance(tree, list) else tuple(parts)
+@lru_cache(maxsize=64)
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # not written in Python
+        return ()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
 def is_mask(name: str) -> bool:
@@ -124,11 +108,7 @@ def is_mask(name: str) -> bool:
 
 def first_example(tree: Any) -> Any:
     """Copies of the first rows of all tensors, in new memory; rows of zeros for an empty batch."""
-
-    def row(leaf: Tensor) -> Tensor:
-        return leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:]))
-
-    return map_tensors(row, tree)
+    return map_tensors(lambda leaf: leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), tree)
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
@@ -136,51 +116,33 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     leaves = tensors_of((args, kwargs))
     if not leaves:
         raise ValueError("inputs hold no tensor")
-    every = leaves + tensors_of(targets)
-    if any(leaf.ndim == 0 for leaf in every):
+    leaves += tensors_of(targets)
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if () in sizes:
         raise ValueError("a tensor without dimensions was given; the first dimension must run over examples")
-    sizes = {leaf.shape[0] for leaf in every}
     if len(sizes) > 1:
         raise ValueError(
             "inputs and targets disagree on the number of examples: their shapes are "
-            f"{[tuple(leaf.shape) for leaf in every]}; the first dimension must run over examples (the second of the "
+            f"{[tuple(leaf.shape) for leaf in leaves]}; the first dimension must run over examples (the second of the "
             "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
         )
-    return sizes.pop()
-
-
-def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
-    """Start to look for NaN and infinity; the returned function raises an error if there are any.
-
-    On a GPU the search runs while other work continues.
-    """
-    floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
-    if not floating or any(leaf.device.type != "cuda" for leaf in floating):
-        check_finite(args, kwargs, targets)
-        return lambda: None
-    sums = [leaf.sum(dtype=torch.float64) for leaf in floating]
-    totals = read_later(torch.stack(sums) if len(sums) > 1 else sums[0])
-
-    def confirm() -> None:
-        if not all(map(math.isfinite, totals().flatten().tolist())):
-            check_finite(args, kwargs, targets)
-
-    return confirm
+    return sizes.pop()[0]
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
     """Raise an error that names the rows if an input or a target is NaN or infinite; masks may be infinite."""
-    given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
-    given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
-    for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:
-        if leaf.is_floating_point():
+    parts = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
+    parts += [*((f"inputs[{key!r}]", part) for key, part in kwargs.items()), ("targets", targets)]
+    for name, part in parts:
+        for leaf in tensors_of(part):
+            if not leaf.is_floating_point() or math.isfinite(leaf.sum(dtype=torch.float64)):
+                continue
             strange = leaf.isnan() if is_mask(name) else ~leaf.isfinite()
-            wrong = strange.reshape(leaf.shape[0], -1).any(dim=1) if leaf.numel() else leaf[:0]
-            if bool(wrong.any()):
-                rows = wrong.nonzero().flatten().tolist()
+            rows = strange.reshape(len(leaf), -1).any(dim=1).nonzero().flatten().tolist()
+            if rows:
                 shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
                 column = f" (the first in column {int(strange[rows[0]].nonzero()[0])})" if leaf.ndim == 2 else ""
                 raise ValueError(
-                    f"{name} has NaN or infinite values in {len(rows)} of {leaf.shape[0]} rows: {shown}. "
+                    f"{name} has NaN or infinite values in {len(rows)} of {len(leaf)} rows: {shown}. "
                     f"Drop or impute these examples; their Fisher information is undefined{column}."
                 )

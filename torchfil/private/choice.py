@@ -1,20 +1,28 @@
-"""Which coordinates of an example are private: what a user may choose, and the defaults."""
+"""Which coordinates of an example are private: what a user may choose, and the defaults.
+
+A batch of texts is padded to its longest. Padded positions belong to no example, so their coordinates are not private:
+they add nothing to tr I and do not count in d. The attention mask alone does not ensure that: it hides a padded
+position from the others, but that position's own output may still enter a loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.private.batches import Input, Key, is_mask
-from torchfil.private.padding import Lengths
-
-__all__ = ["Coordinates", "Private", "flat_index", "floating_inputs", "nothing_private", "private_inputs", "superpixel"]
+from torchfil.private.batches import Input, Key, as_given, is_mask, named_inputs
+from torchfil.utils.trees import map_tensors
 
 Coordinates = Tensor | Sequence[int] | slice | int
+Lengths = Key | Callable[[Any], Tensor]
+
+_TOKENS = "input_ids"  # what Hugging Face calls a text
+_INVERTED = "key_padding_mask"  # what torch calls a mask that is true at padding
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,6 @@ class Private:
     def __post_init__(self) -> None:
         if len(set(self.submodules)) < len(self.submodules):
             raise ValueError(f"submodule={self.submodule} names one submodule twice; its coordinates would count twice")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(
-                f"max_length={self.max_length} must be at least 1: it is the largest number of positions of a private "
-                "text"
-            )
 
     @property
     def submodules(self) -> tuple[str, ...]:
@@ -75,12 +78,6 @@ class Private:
         if self.submodule is None:
             return ()
         return (self.submodule,) if isinstance(self.submodule, str) else tuple(self.submodule)
-
-    def lengths_of(self, *keys: Key) -> Lengths | None:
-        """``lengths`` for the private tensor with one of these names."""
-        if not isinstance(self.lengths, Mapping):
-            return self.lengths
-        return next((self.lengths[key] for key in keys if key in self.lengths), None)
 
 
 def superpixel(segments: Tensor, label: int) -> Tensor:
@@ -97,97 +94,172 @@ def superpixel(segments: Tensor, label: int) -> Tensor:
     return mask
 
 
-def floating_inputs(named: Mapping[Key, Input], names: Mapping[Key, str]) -> list[Key]:
+def floating_inputs(named: Mapping[Key, Input]) -> list[Key]:
     """The inputs that are private by default: floating-point ones except masks."""
     return [
         key
         for key, given in named.items()
-        if isinstance(given.value, Tensor) and given.value.is_floating_point() and not is_mask(names.get(key, str(key)))
+        if isinstance(given.value, Tensor) and given.value.is_floating_point() and not is_mask(given.name)
     ]
 
 
-def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private: Private) -> list[Key]:
-    """The private inputs, checked.
-
-    Args:
-        named: All inputs.
-        names: What the model calls its positional inputs.
-        private: The user's choice.
-    """
+def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -> list[Key]:
+    """The private ones among all inputs, checked, as are private targets."""
+    if private.target:
+        remedy = "Use class probabilities (a one-hot tensor) as targets, or leave the target public."
+        _check_floating(targets, "the private target", remedy)
     if private.inputs is None:
-        return [] if private.submodules else floating_inputs(named, names)
-    given = [private.inputs] if isinstance(private.inputs, int | str | Integral) else private.inputs
-    wanted: list[Key] = [int(key) if isinstance(key, Integral) else key for key in given]
+        return [] if private.submodules else floating_inputs(named)
+    inputs: Any = private.inputs
+    wanted: list[Any] = [inputs] if isinstance(inputs, str | Integral) else list(inputs)
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"private inputs {wanted} name one input twice; its coordinates would count twice")
     for key in wanted:
         if key not in named:
             raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
-        leaf = named[key].value
-        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
-            what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"private input {key!r} has {what}; Fisher information needs floating-point values. For integer "
-                "tokens name the embedding: Private(submodule='…')"
-            )
+        remedy = "For integer tokens name the embedding: Private(submodule='…')"
+        _check_floating(named[key].value, f"private input {key!r}", remedy)
     return wanted
 
 
-def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) -> str:
-    """The error's text if nothing is private; it names the embeddings whose outputs could be."""
-    kinds = {key: str(given.value.dtype) for key, given in named.items() if isinstance(given.value, Tensor)}
-    floats = any("float" in kind for kind in kinds.values())
-    masks = " except masks, which are not private by default" if floats else ""
-    example = embeddings[0] if embeddings else "embedding"
-    known = f" The model's embeddings are {', '.join(map(repr, embeddings))}." if embeddings else ""
-    return (
-        f"nothing private to measure: no input is floating-point{masks} (inputs: {kinds}). Integer inputs have no "
-        f"derivative; name the submodule whose output is private, e.g. private=Private(submodule={example!r}).{known}"
-    )
+def _check_floating(value: Any, what: str, remedy: str) -> None:
+    """Raise unless a private input or target is a floating-point tensor."""
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        kind = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{what} has {kind}; Fisher information needs floating-point values. {remedy}")
 
 
-def flat_index(private: Private, keys: Sequence[Key], shape: torch.Size, device: torch.device) -> Tensor | None:
-    """The private coordinates of a tensor of this shape, as indices of the flattened tensor; None: all.
+def for_names(chosen: Any, keys: Sequence[Key]) -> Any:
+    """A choice for the private tensor with one of these names, the most specific one first: one for all, or by name."""
+    if not isinstance(chosen, Mapping):
+        return chosen
+    return next((chosen[key] for key in keys if key in chosen), None)
 
-    Args:
-        private: The user's choice.
-        keys: The tensor's names, the most specific one first.
-        shape: The shape of one example.
-        device: The device of the indices.
-    """
-    chosen, key = private.coordinates, keys[0]
-    if isinstance(chosen, Mapping):
-        chosen = next((chosen[name] for name in keys if name in chosen), None)
+
+def flat_index(chosen: Coordinates | None, key: Key, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """The chosen coordinates of a tensor with this name and shape, as indices of the flattened tensor; None: all."""
     if chosen is None:
         return None
 
     # Masks and columns both become a mask of one example, so z has the same order for either.
     mask = torch.zeros(shape, dtype=torch.bool)
-    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
-        try:
-            mask = chosen.detach().cpu().expand(shape)
-        except RuntimeError as error:
-            raise ValueError(
-                f"the mask of shape {tuple(chosen.shape)} does not broadcast to one example of input {key!r}, "
-                f"which has shape {tuple(shape)}"
-            ) from error
-    else:
-        if not shape:
-            raise ValueError(f"input {key!r} has one number per example and no columns to choose from")
-        columns = chosen.tolist() if hasattr(chosen, "tolist") else chosen
-        columns = [columns] if isinstance(columns, int) else columns
-        if not isinstance(columns, slice):
-            strange = [column for column in columns if int(column) != column or isinstance(column, bool)]
-            if strange:
-                raise TypeError(
-                    f"columns {strange} of input {key!r} are not column numbers; a mask is a boolean tensor"
-                )
-            wrong = [column for column in columns if not -shape[-1] <= column < shape[-1]]
-            if wrong:
-                raise ValueError(f"columns {wrong} are out of range for input {key!r} with {shape[-1]} columns")
-        mask[..., columns] = True
-
+    given: Any = chosen if isinstance(chosen, slice) else torch.as_tensor(chosen).cpu()
+    try:
+        if isinstance(given, Tensor) and given.dtype == torch.bool:
+            mask = given.expand(shape)
+        else:
+            mask[..., given] = True
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"coordinates={chosen} do not fit one example of input {key!r}, which has shape {tuple(shape)}: {error}"
+        ) from error
     index = mask.reshape(-1).nonzero().flatten()
     if index.numel() == 0:
         raise ValueError(f"coordinates of input {key!r} choose nothing")
     return index.to(device)
+
+
+@dataclass(frozen=True)
+class OwnPositions:
+    """Which positions of a private tensor are an example's own, from the batch's inputs.
+
+    Attributes:
+        source: The input that shows it: a mask [batch, T], lengths [batch], or tokens if ``padding`` is given; or a
+            function from the inputs (in the form of a batch) to one of these.
+        padding: Tokens equal to it are padding.
+        inverted: Whether the mask is true at padding, as torch's ``key_padding_mask`` is.
+        appended: How many positions of padding the model itself adds behind those of ``source``.
+    """
+
+    source: Lengths
+    padding: int | None = None
+    inverted: bool = False
+    appended: int = 0
+
+    def __str__(self) -> str:
+        if callable(self.source):
+            return "positions beyond the lengths that a function returns" if self.padding is None else "padding tokens"
+        name = repr(self.source) if isinstance(self.source, str) else f"input {self.source}"
+        return f"positions masked by {name}" if self.padding is None else f"positions where {name} is {self.padding}"
+
+    def mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, *, batched: bool) -> Tensor:
+        """True at own positions: [batch, T], or [T] for a single example; more dimensions if tokens have more.
+
+        Args:
+            args: Positional inputs.
+            kwargs: Keyword inputs.
+            length: T, the number of positions of the private tensor in this batch.
+            batched: True for the inputs of a batch, False for those of one example without a batch dimension.
+        """
+        inputs = (args, dict(kwargs)) if batched else map_tensors(lambda leaf: leaf[None], (args, dict(kwargs)))
+        given = self.source(as_given(*inputs)) if callable(self.source) else named_inputs(*inputs)[self.source].value
+        if self.padding is not None:
+            own = given != self.padding
+        elif given.ndim == 1 or given.shape[1:] == (1,) != (length,):
+            own = torch.arange(length, device=given.device) < given.reshape(-1, 1)
+        else:
+            own = ~_is_kept(given) if self.inverted and not given.is_floating_point() else _is_kept(given)
+        if own.ndim >= 2 and own.shape[1] + self.appended == length:
+            own = torch.cat([own, own.new_zeros(len(own), self.appended, *own.shape[2:])], dim=1)
+        if own.ndim < 2 or own.shape[1] != length:
+            raise ValueError(
+                f"lengths={self.source!r} yields a mask of shape {tuple(own.shape)} for private values at {length} "
+                "positions; give [batch, positions], true or 1 at the example's own positions, or lengths [batch]"
+            )
+        return own if batched else own[0]
+
+
+def _is_kept(mask: Tensor) -> Tensor:
+    """Where a mask [batch, T, …] keeps positions: where it is not 0, or is 0 if it is added to scores (≤ 0 everywhere).
+
+    Example:
+        >>> _is_kept(torch.tensor([[1.0, 0.0], [0.0, -1e4], [0.0, 0.0]]))
+        tensor([[ True, False],
+                [ True, False],
+                [ True,  True]])
+    """
+    if not mask.is_floating_point():
+        return mask != 0
+    some = (mask > 0).flatten(1).any(dim=1).reshape(-1, *(1,) * (mask.ndim - 1))
+    return torch.where(some, mask > 0, mask == 0)
+
+
+def own_positions(
+    lengths: Lengths | None,
+    named: Mapping[Key, Input],
+    shape: torch.Size,
+    tokens: Lengths | None = None,
+    padding: int | None = None,
+    mask_name: str = "attention_mask",
+    appended: int = 0,
+) -> OwnPositions | None:
+    """Which positions of a private tensor are the example's own; None: all.
+
+    ``lengths`` decides; without it, an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted)
+    whose shape fits; without one, the tokens that differ from ``padding``.
+
+    Args:
+        lengths: The user's choice.
+        named: The inputs.
+        shape: The shape of the private tensor of one example, positions first.
+        tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
+        padding: Its padding token.
+        mask_name: What a mask of its positions is called; the tokens' name decides if it contains ``input_ids``.
+        appended: How many positions of padding the model itself adds behind the tokens.
+    """
+    if lengths is not None:
+        if not callable(lengths) and lengths not in named:
+            raise ValueError(f"lengths={lengths!r} is not among the inputs {list(named)}")
+        inverted = not callable(lengths) and named[lengths].name.endswith(_INVERTED)
+        return OwnPositions(lengths, inverted=inverted, appended=appended)
+    if not shape:
+        return None
+    shape = torch.Size((shape[0] - appended, *shape[1:]))
+    text = "" if tokens is None or callable(tokens) else named[tokens].name
+    masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else mask_name}
+    masks |= {f"{text}_{_INVERTED}"} | (set() if text == "tgt" else {_INVERTED, f"src_{_INVERTED}"})
+    for key, (_, value, name) in named.items():
+        fits = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1:] == shape[: value.ndim - 1]
+        if fits and name in masks:
+            return OwnPositions(key, inverted=name.endswith(_INVERTED), appended=appended)
+    return None if tokens is None or padding is None else OwnPositions(tokens, padding, appended=appended)

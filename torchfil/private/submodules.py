@@ -1,4 +1,4 @@
-"""Private outputs of submodules: how they are found, and how offsets are added to them.
+"""Private outputs of submodules: how they are found, which are private by default, how offsets are added to them.
 
 An integer has no derivative, so for tokens the output of their embedding is private. A pass over one example shows
 what a submodule returns at each of its calls; later passes add offsets to it.
@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfil.private.batches import Key, first_example, named_inputs
-
-__all__ = [
-    "Given",
-    "Output",
-    "added_to_outputs",
-    "decoder_tokens",
-    "inputs_by_storage",
-    "outputs_of_one_example",
-    "padded_input",
-    "padding_of",
-    "storage_of",
-]
+from torchfil.private.batches import Input, Key, first_example, is_mask, named_inputs
 
 Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
+Sources = Mapping[int, tuple[Key, Input]]  # inputs by their place in memory
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belongs to
 
 
 @dataclass(frozen=True)
@@ -68,90 +59,131 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
         public: Positional inputs, keyword inputs and targets of a batch.
 
     Raises:
-        ValueError: There is no such submodule, or it is not called.
-        TypeError: It returns no floating-point tensor.
+        ValueError: A name is unknown, or that submodule is not called.
+        TypeError: An output is not a floating-point tensor.
     """
     modules = dict(model.named_modules())
     for name in names:
-        if name not in modules or name == "":
+        if name not in modules:
             raise ValueError(
                 f"submodule={name!r} is not a submodule of {type(model).__name__}; it has "
                 f"{', '.join(key for key in modules if key)}"
             )
     args, kwargs = first_example(public[:2])
-    given = inputs_by_storage(args, kwargs)
-    calls: dict[str, list[tuple[Any, Any]]] = {}
+    sources = _inputs_by_storage(model, args, kwargs)
+    calls: dict[str, list[Output]] = {}
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _module, inputs, output: calls.setdefault(name, []).append(
-            (inputs[0] if inputs else None, output)
+        return lambda module, inputs, output: calls.setdefault(name, []).append(
+            _output(model, name, module, inputs[0] if inputs else None, output, sources)
         )
 
-    sharing = {name: _sharing(modules, name) for name in names}
-    with contextlib.ExitStack() as stack:
+    sharing = {name: [name] for name in names}  # with the names of other embeddings of the same table
+    for name in names:
+        if isinstance(modules[name], _EMBEDDINGS):
+            tables = [other for other, each in modules.items() if isinstance(each, _EMBEDDINGS)]
+            sharing[name] = [other for other in tables if modules[other].weight is modules[name].weight]
+    with contextlib.ExitStack() as stack, torch.no_grad():
         for name in {name for others in sharing.values() for name in others}:
             stack.callback(modules[name].register_forward_hook(note(name)).remove)
-        with torch.no_grad():
-            model(*args, **kwargs)
+        model(*args, **kwargs)
 
     # A table may be called under a name other than the given one, as T5's "shared" is.
     outputs: list[Output] = []
     for name in names:
         called = [name] if name in calls else [other for other in sharing[name] if other in calls]
         if not called:
-            raise called_otherwise(name, 0)
+            raise _called_otherwise(name, 0)
         for other in called:
-            outputs += _of_calls(model, other, modules[other], calls[other], given)
+            several = len(calls[other]) > 1
+            outputs += [replace(each, key=f"{other}[{i}]") if several else each for i, each in enumerate(calls[other])]
     return tuple(dict.fromkeys(outputs))
 
 
-def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The name itself and, for an embedding, the names of others with the same table."""
-    module = modules[name]
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return [name]
-    return [
-        other
-        for other, each in modules.items()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and (each is module or each.weight is module.weight)
-    ]
-
-
-def _of_calls(
-    model: nn.Module, name: str, module: nn.Module, calls: Sequence[tuple[Any, Any]], given: dict[int, Given]
-) -> list[Output]:
-    """The outputs of all calls of one submodule, from the inputs and outputs of each call."""
-    outputs: list[Output] = []
-    for call, (taken, output) in enumerate(calls):
-        if not (isinstance(output, Tensor) and output.is_floating_point()):
-            raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
-        key = name if len(calls) == 1 else f"{name}[{call}]"
-        outputs.append(_output(model, name, key, module, taken, output, given))
-    return outputs
-
-
-def _output(
-    model: nn.Module, name: str, key: str, module: nn.Module, taken: Any, output: Tensor, given: dict[int, Given]
-) -> Output:
+def _output(model: nn.Module, name: str, module: nn.Module, taken: Any, output: Any, sources: Sources) -> Output:
     """One call's output, with the source of its tokens."""
+    if not (isinstance(output, Tensor) and output.is_floating_point()):
+        raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
     shape = output.shape[1:] if output.shape[0] <= 1 else output.shape
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return Output(name, key, shape, output.dtype, positions=len(shape) >= 2)
+    if not isinstance(module, _EMBEDDINGS):
+        return Output(name, name, shape, output.dtype, positions=len(shape) >= 2)
+
+    tokens: Any = None
+    padding, appended = _padding_of(model, module), 0
     by_position = isinstance(taken, Tensor) and taken.ndim >= 2 and output.shape == (*taken.shape, output.shape[-1])
-    source = given.get(storage_of(taken)) if by_position else None
-    tokens: Any = source.key if source is not None and source.value.numel() == taken.numel() else None
-    padding, appended = padding_of(model, module), 0
-    padded = padded_input(given, taken, padding) if tokens is None and by_position else None
-    if padded is not None:
-        tokens, appended = padded.key, taken.shape[1] - padded.value.shape[1]
+    if by_position:
+        key, given = sources.get(_storage_of(taken), (None, None))
+        if given is not None and given.value.numel() == taken.numel():
+            tokens = key
+        else:
+            tokens, given = _padded_input(sources, taken, padding)
+            appended = 0 if given is None else taken.shape[1] - given.value.shape[1]
 
     # A decoder may make its tokens from the labels; the mask of the encoder's text does not apply to them.
     if tokens is not None or "decoder" not in name:
-        return Output(name, key, shape, output.dtype, by_position, tokens, padding, appended=appended)
-    labels = [source.value for source in given.values() if source.key == "labels"]
+        return Output(name, name, shape, output.dtype, by_position, tokens, padding, appended=appended)
+    labels = [given.value for key, given in sources.values() if key == "labels"]
     if labels and decoder_tokens(model, labels[0]) is not None:
         tokens = lambda inputs: decoder_tokens(model, inputs["labels"])  # noqa: E731
-    return Output(name, key, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
+    return Output(name, name, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
+
+
+def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the embeddings whose outputs are private by default; none if the choice is not clear.
+
+    * Embeddings of an input called ``input_ids``. Without such an input, embeddings of any unchanged input except
+      positions and segments, for example all categorical columns of a table.
+    * If integers are changed before they are embedded: the embedding that is called, if it is the only one.
+    * Other embeddings that share a table with one of these, such as a decoder's.
+
+    Embeddings of positions are left out, because they reveal nothing about an example: those that are called with
+    0, 1, 2, …, and those that only use the shape of their input, such as BART's.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 1))
+        >>> embeddings_to_protect(model, (torch.tensor([[1, 2, 3]]),), {})
+        ('0',)
+    """
+    args, kwargs = first_example((args, dict(kwargs)))
+    sources = _inputs_by_storage(model, args, kwargs)
+    called: list[tuple[str, str]] = []  # the embedding, and the name of the input whose integers it took ("": computed)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
+            taken = inputs[0] if inputs else None
+            _, source = sources.get(_storage_of(taken)) or _padded_input(sources, taken, _padding_of(model, module))
+            if not _is_range(taken) if source is None else _uses_values(module, inputs, more, output):
+                called.append((name, "" if source is None else source.name))
+
+        return hook
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, _EMBEDDINGS):
+                stack.callback(module.register_forward_hook(note(name), with_kwargs=True).remove)
+        model(*args, **kwargs)
+
+    taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
+    texts = [name for name, source in taking if source.endswith("input_ids")]
+    only = {name for name, _ in called} if len({name for name, _ in called}) == 1 else ()
+    tables = {id(model.get_submodule(name).weight) for name in texts or [name for name, _ in taking] or only}
+    return tuple(dict.fromkeys(name for name, _ in called if id(model.get_submodule(name).weight) in tables))
+
+
+def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, Any], output: Any) -> bool:
+    """Whether an embedding returns something else for other integers; padding tokens stay as they are."""
+    if type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward):
+        return True
+    tokens, size = inputs[0], module.num_embeddings
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    others = (tokens + 1) % size
+    others = torch.where(others == padding, (others + 1) % size, others).where(tokens != padding, tokens)
+    return torch.equal(others, tokens) or not torch.equal(module.forward(others, *inputs[1:], **more), output)
+
+
+def _is_range(value: Any) -> bool:
+    """Whether these are numbers that count up one by one."""
+    return isinstance(value, Tensor) and value.numel() > 1 and bool((value.flatten().diff() == 1).all())
 
 
 @contextlib.contextmanager
@@ -167,7 +199,7 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
         def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             calls[name] += 1
             if calls[name] > len(offsets[name]):
-                raise called_otherwise(name, calls[name], len(offsets[name]))
+                raise _called_otherwise(name, calls[name], len(offsets[name]))
             return output + _fitting(name, offsets[name][calls[name] - 1], output).to(output.dtype)
 
         return add
@@ -178,7 +210,7 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
         yield
     for name, times in calls.items():
         if times < len(offsets[name]):
-            raise called_otherwise(name, times, len(offsets[name]))
+            raise _called_otherwise(name, times, len(offsets[name]))
 
 
 def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
@@ -197,7 +229,7 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
     )
 
 
-def called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
+def _called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
     """The error for a submodule that is not called, or not as often as in a pass over one example."""
     if expected is None:
         return ValueError(
@@ -211,20 +243,13 @@ def called_otherwise(name: str, times: int, expected: int | None = None) -> Valu
     )
 
 
-class Given(NamedTuple):
-    """An input."""
-
-    key: Key
-    value: Tensor
-
-
-def inputs_by_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Given]:
+def _inputs_by_storage(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sources:
     """Inputs by their place in memory: a view of an input counts as that input."""
-    named = {key: given.value for key, given in named_inputs(args, kwargs).items() if isinstance(given.value, Tensor)}
-    return {storage_of(value): Given(key, value) for key, value in named.items()}
+    named = named_inputs(args, kwargs, model)
+    return {_storage_of(given.value): (key, given) for key, given in named.items() if isinstance(given.value, Tensor)}
 
 
-def storage_of(value: Any) -> int:
+def _storage_of(value: Any) -> int:
     """The address of a tensor's memory; 0 for anything else."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 
@@ -235,10 +260,9 @@ def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
     The model's own method makes them. Without one, as in Whisper, labels move one place to the right behind the start
     token, with padding instead of −100.
     """
-    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    own: Callable[[Tensor], Tensor] | None = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
-        tokens: Tensor = own(labels)
-        return tokens
+        return own(labels)
     config, generates = getattr(model, "config", None), getattr(model, "can_generate", lambda: False)
     start, padding = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
     if not (getattr(config, "is_encoder_decoder", False) and generates()) or start is None or padding is None:
@@ -247,18 +271,17 @@ def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
     return shifted.masked_fill(shifted == -100, padding)
 
 
-def padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
+def _padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
     """The padding token, if the embedding or the model's configuration names one."""
-    padding = getattr(embedding, "padding_idx", None)
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None) if padding is None else padding
-    return padding if isinstance(padding, int) else None
+    padding = [getattr(embedding, "padding_idx", None), getattr(getattr(model, "config", None), "pad_token_id", None)]
+    return next((token for token in padding if isinstance(token, int)), None)
 
 
-def padded_input(given: Mapping[int, Given], taken: Any, padding: int | None) -> Given | None:
+def _padded_input(sources: Sources, taken: Any, padding: int | None) -> tuple[Key | None, Input | None]:
     """The input [1, T] that a model has made longer by padding tokens behind it, as Longformer does; None: none."""
-    for each in given.values() if isinstance(taken, Tensor) and taken.ndim == 2 and padding is not None else ():
-        length = each.value.shape[1] if each.value.ndim == 2 else 0
-        starts = 0 < length < taken.shape[1] and torch.equal(taken[:, :length], each.value)
+    for key, given in sources.values() if isinstance(taken, Tensor) and taken.ndim == 2 and padding is not None else ():
+        length = given.value.shape[1] if given.value.ndim == 2 else 0
+        starts = 0 < length < taken.shape[1] and torch.equal(taken[:, :length], given.value)
         if starts and bool((taken[:, length:] == padding).all()):
-            return each
-    return None
+            return key, given
+    return None, None

@@ -22,7 +22,7 @@ from torchfil.report.saved_run import SavedRun
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
-from torchfil.utils.files import flush, lack_of_space_told, sha256, temporary_beside
+from torchfil.utils.files import explain_disk_full, flush, sha256, temporary_beside
 
 __all__ = ["check_replaceable", "write_report"]
 
@@ -113,7 +113,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
     check_replaceable(target)
-    with lack_of_space_told(target), temporary_beside(target, folder=True) as temporary:
+    with explain_disk_full(target), temporary_beside(target, folder=True) as temporary:
         beside = Path(temporary)
         new = beside / "new"
         new.mkdir(mode=0o700)

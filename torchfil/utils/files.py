@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -17,9 +18,20 @@ try:
 except ImportError:  # not on Windows, where leftovers stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["flush", "lack_of_space_told", "replaced_when_complete", "sha256", "temporary_beside", "write_bytes"]
+__all__ = [
+    "append_checksum",
+    "atomic_write_checked",
+    "check_checksum",
+    "explain_disk_full",
+    "flush",
+    "replaced_when_complete",
+    "sha256",
+    "temporary_beside",
+    "write_bytes",
+]
 
 _SUFFIX = ".torchfil-tmp"
+_CHECKSUM = b"torchfil-sha256:"  # before the 64 hexadecimal digits at the end of a file
 _BLOCK = 2**20  # bytes read at once
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -35,7 +47,7 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
         * An ``OSError`` about the temporary file, or about a lack of space, names ``path`` instead.
         * If a process is killed here, the next one that writes into the folder removes its leftovers.
     """
-    with lack_of_space_told(path), temporary_beside(path) as temporary:
+    with explain_disk_full(path), temporary_beside(path) as temporary:
         try:
             yield temporary
             flush(temporary)
@@ -67,7 +79,7 @@ def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> I
 
 
 @contextlib.contextmanager
-def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
+def explain_disk_full(path: str | os.PathLike[str]) -> Iterator[None]:
     """Inside, errors from a full disk, a quota or a limit on files name ``path`` and the space that is left.
 
     Libraries hide the operating system's error behind their own: ``torch.save`` raises a ``RuntimeError``.
@@ -91,6 +103,52 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file with :func:`replaced_when_complete`."""
     with replaced_when_complete(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def atomic_write_checked(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[IO[bytes]]:
+    """An open file whose content gets a checksum at its end, and then replaces ``path`` (or is written to it if open).
+
+    See :func:`replaced_when_complete` and :func:`append_checksum`.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        content = io.BytesIO()
+        yield content
+        append_checksum(content)
+        path.write(content.getvalue())
+        return
+    with replaced_when_complete(path) as temporary, open(temporary, "wb+") as file:
+        yield file
+        append_checksum(file)
+
+
+def append_checksum(file: IO[bytes]) -> None:
+    """Append the SHA-256 of a file's content to it; readers of zip archives and pickles do not look there.
+
+    Example:
+        >>> file = io.BytesIO(b"content")
+        >>> append_checksum(file)
+        >>> check_checksum(file)
+        >>> check_checksum(io.BytesIO(file.getvalue()[1:]))
+        Traceback (most recent call last):
+        ...
+        ValueError: its checksum does not fit its content
+    """
+    file.seek(0)
+    file.write(_CHECKSUM + sha256(file).encode())
+
+
+def check_checksum(file: IO[bytes]) -> None:
+    """Raise a ``ValueError`` unless a file ends with the checksum of what comes before; then go to its start."""
+    length = max(0, file.seek(0, os.SEEK_END) - len(_CHECKSUM) - 64)
+    file.seek(length)
+    found = file.read()
+    if not found.startswith(_CHECKSUM):
+        raise ValueError("its checksum is missing")
+    file.seek(0)
+    if _CHECKSUM + sha256(file, length).encode() != found:
+        raise ValueError("its checksum does not fit its content")
+    file.seek(0)
 
 
 def sha256(file: IO[bytes], length: int | None = None) -> str:

@@ -12,13 +12,24 @@ import logging
 import math
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NoiseKind", "NoiseSource", "Secure", "Seeded", "derived_seed", "log_line", "noise_source"]
+__all__ = [
+    "NoiseKind",
+    "NoiseSource",
+    "Secure",
+    "Seeded",
+    "derived_seed",
+    "log_line",
+    "noise_source",
+    "random_state",
+    "set_random_state",
+]
 
 NoiseKind = Literal["OS-seeded", "cryptographic", "seeded"]
 _STATE_WORDS = 624  # of the Mersenne Twister
@@ -211,3 +222,18 @@ def _from_the_system(device: torch.device) -> torch.Generator:
         state[_WORDS_AT : _WORDS_AT + 8 * _STATE_WORDS] = words.astype(np.uint64).view(np.uint8)
         generator.set_state(torch.from_numpy(state))
     return generator
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's own generators, which dropout and shuffling use, but neither noise nor Poisson draws."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])

@@ -1,7 +1,8 @@
 """Tensors in nested tuples, lists and dicts: batches, inputs and outputs.
 
 The results are those of torch's pytrees, which know more kinds but take many times as long: one training step walks
-through its batch a dozen times. Dataclasses and UserDicts are registered with pytrees when they are first seen.
+through its batch a dozen times. So tuples, lists and dicts are walked here, in loops rather than by recursion where
+that is possible. Dataclasses and UserDicts are registered with pytrees when they are first seen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flattened", "form_of", "kind_of", "map_tensors", "tensors_of"]
+__all__ = ["flattened", "form_of", "map_tensors", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, str)
 
@@ -29,26 +30,25 @@ def tensors_of(tree: Any) -> list[Tensor]:
         [tensor([0., 0.]), tensor([1.])]
     """
     tensors: list[Tensor] = []
-    _collect(tree, tensors)
+    waiting = [tree]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part)
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        elif kind is tuple or kind is list:
+            waiting += part[::-1]
+        elif kind is dict:
+            waiting += reversed(part.values())
+        elif kind not in _LEAVES:
+            tensors += [leaf for leaf in flattened(part)[0] if isinstance(leaf, Tensor)]
     return tensors
 
 
-def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    kind = type(tree)
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-    elif kind is tuple or kind is list:
-        for part in tree:
-            _collect(part, tensors)
-    elif kind is dict:
-        for part in tree.values():
-            _collect(part, tensors)
-    elif kind not in _LEAVES:
-        tensors += [leaf for leaf in flattened(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def form_of(tree: Any) -> Hashable:
+def form_of(tree: Any, *, shapes: bool = False) -> Hashable:
     """The tree's structure and everything in it except tensors; equal for trees that differ only in tensors.
+
+    With ``shapes``, the tensors' dtypes and shapes belong to it, without the size of the batch.
 
     Example:
         >>> import torch
@@ -56,29 +56,31 @@ def form_of(tree: Any) -> Hashable:
         True
         >>> form_of({"x": torch.zeros(2), "k": 3}) == form_of({"x": torch.zeros(2), "k": 4})
         False
+        >>> form_of([torch.zeros(2, 3)], shapes=True) == form_of([torch.zeros(5, 3)], shapes=True)
+        True
+        >>> form_of([torch.zeros(2, 3)], shapes=True) == form_of([torch.zeros(2, 4)], shapes=True)
+        False
     """
-    kind = type(tree)
-    if isinstance(tree, Tensor):
-        return Tensor
-    if kind is tuple or kind is list:
-        return (kind, *[form_of(part) for part in tree])
-    if kind is dict:
-        return (kind, *[(key, form_of(part)) for key, part in tree.items()])
-    if kind in _LEAVES:
-        return (kind, tree)
-    leaves, structure = flattened(tree)
-    return (kind, repr(structure), *[Tensor if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves])
-
-
-def kind_of(tree: Any) -> Hashable:
-    """:func:`form_of` with the tensors' dtypes and shapes, without the size of the batch.
-
-    Example:
-        >>> import torch
-        >>> kind_of([torch.zeros(2, 3)]) == kind_of([torch.zeros(5, 3)]), kind_of([torch.zeros(2, 4)]) == kind_of([])
-        (True, False)
-    """
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(tree)), form_of(tree)
+    form: list[Hashable] = []  # a node, then its children, one after the other
+    waiting = [tree]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part)
+        if isinstance(part, Tensor):
+            form.append((part.shape[1:], part.dtype) if shapes else Tensor)
+        elif kind is tuple or kind is list:
+            form.append((kind, len(part)))
+            waiting += part[::-1]
+        elif kind is dict:
+            form.append((kind, *part))
+            waiting += reversed(part.values())
+        elif kind in _LEAVES:
+            form.append((kind, part))
+        else:
+            leaves, structure = flattened(part)
+            form.append((kind, repr(structure), *[None if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]))
+            waiting += [leaf for leaf in reversed(leaves) if isinstance(leaf, Tensor)]
+    return tuple(form)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -89,20 +91,22 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         >>> map_tensors(len, ({"x": torch.zeros(2)}, 3, [torch.ones(1), None]))
         ({'x': 2}, 3, [1, None])
     """
-    kind = type(tree)
     if isinstance(tree, Tensor):
         return function(tree)
-    if kind is tuple:
-        return tuple([map_tensors(function, part) for part in tree])
-    if kind is list:
-        return [map_tensors(function, part) for part in tree]
-    if kind is dict:
-        return {key: map_tensors(function, part) for key, part in tree.items()}
+    kind = type(tree)
     if kind in _LEAVES:
         return tree
+    if kind is tuple or kind is list or kind is dict:
+        mapped = []
+        for part in tree.values() if kind is dict else tree:
+            if isinstance(part, Tensor):
+                part = function(part)
+            elif type(part) not in _LEAVES:
+                part = map_tensors(function, part)
+            mapped.append(part)
+        return dict(zip(tree, mapped, strict=True)) if kind is dict else kind(mapped)
     leaves, structure = flattened(tree)
-    mapped = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(mapped, structure)
+    return pytree.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -116,23 +120,31 @@ def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """
     while True:
         leaves, structure = pytree.tree_flatten(tree)
-        unknown = {type(leaf) for leaf in leaves if _has_parts(leaf)}
+        unknown = {
+            type(leaf)
+            for leaf in leaves
+            if isinstance(leaf, UserDict) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+        }
         if not unknown:
             return leaves, structure
         for kind in unknown:
             pytree.register_pytree_node(kind, _parts_of, _with_parts)
 
 
-def _has_parts(leaf: Any) -> bool:
-    return isinstance(leaf, UserDict) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+@dataclasses.dataclass(frozen=True)
+class _Holder:
+    """The object that is copied to hold other values; two of one type are equal when structures are compared."""
+
+    kind: type
+    holder: Any = dataclasses.field(compare=False, repr=False)
 
 
 def _parts_of(holder: Any) -> tuple[list[Any], Any]:
     """The values of a dataclass or a UserDict, and everything needed to make another one with other values."""
     if isinstance(holder, UserDict):
-        return list(holder.data.values()), (_Holder(holder), tuple(holder.data))
+        return list(holder.data.values()), (_Holder(type(holder), holder), tuple(holder.data))
     names = tuple(part.name for part in dataclasses.fields(holder) if hasattr(holder, part.name))
-    return [getattr(holder, name) for name in names], (_Holder(holder), names)
+    return [getattr(holder, name) for name in names], (_Holder(type(holder), holder), names)
 
 
 def _with_parts(values: Any, context: Any) -> Any:
@@ -143,19 +155,3 @@ def _with_parts(values: Any, context: Any) -> Any:
     for name, value in zip(context[1], values, strict=True):
         object.__setattr__(made, name, value)  # works for frozen dataclasses
     return made
-
-
-class _Holder:
-    """The object that is copied to hold other values; two of one type are equal when structures are compared."""
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Holder) and type(self.holder) is type(other.holder)
-
-    def __hash__(self) -> int:
-        return hash(type(self.holder))
-
-    def __repr__(self) -> str:
-        return type(self.holder).__name__

@@ -1,10 +1,15 @@
 """Several processes that train one model (``torchrun``): everything that the engine knows about ``torch.distributed``.
 
 As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
-each of its weights (``sharded``), draws from a part of the data and clips; rank 0 adds the noise to
+each of its weights (``shards``), draws from a part of the data and clips; rank 0 adds the noise to
 its sum, and the sums of all ranks are added. Each example is drawn by one rank, which books what the step reveals about
 it, so Fisher information needs no messages. Everything except gradients goes through a separate group (gloo, on the
 CPU).
+
+The state of such a run is one for all ranks, from which any number of them can resume (:class:`Whole`). It holds the
+sums of all ranks, and which rank booked each example. The same number of ranks therefore resumes with the same rows and
+generators, bit for bit if each draws from its own part of the data. With another number of ranks, rank 0 takes all
+rows; sums over ranks are the same.
 """
 
 from __future__ import annotations
@@ -12,26 +17,28 @@ from __future__ import annotations
 import datetime
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchfil.engine.distributed.sharded import check_sharded, is_sharded
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.parts import whole_ledger
+from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.engine.options import Accounting
 from torchfil.utils.noise import derived_seed
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "part_of_sum", "shared_by"]
+__all__ = ["Ranks", "StepNotTakenError", "Whole", "check_ranks", "part_of_sum", "shared_by", "take_part"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
 _PATIENCE = datetime.timedelta(seconds=1)  # seconds after which a waiting rank says so
-_BUCKET = 2**24  # numbers that are summed over the ranks at once
 
 
 class StepNotTakenError(RuntimeError):
@@ -56,18 +63,16 @@ class Ranks:
 
     def __init__(self, seed: int, num_examples: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._timeout = _timeout_of_training()
+        world: Any = dist.group.WORLD
+        timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
+        self._timeout = max(timeouts, default=datetime.timedelta(minutes=30))  # that of training
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._calls = 0  # of the other ranks, the same number on all
-        self._saving_group: dist.ProcessGroup | None = None
-        self._mesh: DeviceMesh | None = None
-        told = self.objects((seed, num_examples))
-        self.seed: int = told[0][0]
-        sizes = [size for _, size in told]
+        seeds, sizes = zip(*self.objects((seed, num_examples)), strict=True)
+        self.seed: int = seeds[0]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"the ranks' data sets have {sizes} examples: give every rank the whole data set; each rank then draws "
-                "from its own part"
+                f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
             )
         self.is_lost = False
 
@@ -101,10 +106,10 @@ class Ranks:
         Raises:
             StepNotTakenError: Another rank refuses the step, or the ranks' facts differ.
         """
-        told = self._told(_TAKES, facts)
-        if told[0] > _TAKES:
+        answer, *ends = self._reduce_votes(_TAKES, facts)
+        if answer > _TAKES:
             raise StepNotTakenError("another rank refused this step (its own error says why), so no rank has taken it")
-        for name, high, low in zip(facts, told[1::2], told[2::2], strict=True):
+        for name, high, low in zip(facts, ends[::2], ends[1::2], strict=True):
             if high != -low and high > -torch.inf:
                 raise StepNotTakenError(
                     f"the ranks disagree on {name}: between {-low:g} and {high:g}. Do the same on every rank (step "
@@ -119,16 +124,16 @@ class Ranks:
             inside: Whether the step was refused in the middle of a logical batch: its other parts would then meet the
                 other ranks' next batch, so no further step is taken.
         """
-        self._told(_IS_LOST if inside else _REFUSES, facts)
+        self._reduce_votes(_IS_LOST if inside else _REFUSES, facts)
 
-    def _told(self, answer: float, facts: Mapping[str, float | None]) -> list[float]:
+    def _reduce_votes(self, answer: float, facts: Mapping[str, float | None]) -> list[float]:
         """The largest answer of all ranks, and the largest f and −f of each fact."""
         ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
-        told = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
-        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        votes = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._wait_for_all(work, facts.get("the number of steps"))
-        self.is_lost = bool(told[0] == _IS_LOST)
-        return told.tolist()
+        self.is_lost = bool(votes[0] == _IS_LOST)
+        return votes.tolist()
 
     def _wait_for_all(self, work: Any, steps: float | None) -> None:
         """Wait for the other ranks; a rank that waits long says so, so that missing ranks can be named.
@@ -138,18 +143,20 @@ class Ranks:
         """
         self._calls += 1
         begun = time.monotonic()
+        store = dist.distributed_c10d._get_default_store()  # each rank can read and write it on its own
+        waiting = [f"torchfil/{self._group.group_name}/{self._calls}/{rank}" for rank in range(self.size)]
         try:
             try:
                 work.wait(min(_PATIENCE, self._timeout / 4))
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._store.set(self._mark(self.rank), "waits")
+                store.set(waiting[self.rank], "waits")
                 work.wait()
         except RuntimeError as error:
             waited = time.monotonic() - begun
             in_time = waited < self._timeout.total_seconds()  # a connection has ended; torch does not say whose
-            missing = [] if in_time else [str(k) for k in range(self.size) if not self._store.check([self._mark(k)])]
+            missing = [] if in_time else [str(rank) for rank, key in enumerate(waiting) if not store.check([key])]
             who = f"rank {', '.join(missing)} (of {self.size})" if missing else "another rank"
             step = "this step" if steps is None else f"step {int(steps) + 1}"
             raise StepNotTakenError(
@@ -159,24 +166,13 @@ class Ranks:
                 "wait longer: init_process_group(timeout=…)."
             ) from error
 
-    @property
-    def _store(self) -> Any:
-        """The store that each rank can read and write on its own."""
-        return dist.distributed_c10d._get_default_store()
-
-    def _mark(self, rank: int) -> str:
-        """The key under which a rank says that it waits."""
-        return f"torchfil/{self._group.group_name}/{self._calls}/{rank}"
-
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
         """Replace the gradients by their sum over all ranks, or its mean, as Opacus does (collective)."""
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat)
+        messages = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for gradient, message in zip(gradients, messages, strict=True):
+            message.wait()
             if mean:
-                flat /= self.size
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+                gradient /= self.size
 
     # ------------------------------------------------------------------ bringing parts together; on the CPU, collective
 
@@ -193,10 +189,6 @@ class Ranks:
                 f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints collects "
                 "what each has recorded: call it on all ranks, or engine.gather() on all and then read on one."
             ) from error
-
-    def own(self, values: Sequence[Any]) -> Any:
-        """This rank's value, if there is one for each rank; None for another number of values."""
-        return values[self.rank] if len(values) == self.size else None
 
     def objects(self, value: Any) -> list[Any]:
         """The ranks' values, in order; plain numbers and texts only."""
@@ -226,29 +218,10 @@ class Ranks:
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
-    def dealt(self, value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """For each rank, its rows of this rank's block; rank r's block has ``sizes[r]`` rows, [sizes[rank], …] each."""
-        own = sizes[self.rank]
-        received = torch.empty(self.size * own, *value.shape[1:], dtype=value.dtype)
-        dist.all_to_all_single(
-            received, value.detach().cpu().contiguous(), [own] * self.size, list(sizes), group=self._group
-        )
-        return list(received.split([own] * self.size))
-
-    def as_blocks(self, block: Tensor, num_rows: int) -> DTensor:
-        """Tensors [block, …] of all ranks as one tensor [num_rows, …]; each rank holds its block."""
-        if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(self._group, "cpu")
-        shape = torch.Size([num_rows, *block.shape[1:]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(block, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-    @property
+    @cached_property
     def saving_group(self) -> dist.ProcessGroup:
         """The group for checkpoints, which may be written while steps are taken."""
-        if self._saving_group is None:
-            self._saving_group = dist.new_group(backend="gloo")
-        return self._saving_group
+        return dist.new_group(backend="gloo")
 
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         value = value.detach().to("cpu", copy=True).contiguous()
@@ -256,11 +229,69 @@ class Ranks:
         return value
 
 
-def _timeout_of_training() -> datetime.timedelta:
-    """How long the ranks wait for each other in the training's group."""
-    group: Any = dist.group.WORLD
-    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
-    return max(timeouts, default=datetime.timedelta(minutes=30))
+_Booked = tuple[Ledger | None, Tensor | None]  # a ledger and the test matrix of its sketch
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What all ranks had booked when they were last combined.
+
+    Attributes:
+        steps: The number of steps taken.
+        ledger: The sums of all ranks, on the CPU; None if nobody was drawn yet.
+        test_matrix: The test matrix of its sketch, if there is one.
+        parts: The rest of the state: the seed, each example's rank, [n], and the ranks' sources of probes.
+    """
+
+    steps: int
+    ledger: Ledger | None
+    test_matrix: Tensor | None
+    parts: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, ranks: Ranks, steps: int, own: _Booked, new_ledger: Callable[[int], _Booked], generator: torch.Generator
+    ) -> Whole:
+        """Combine the parts (collective).
+
+        Args:
+            ranks: The processes.
+            steps: The number of steps taken.
+            own: This rank's ledger, None if it has none, and the test matrix of its sketch.
+            new_ledger: Returns the same for d coordinates, empty.
+            generator: This rank's source of probes.
+        """
+        parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
+        num_coordinates = max(ranks.objects(0 if own[0] is None else own[0].laid_out))
+        if not num_coordinates:
+            return cls(steps, None, None, parts)
+        ledger, test_matrix = own if own[0] is not None else new_ledger(num_coordinates)  # after empty batches only
+        assert ledger is not None
+        parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
+        return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
+
+
+def take_part(
+    ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | None, steps: int, generator: torch.Generator
+) -> None:
+    """Keep in a ledger of all ranks only the rows that this rank has booked, and set its generator.
+
+    Args:
+        ranks: The processes.
+        saved: ``Whole.parts``; None: the state of a single process.
+        ledger: The sums of all ranks; changed in place.
+        steps: The number of steps taken.
+        generator: This rank's source of probes, set to rank 0's state.
+    """
+    ranks.seed, ranks.is_lost = saved["seed"] if saved is not None else ranks.seed, False
+    as_many = saved is not None and len(saved["generators"]) == ranks.size
+    if saved is not None and as_many:
+        generator.set_state(saved["generators"][ranks.rank].cpu())
+    elif ranks.rank > 0:
+        generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
+    if ledger is not None:
+        booked_by = saved["booked_by"].cpu() if saved is not None and as_many else torch.zeros(ledger.num_examples)
+        ledger.sums.keep_only(booked_by == ranks.rank)
 
 
 def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
@@ -302,8 +333,7 @@ def check_ranks(
             "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
         )
     together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
-    if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
-        module = module.get_submodule("module")
+    module = module.get_submodule("module") if together else module
     if is_sharded(module):
         check_sharded(module, dist.get_world_size())
     elif not together:
@@ -322,37 +352,12 @@ def check_ranks(
             "each rank knows only a part of that; with several processes set num_probes= and fil_rate= instead"
         )
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
-        _check_shards(data_loader)
+        sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
+        n, size = len(data_loader.dataset), dist.get_world_size()  # type: ignore[arg-type]
+        if not isinstance(sampler, DistributedSampler) or (n % size and not sampler.drop_last):
+            raise ValueError(
+                f"without Poisson sampling each of the {size} processes must draw from its own part of the data, and "
+                "nobody twice: an example's gradient could count several times under one draw of noise. Give the "
+                "DataLoader a torch.utils.data.DistributedSampler(dataset, drop_last=True), or use Poisson sampling."
+            )
     return module, True
-
-
-def _check_shards(data_loader: DataLoader[Any]) -> None:
-    """Raise unless every example is drawn by one rank, as far as the sampler shows."""
-    sampler = getattr(data_loader.batch_sampler, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            f"without Poisson sampling each of {dist.get_world_size()} processes would draw from all of the data, and "
-            "an example's gradient could count several times under one draw of noise. Give the DataLoader a "
-            "torch.utils.data.DistributedSampler(dataset, drop_last=True), or use Poisson sampling."
-        )
-    if (sampler.num_replicas, sampler.rank) != (dist.get_world_size(), dist.get_rank()):
-        raise ValueError(
-            f"the DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
-            f"{dist.get_rank()} of {dist.get_world_size()}; leave out num_replicas= and rank="
-        )
-    if not sampler.drop_last and len(data_loader.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
-        raise ValueError(
-            "the DistributedSampler repeats examples to give all ranks the same number, and a repeated one can count "
-            "twice under one draw of noise; build it with drop_last=True, or use Poisson sampling"
-        )
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors grouped by kind, to be sent together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        bucket = kinds.setdefault((gradient.dtype, gradient.device), [])
-        bucket.append(gradient)
-        if sum(part.numel() for part in bucket) >= _BUCKET:
-            yield kinds.pop((gradient.dtype, gradient.device))
-    yield from kinds.values()

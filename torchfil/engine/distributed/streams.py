@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,6 @@ __all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
 _ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
-_REMEDY = (
-    "Put an id into every example, the same whenever it comes again, and pass id_of=: the name or place of that part "
-    "of the batch, or a function from a batch to its ids."
-)
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
@@ -55,7 +52,11 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
             "length and numbered examples."
         )
     if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
-        raise ValueError(f"id_of={id_of!r} does not identify the examples in the stream {name}. {_REMEDY}")
+        raise ValueError(
+            f"id_of={id_of!r} does not identify the examples in the stream {name}. Put an id into every example, the "
+            "same whenever it comes again, and pass id_of=: the name or place of that part of the batch, or a function "
+            "from a batch to its ids."
+        )
     if loader.batch_size is None:
         raise ValueError(
             "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
@@ -96,15 +97,12 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
     if type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
         place = id_of % len(batch)
         return _as_keys(batch[place]), type(batch)(part for at, part in enumerate(batch) if at != place)
-    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {_length(batch)} parts"
+    length = len(batch) if isinstance(batch, Sized) else 1
+    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {length} parts"
     raise ValueError(
         f"id_of={id_of!r} is not in a batch of type {type(batch).__name__} {held}: give the name or place of the ids, "
         "or a function from a batch to its ids"
     )
-
-
-def _length(batch: Any) -> int:
-    return len(batch) if hasattr(batch, "__len__") else 1
 
 
 def _as_keys(given: Any) -> list[Hashable]:
@@ -121,22 +119,15 @@ def _as_keys(given: Any) -> list[Hashable]:
     return keys
 
 
-class StreamCollate:
-    """Collates as before and returns a batch that remembers its ids, without the part that held them."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], id_of: IdOf, token: int) -> None:
-        self.collate_fn = collate_fn
-        self._id_of = id_of
-        self._token = token
-
-    def __call__(self, samples: Any) -> Any:
-        ids, batch = ids_of_batch(self.collate_fn(samples), self._id_of)
-        if not can_remember(batch):
-            raise TypeError(
-                f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
-                "tuple, dict or dataclass"
-            )
-        return remembering(batch, ids, self._token)
+def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
+    """Collate as before, to a batch that remembers its ids, without the part that held them."""
+    ids, batch = ids_of_batch(collate_fn(samples), id_of)
+    if not can_remember(batch):
+        raise TypeError(
+            f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
+            "tuple, dict or dataclass"
+        )
+    return remembering(batch, ids, token)
 
 
 class FILStreamLoader(DataLoader[Any]):
@@ -159,7 +150,7 @@ class FILStreamLoader(DataLoader[Any]):
         tracker: BatchTracker,
         on_start: Callable[[], None],
         id_of: IdOf,
-        ranks: Ranks | None = None,
+        ranks: Ranks | None,
     ) -> None:
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
@@ -169,7 +160,7 @@ class FILStreamLoader(DataLoader[Any]):
             dataset=loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            collate_fn=StreamCollate(loader.collate_fn, id_of, tracker.token),
+            collate_fn=partial(_collate_with_ids, loader.collate_fn, id_of, tracker.token),
             **worker_options(loader),
         )
 

@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from torchfil.engine.replica import Replica, is_plain
 
 __all__ = ["ShardedReplica", "check_sharded", "in_parts", "is_sharded", "without_shards"]
 
-_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_STATE_DICTS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -39,9 +34,8 @@ def is_sharded(module: nn.Module) -> bool:
         >>> is_sharded(nn.Linear(2, 1))
         False
     """
-    return any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()) or any(
-        isinstance(value, DTensor) for value in module.parameters()
-    )
+    parts = (*module.modules(), *module.parameters())
+    return any(isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor) for part in parts)
 
 
 def check_sharded(module: nn.Module, num_ranks: int) -> None:
@@ -53,9 +47,8 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
     """
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError(
-            "FullyShardedDataParallel (FSDP1) flattens the weights of several layers into one tensor, in which layers "
-            "cannot be distinguished. Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the "
-            "model."
+            "FullyShardedDataParallel (FSDP1) flattens the weights of several layers into one tensor. Use FSDP2: "
+            "torch.distributed.fsdp.fully_shard for each block, then for the model."
         )
     if not any(_fsdp_modules(module)):
         raise ValueError(
@@ -83,19 +76,13 @@ def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
                 "the whole model after its blocks, without ignored_params=, or freeze it (requires_grad_(False))"
             )
         return
-    mesh, placements = value.device_mesh, value.placements
-    shards = [placement for placement in placements if type(placement) is Shard]
-    others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
-    if mesh.size() != num_ranks or others or len(shards) > 1 or (mesh.ndim > 1 and type(placements[0]) is Shard):
+    mesh, (*outer, last) = value.device_mesh, value.placements
+    replicated = all(isinstance(placement, Replicate) for placement in outer)
+    if mesh.size() != num_ranks or not replicated or not isinstance(last, Shard | Replicate):
         raise ValueError(
-            f"{name} lies as {placements} on {mesh}, but each of the {num_ranks} ranks draws its own examples (tensor "
-            "or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with a mesh of all "
-            "ranks in which all dimensions except the last replicate."
-        )
-    if value.device.type != mesh.device_type:
-        raise ValueError(
-            f"{name} lies on {value.device} while the model runs on {mesh.device_type} (CPUOffloadPolicy?): a step "
-            "gathers weights on their own device. Leave out offload_policy=."
+            f"{name} lies as {value.placements} on {mesh}, but each of the {num_ranks} ranks draws its own examples "
+            "(tensor or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with a mesh of "
+            "all ranks in which all dimensions except the last replicate."
         )
 
 
@@ -130,19 +117,18 @@ def without_shards(module: nn.Module) -> nn.Module:
         own = {
             name: copy.deepcopy(value, memo)
             for name, value in vars(part).items()
-            if name not in (*_CALLED, *_OF_STATE_DICTS, "_buffers") and not name.startswith(_OF_FSDP)
+            if name not in (*_HOOKS, "_buffers") and not name.startswith(_OF_FSDP)
         }
-        own |= {name: OrderedDict(_own_hooks(getattr(part, name))) for name in _CALLED}
-        own |= {name: OrderedDict() for name in _OF_STATE_DICTS}
+        own |= {name: OrderedDict(_own_hooks(vars(part)[name], name)) for name in _HOOKS}
         vars(memo[id(part)]).update(own, _buffers=part._buffers)
     whole: nn.Module = memo[id(module)]
     return whole
 
 
-def _own_hooks(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
-    """The hooks that FSDP did not register."""
+def _own_hooks(hooks: dict[int, Any], name: str) -> Iterator[tuple[int, Any]]:
+    """The hooks of calls that FSDP did not register; none of state dicts."""
     for key, hook in hooks.items():
-        if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+        if "state_dict" not in name and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
             yield key, hook
 
 
@@ -151,21 +137,21 @@ def _nothing(value: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-def in_parts(tree: Any, like: Callable[[str], Tensor | None], key: str = "") -> Any:
+def in_parts(tree: Any, like: Callable[[str], DTensor | None]) -> Any:
     """The tree with whole tensors split like given ones: each rank keeps its part.
 
     Args:
         tree: Nested dicts, the same on all ranks.
-        like: Maps a tensor's name (its keys from the outermost on, with / before each) to a DTensor of its kind, or
-            None.
-        key: The name of the tree.
+        like: Maps a tensor's name (``torch.utils._pytree.keystr``) to a DTensor of its kind, or None.
     """
-    if isinstance(tree, Mapping):
-        return {name: in_parts(part, like, f"{key}/{name}") for name, part in tree.items()}
-    part = like(key) if isinstance(tree, Tensor) and not isinstance(tree, DTensor) else None
-    if not isinstance(part, DTensor) or part.shape != tree.shape:
-        return tree
-    return distribute_tensor(tree.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+    def split(place: Any, leaf: Any) -> Any:
+        part = like(pytree.keystr(place))
+        if part is None or isinstance(leaf, DTensor) or not isinstance(leaf, Tensor) or part.shape != leaf.shape:
+            return leaf
+        return distribute_tensor(leaf.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+    return pytree.tree_map_with_path(split, tree)
 
 
 class ShardedReplica(Replica):
@@ -181,11 +167,8 @@ class ShardedReplica(Replica):
         self._sharded = module
         self._weights_here = False
         self._twins = list(zip(module.modules(), whole.modules(), strict=True))
-        self._shards = [
-            (part, own)
-            for part, own in zip(module.parameters(), whole.parameters(), strict=True)
-            if isinstance(part, DTensor)
-        ]
+        weights = zip(module.parameters(), whole.parameters(), strict=True)
+        self._shards = [(part, own) for part, own in weights if isinstance(part, DTensor)]
 
     def gather(self) -> bool:
         """Gather all weights, and bring the modules up to date with the user's (collective unless already done)."""
@@ -203,7 +186,7 @@ class ShardedReplica(Replica):
         self._weights_here = True
         return True
 
-    def let_go(self) -> None:
+    def free_weights(self) -> None:
         """Free the weights; each rank keeps its part."""
         for part, own in self._shards:
             own.data, own.grad = _nothing(part), None
