@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfil.planning.goal import Exposure, Goal
-from torchfil.planning.sparing import (
+from torchfil.planning.weights import (
+    Exposure,
+    Goal,
     RoundWeights,
     group_factors,
     group_levels,

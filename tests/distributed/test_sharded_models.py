@@ -115,7 +115,7 @@ def test_ways_to_shard_that_are_refused(two_ranks: RankPool) -> None:
         "torch.autocast",
         "0.weight is trained but not sharded",
         "each rank draws its own",
-        "use grad_sample_mode='auto'",
+        "needs grad_sample_mode='auto'",
         "'auto' and 'ghost' support as well",
         "num_probes=",
         "batch normalisation mixes",

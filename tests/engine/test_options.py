@@ -47,15 +47,15 @@ class TestAccounting:
             ({"rel_error": 0.1, "fil_rate": 0.5}, "leave out num_probes=None and fil_rate=0.5"),
             ({"rel_error": 0.1, "estimator": "exact"}, "needs estimator='weight-probes', not 'exact'"),
             ({"epochs": 0}, "epochs=0 must be positive"),
-            ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]: it is the probability of measuring a step"),
+            ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]: the probability of measuring a step"),
             ({"fil_rate": 1.5}, r"fil_rate=1.5 must lie in \(0, 1\]"),
             ({"fil_rate": math.nan}, r"fil_rate=nan must lie in \(0, 1\]"),
             ({"sketch_rank": 0}, "sketch_rank=0 must be at least 1"),
             ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
             ({"sample_rate": 0.0}, r"sample_rate=0.0 must lie in \(0, 1\]"),
             ({"sample_rate": 1.1}, r"sample_rate=1.1 must lie in \(0, 1\]"),
-            ({"expected_batch_size": 0}, "expected_batch_size=0 must be a positive number"),
-            ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1 step"),
+            ({"expected_batch_size": 0}, "expected_batch_size=0 must be positive"),
+            ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1"),
             ({"estimator": "magic"}, "estimator='magic' is unknown; use one of coordinates, exact"),
             ({"amplification": "magic"}, "amplification='magic' is unknown; use one of none, poisson, theorem4"),
             ({"track": ("spectrum",)}, r"track=\['spectrum'\] is unknown"),
@@ -214,13 +214,6 @@ class TestMakePrivate:
     def test_arguments_of_adaptive_clipping(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"{name} belongs to Opacus's adaptive clipping, .* with clipping='flat'"):
             private(**{name: 0.5})
-
-    @pytest.mark.parametrize("given", [{"num_probes": 3}, "exact", 3])
-    def test_accounting_that_is_none(self, given: Any) -> None:
-        with pytest.raises(TypeError, match=r"accounting=.* is not an Accounting; pass e.g. Accounting\("):
-            private(accounting=given)
-        with pytest.raises(TypeError, match=r"execution=.* is not an Execution"):
-            Accounting(execution=given)
 
     @pytest.mark.parametrize(
         "options",

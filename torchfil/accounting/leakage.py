@@ -24,7 +24,7 @@ from torchfil.accounting.summary import LeakageSummary, group_columns
 from torchfil.fisher.fim import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
-from torchfil.utils.notebook import html_table
+from torchfil.utils.tables import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
 

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from torchfil.utils.csv_files import visible
+from torchfil.utils.tables import aligned
 
 __all__ = [
     "BAD_INPUT",
@@ -127,16 +128,7 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Columns lined up, the first ``left`` to the left, the others to the right; cells are :func:`visible`."""
-    names, *rows = [[visible(cell) for cell in line] for line in [names, *rows]]
-    widths = [max(len(line[place]) for line in [names, *rows]) for place in range(len(names))]
-    lines = []
-    for line in [names, *rows]:
-        cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left)))
 
 
 def number(value: float | None, digits: int = 3) -> str:

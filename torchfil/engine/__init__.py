@@ -1,15 +1,13 @@
 """Fisher accounting in an Opacus training loop; the only place that knows Opacus."""
 
 import torchfil.engine.layers  # noqa: F401  (registers Opacus's layers)
-from torchfil.engine.checked import ModelCheck
-from torchfil.engine.checking import check
+from torchfil.engine.check import ModelCheck, check
 from torchfil.engine.engine import FILPrivacyEngine
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, Execution
-from torchfil.planning.equalised import Equalised
-from torchfil.planning.equalising import equalise
+from torchfil.planning.equalising import Equalised, equalise
 
 __all__ = [
     "Accounting",

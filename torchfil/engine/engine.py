@@ -35,16 +35,18 @@ from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import check_sampler
+from torchfil.engine.loader import check_sampler, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.preparing import (
     asked_question,
+    check_modes,
     checked_options,
-    drawn_by_a_step,
+    example_ids,
     most_in_a_pass,
-    names_of,
+    options_known_to,
+    rate_and_batch_size,
+    thresholds,
     warn_without_noise,
     with_rate,
 )
@@ -57,14 +59,13 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
-from torchfil.planning.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
-from torchfil.planning.pilots import Pilots, Train
+from torchfil.planning.calibration import NoiseChoice, NoiseSearch, Pilots, Train, choose_noise, warn_when_missed
 from torchfil.planning.targets import LeakageTarget, TargetCheck
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
 from torchfil.utils.noise import derived_seed, log_line, noise_source
-from torchfil.utils.notebook import html_table
+from torchfil.utils.tables import html_table
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -168,9 +169,9 @@ class FILPrivacyEngine(PrivacyEngine):
                 generator, else from torch's. None: both have generators of their own; see the class.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes
                 clipped sums and accounting if a trial shows that it reproduces plain autograd's per-example gradients,
-                else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
-                loops that read ``p.grad_sample``. "ghost" is "auto" with the interface of Opacus's ghost clipping: hard
-                clip unless another is given, and the criterion is returned as well.
+                else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", as in Opacus, is for loops that read
+                ``p.grad_sample``; "functorch" and "ew" are other names of it. "ghost" is "auto" with the interface of
+                Opacus's ghost clipping: hard clip unless another is given, and the criterion is returned as well.
             wrap_model: As in Opacus; False means "hooks".
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping except near
@@ -197,13 +198,12 @@ class FILPrivacyEngine(PrivacyEngine):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
+        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
-        check_accumulation(accounting.accumulation_steps, mode, poisson_sampling=poisson_sampling)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = checked_options(
@@ -212,6 +212,7 @@ class FILPrivacyEngine(PrivacyEngine):
             data_loader,
             accounting,
             id_of,
+            mode=mode,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
             private=private,
@@ -227,9 +228,9 @@ class FILPrivacyEngine(PrivacyEngine):
         )
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
+        ids, seed = example_ids(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
-        accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
+        accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         place: dict[str, Any] = {"device": next(module.parameters()).device, "rank": ranks and ranks.rank}
         noise = noise_source(
             secure=self.secure_mode, seed=self._noise_seed, noise=noise_generator, draws=data_loader.generator, **place
@@ -286,7 +287,7 @@ class FILPrivacyEngine(PrivacyEngine):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        accounting = Accounting.given(accounting)
+        accounting = accounting or Accounting()
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
         if not known_batches:
@@ -368,10 +369,9 @@ class FILPrivacyEngine(PrivacyEngine):
             ValueError: The target cannot be met; the message says by how much.
         """
         self._check_unused()
-        poisson = options.get("poisson_sampling", True)
-        check_sampler(data_loader, poisson_sampling=poisson)
+        check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
-        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
+        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         if accounting.epochs is None:
             accounting = replace(accounting, epochs=epochs)
         target = LeakageTarget(
@@ -383,16 +383,8 @@ class FILPrivacyEngine(PrivacyEngine):
             of,
         )
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
-        pilots = Pilots(self._for_pilot, module, optimizer, data_loader, epochs, accounting, options, train, progress)
-        check_participations(
-            target,
-            accounting,
-            len(data_loader.dataset),  # type: ignore[arg-type]
-            round(1 / accounting.sample_rate) if accounting.sample_rate else len(data_loader),
-            epochs,
-            poisson=poisson,
-        )
-
+        copied = (module, optimizer, data_loader)
+        pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
         choice = choose_noise(pilots, target, search, pilot_epochs)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options

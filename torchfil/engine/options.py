@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opacus import PrivacyEngine
 from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
@@ -18,7 +20,6 @@ from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.opacus_options import WHY_NOT_ADAPTIVE
 from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
@@ -27,29 +28,17 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
+from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 
-__all__ = [
-    "SHORTCUTS",
-    "Accounting",
-    "BatchToInputs",
-    "ClipWeights",
-    "Execution",
-    "RunOptions",
-]
+__all__ = ["SHORTCUTS", "WHY_NOT_ADAPTIVE", "Accounting", "BatchToInputs", "ClipWeights", "Execution", "RunOptions"]
 
 _USUAL_PROBES = 3
 SHORTCUTS = (  # options of Accounting that make_private takes directly
-    "num_probes",
-    "questions",
-    "rel_error",
-    "track",
-    "views",
-    "accumulation_steps",
-    "clip_weights",
-    "sample_rate",
-    "expected_batch_size",
+    *("num_probes", "questions", "rel_error", "track", "views"),
+    *("accumulation_steps", "clip_weights", "sample_rate", "expected_batch_size"),
 )
+WHY_NOT_ADAPTIVE = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
@@ -77,10 +66,10 @@ class Execution:
     probe_precision: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.max_memory is not None and self.max_memory <= 0:
-            raise ValueError(f"max_memory={self.max_memory} must be a positive number of bytes")
-        if self.probe_precision not in ("auto", *PROBE_PRECISIONS):
-            raise ValueError(f"probe_precision={self.probe_precision!r} must be 'auto' or one of {PROBE_PRECISIONS}")
+        memory, precision = self.max_memory, self.probe_precision
+        require(memory is None or memory > 0, f"max_memory={memory} must be a positive number of bytes")
+        known = ("auto", *PROBE_PRECISIONS)
+        require(precision in known, f"probe_precision={precision!r} must be one of {known}")
 
     def probe_precision_on(self, device: torch.device) -> ProbePrecision:
         """The precision of products with probes.
@@ -181,68 +170,37 @@ class Accounting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", _named(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
-        if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution={self.execution!r} is not an Execution; pass e.g. Execution(max_memory=2**30)")
-        if self.num_probes is not None and self.num_probes < 1:
-            raise ValueError(f"num_probes={self.num_probes} must be at least 1")
-        self._check_target()
-        self._check_extra_probes()
+        for name in ("num_probes", "sketch_rank", "norm_refresh", "accumulation_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name}={value} must be at least 1")
+        for name, meaning in (("fil_rate", "measuring a step"), ("sample_rate", "drawing an example")):
+            value = getattr(self, name)
+            require(value is None or 0 < value <= 1, f"{name}={value} must lie in (0, 1]: the probability of {meaning}")
+        for name in ("epochs", "expected_batch_size"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < float("inf"), f"{name}={value} must be positive and finite")
+        place = self.rows_at in (None, "cpu") or Path(self.rows_at).is_dir()
+        require(place, f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
 
-        # single numbers
-        if not 0 < self.fil_rate <= 1:
-            raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
-        if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():
-            raise ValueError(f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
-        if self.sketch_rank < 1:
-            raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
-        if self.norm_refresh is not None and self.norm_refresh < 1:
-            raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
-        if self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
-        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
-            raise ValueError(
-                f"sample_rate={self.sample_rate} must lie in (0, 1]: the probability of drawing an example"
-            )
-        if self.expected_batch_size is not None and not 0 < self.expected_batch_size < float("inf"):
-            raise ValueError(f"expected_batch_size={self.expected_batch_size} must be a positive number of examples")
-
-        # what must fit together: an estimator that gives what is tracked
+        # what must fit together
         if self.amplification is not None:
             get_amplification(self.amplification)
         self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
-        if "matrix" in self.needs.quantities and not self.chosen_estimator.exact and self.num_probes == 1:
-            raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
-
-    def _check_target(self) -> None:
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs={self.epochs} must be positive: it is the planned number of passes over the data")
-        if self.rel_error is None:
-            return
-        if not 0 < self.rel_error < 1:
-            raise ValueError(f"rel_error={self.rel_error} must lie strictly between 0 and 1; 0.05 means 5 %")
-        if self.num_probes is not None or self.fil_rate != 1:
-            raise ValueError(
-                f"rel_error={self.rel_error} chooses the probes and the share of steps itself; leave out "
-                f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
-            )
-        if not self.chosen_estimator.one_pass:
-            able = names_of_estimators(lambda other: other.one_pass)
-            raise ValueError(f"rel_error needs estimator={able}, not {self.estimator!r}")
-
-    def _check_extra_probes(self) -> None:
-        if not self.extra_probes:
-            return
-        fewest = 1 + (_USUAL_PROBES if self.num_probes is None else self.num_probes)
-        if self.extra_probes < fewest:
-            raise ValueError(f"extra_probes={self.extra_probes} must be 0, or more than num_probes: at least {fewest}")
-        if self.skips_steps:
-            raise ValueError(
-                f"extra_probes={self.extra_probes} measures few examples closely, but randomly skipped steps leave "
-                "more to chance; leave out rel_error and fil_rate, or extra_probes"
-            )
-        if not self.chosen_estimator.one_pass or self.needs.products:
-            able = names_of_estimators(lambda other: other.one_pass)
-            raise ValueError(f"extra_probes={self.extra_probes} needs estimator={able}, and no track=('sketch',)")
+        matrix = "matrix" in self.needs.quantities and not self.chosen_estimator.exact
+        require(not matrix or self.num_probes != 1, "track=('fim',) from probes needs num_probes of at least 2")
+        able = names_of_estimators(lambda other: other.one_pass)
+        if self.rel_error is not None:
+            given, steered = f"rel_error={self.rel_error}", self.num_probes is None and self.fil_rate == 1
+            left_out = f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
+            require(0 < self.rel_error < 1, f"{given} must lie strictly between 0 and 1; 0.05 means 5 %")
+            require(steered, f"{given} chooses the probes and the share of steps itself; leave out {left_out}")
+            require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}, not {self.estimator!r}")
+        if self.extra_probes:
+            given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
+            single = self.chosen_estimator.one_pass and not self.needs.products
+            require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
+            require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
+            require(single, f"{given} needs estimator={able}, and no track=('sketch',)")
 
     def rows_place(self, device: torch.device) -> torch.device | Path:
         """Where the rows are kept for a model on that device."""
@@ -320,13 +278,6 @@ class Accounting:
             )
         return chosen
 
-    @classmethod
-    def given(cls, accounting: Accounting | None) -> Accounting:
-        """The given accounting, or the default for None; raises TypeError for anything else."""
-        if accounting is not None and not isinstance(accounting, cls):
-            raise TypeError(f"accounting={accounting!r} is not an Accounting; pass e.g. Accounting(num_probes=3)")
-        return accounting or cls()
-
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
         """The same, with the shortcut options of ``make_private``.
 
@@ -352,56 +303,24 @@ def _named(track: Any) -> Any:
     return (track,) if isinstance(track, str) else tuple(track)
 
 
-_OF_ADACLIP = (
-    "target_unclipped_quantile",
-    "clipbound_learning_rate",
-    "max_clipbound",
-    "min_clipbound",
-    "unclipped_num_std",
-)
-
-
-OF_MAKE_PRIVATE = (  # for hints
-    "module",
-    "optimizer",
-    "data_loader",
-    "noise_multiplier",
-    "max_grad_norm",
-    "criterion",
-    "batch_first",
-    "loss_reduction",
-    "poisson_sampling",
-    "clipping",
-    "noise_generator",
-    "grad_sample_mode",
-    "wrap_model",
-    "rand_on_empty",
-    "clip",
-    "private",
-    "id_of",
-    "batch_to_inputs",
-    "accounting",
-)
-
-
 def _unknown_option(name: str) -> TypeError | ValueError:
     """The error for an option of ``make_private`` that it does not take."""
-    if name in _OF_ADACLIP:
+    if "clipbound" in name or "unclipped" in name:
         return ValueError(
             f"{name} belongs to Opacus's adaptive clipping, which cannot be accounted for: {WHY_NOT_ADAPTIVE}. "
             "Leave it out, with clipping='flat'."
         )
     places = {Accounting: "Accounting({}=…)", Execution: "Accounting(execution=Execution({}=…))"}
-    for kind, where in places.items():
-        if name in {part.name for part in dataclasses.fields(kind)}:
-            return TypeError(
-                f"make_private takes {name} as accounting={where.format(name)}; see torchfil.{kind.__name__}"
-            )
-    named = [part.name for kind in (Accounting, Execution) for part in dataclasses.fields(kind)]
-    alike = difflib.get_close_matches(name, [*OF_MAKE_PRIVATE, *named], n=1)
+    kinds: dict[str, Any] = {part.name: kind for kind in places for part in dataclasses.fields(kind)}
+    if name in kinds:
+        where, kind = places[kinds[name]].format(name), kinds[name].__name__
+        return TypeError(f"make_private takes {name} as accounting={where}; see torchfil.{kind}")
+    of_opacus = inspect.signature(PrivacyEngine.make_private).parameters
+    ours = ("clip", "private", "id_of", "batch_to_inputs", "accounting")
+    alike = difflib.get_close_matches(name, [*of_opacus, *ours, *kinds], n=1)
     hint = f". Did you mean {alike[0]!r}?" if alike else ""
     return TypeError(
-        f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {', '.join(named)}{hint}"
+        f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {', '.join(kinds)}{hint}"
     )
 
 
@@ -432,13 +351,10 @@ class RunOptions:
     shares: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.sample_rate is not None and self.sample_rate > 1:
-            raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set (a rate "
-                f"of {self.sample_rate:g}); accumulate fewer, or lower batch_size"
-            )
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
+        rate, steps, reduction = self.sample_rate, self.accounting.accumulation_steps, self.loss_reduction
+        more = f"accumulation_steps={steps} batches hold more than the data set (a rate of {rate}); accumulate fewer"
+        require(rate is None or rate <= 1, more)
+        require(reduction in ("mean", "sum"), f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
         if not self.clip.calibrated:
             raise ValueError(
                 f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "

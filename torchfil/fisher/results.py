@@ -11,7 +11,7 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from torchfil.utils.notebook import html_table
+from torchfil.utils.tables import html_table
 
 __all__ = ["Estimate", "Kind", "Part"]
 

@@ -1,7 +1,7 @@
 """``torchfil.equalise``: rounds of training that spare the most exposed.
 
 Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
-and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.planning.sparing`). The noise
+and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.planning.weights`). The noise
 stays that of C: sparing an example reduces its pull on the model, and costs nothing else.
 
 What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
@@ -22,26 +22,203 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.clipping import check_clip_weights
-from torchfil.planning.equalised import HELD_FIXED, Equalised, Round, Stopped
-from torchfil.planning.goal import Exposure, Goal, read_exposure
-from torchfil.planning.sparing import RoundWeights
+from torchfil.planning.weights import Exposure, Goal, RoundWeights, read_exposure
+from torchfil.utils.errors import require
 from torchfil.utils.progress import with_progress
+from torchfil.utils.tables import aligned
 
-__all__ = ["equalise"]
+__all__ = ["Equalised", "Round", "equalise"]
 
 logger = logging.getLogger(__name__)
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable] | Tensor | Any
+Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
+
+HELD_FIXED = (
+    "The clip weights were computed from private data and are held fixed in these bounds and in a round's ε, as in "
+    "IRFIL: they do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
+    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or quote ε of all "
+    "rounds together (epsilon_of_all_rounds)."
+)
+
+_REASONS = {
+    "target met": "the rounds met it, but the reported runs do not: a larger margin= leaves room for chance",
+    "no further progress": "two rounds in a row did not help; raise margin=, or the noise",
+    "floor": "no weight would change further; lower floor= or the target, or raise the noise",
+    "max_rounds": "all rounds are used up; raise max_rounds=, or the noise",
+}
 _PROGRESS = 0.98  # progress: the excess falls below this share, or fewer examples miss the target
 _PATIENCE = 2
+
+
+@dataclass(frozen=True)
+class Round:
+    """One training, and how it treated the most exposed.
+
+    Attributes:
+        worst: The smallest MSE bound (unbiased attackers), or the largest true-positive rate of a question (every
+            attacker), as estimated from this run; its batches and its noise are random.
+        worst_end: The same at the conservative ends of the intervals; ``worst`` itself with ``confidence=None``.
+        spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its mean.
+        num_below: For how many examples the (conservative) number misses the target.
+        num_spared: How many were trained with ω < 1.
+        smallest_weight: The smallest ω.
+        mean_weight: The mean ω.
+        group_ratio: The largest over the smallest of the groups' mean FIL (of a question: mean D); None: no groups.
+        group_means: Those means, by group.
+        without_interval: How many measured examples have no interval and count by their estimate.
+        score: What ``train`` returned besides the engine, for example the accuracy.
+        epsilon: ε of this run alone, at the given δ, with its weights held fixed.
+        seconds: How long it took.
+        fresh: Whether the weights had been chosen before, and nothing was chosen from this run.
+    """
+
+    worst: float
+    worst_end: float
+    spread: float
+    num_below: int
+    num_spared: int
+    smallest_weight: float
+    mean_weight: float
+    group_ratio: float | None
+    group_means: Mapping[Hashable, float]
+    without_interval: int
+    score: float | None
+    epsilon: float | None
+    seconds: float
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Equalised:
+    """Clip weights, the run trained with them, and how they were found; ``str()`` gives a table.
+
+    **The weights depend on the data and are held fixed in every number here**, as in IRFIL; see
+    :func:`torchfil.equalise` for ways to deal with that.
+
+    Attributes:
+        weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
+        engine: The engine that ``train`` returned for them, from the best round: the one in which the fewest examples
+            missed the target, or the last one if the target was met.
+        leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
+        met: Whether what is reported meets the target (and the groups' ratio).
+        stopped: Why the rounds ended.
+        target: The target bound (or true-positive rate); None: only groups.
+        worst: The smallest bound (or largest true-positive rate) reported.
+        worst_end: Its conservative end.
+        chosen: The round that ``weights`` and ``engine`` come from.
+        history: All rounds, fresh ones last.
+        next_weights: The weights of another round: pass them as ``weights=`` to continue.
+        epsilon_of_all_rounds: ε of all rounds together, fresh ones included, as if every model was released; None
+            without δ, and for rounds of different noise with the "gdp" accountant.
+        question: The question; None: Fisher information.
+        fil_before: η̄ of every example in the first round, [n], NaN if it was not measured; None if that round
+            already had weights.
+    """
+
+    weights: Tensor
+    engine: Any
+    leakage: Leakage
+    met: bool
+    stopped: Stopped
+    target: float | None
+    worst: float
+    worst_end: float
+    chosen: Round = field(repr=False)
+    history: tuple[Round, ...] = field(repr=False)
+    next_weights: Tensor = field(repr=False)
+    epsilon_of_all_rounds: float | None = None
+    question: str | None = None
+    fil_before: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def num_spared(self) -> int:
+        """How many examples have ω < 1."""
+        return int((self.weights < 1).sum())
+
+    @property
+    def seconds(self) -> float:
+        """The duration of all rounds."""
+        return sum(each.seconds for each in self.history)
+
+    def check_trained_with(self, clip_weights: Tensor | None) -> None:
+        """Raise unless a run was trained with the weights that the rounds chose.
+
+        Args:
+            clip_weights: ω of the run, [n]; None: 1.
+        """
+        own = torch.ones_like(self.weights) if clip_weights is None else clip_weights
+        if not torch.equal(own.double().cpu(), self.weights.double().cpu()):
+            raise ValueError(
+                "equalised= has other clip weights than this run was trained with; save the run that it chose: "
+                "result.engine.save_run(…, equalised=result)"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """What a run file keeps: what the rounds aimed at, and whether they reached it."""
+        names = ("question", "target", "met", "stopped", "epsilon_of_all_rounds")
+        return {name: getattr(self, name) for name in names}
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The rounds as columns, [rounds] each, for run files; NaN if a round does not have the number."""
+        names = [*(name for name, _ in _COLUMNS.values()), "fresh"]
+        values = {name: [getattr(each, name) for each in self.history] for name in names}
+        return {name: np.asarray([math.nan if v is None else v for v in column]) for name, column in values.items()}
+
+    def __str__(self) -> str:
+        binds = "smallest MSE bound (unbiased attackers)"
+        if self.question is not None:
+            binds = f"largest true-positive rate on {self.question!r} (every attacker)"
+        aim = "" if self.target is None else f", target {self.target:.4g}"
+        ratio = self.chosen.group_ratio
+        groups = [] if ratio is None else [f"groups: the largest mean over the smallest is {ratio:.3f}"]
+        fresh = sum(each.fresh for each in self.history)
+        source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
+        lines = [
+            f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
+            *groups,
+            "the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}",
+            f"{self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
+            *_table(self.history),
+            f"{len(self.history)} trainings, {self.seconds:.0f} s",
+        ]
+        if self.epsilon_of_all_rounds is not None:
+            lines.append(f"ε of all {len(self.history)} rounds together: {self.epsilon_of_all_rounds:.3g}")
+        return "\n".join([*lines, HELD_FIXED])
+
+
+_COLUMNS = {  # a round's numbers by title, with their format; a column is left out if every round has None
+    "worst": ("worst", ".4g"),
+    "its end": ("worst_end", ".4g"),
+    "short of target": ("num_below", ""),
+    "spread": ("spread", ".3f"),
+    "spared": ("num_spared", ""),
+    "smallest ω": ("smallest_weight", ".3f"),
+    "group ratio": ("group_ratio", ".3f"),
+    "score": ("score", ".4f"),
+    "ε": ("epsilon", ".3g"),
+    "seconds": ("seconds", ".0f"),
+}
+
+
+def _table(history: Sequence[Round]) -> list[str]:
+    """The rounds, one per line under their titles."""
+    rows = [["round", *_COLUMNS]]
+    for number, each in enumerate(history, 1):
+        values = [(getattr(each, name), form) for name, form in _COLUMNS.values()]
+        cells = ["" if value is None else format(value, form) for value, form in values]
+        rows.append([f"{number}{' fresh' if each.fresh else ''}", *cells])
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return aligned(list(zip(*kept, strict=True)))
 
 
 def equalise(
@@ -113,45 +290,56 @@ def equalise(
         The weights, the engine trained with them, the history and the cost; print it.
     """
     goal = Goal(target, question, false_positive_rate, share, confidence, group_ratio, groups is not None)
-    _check_options(train, max_rounds, fresh_runs, floor, margin, grid, weights, delta)
-    _check_lengths({"groups": groups, "by": by, "weights": weights})
-    rounds = _Rounds(train, delta)
-    current: RoundWeights | None = None
-    best: _Booked | None = None
-    idle, stopped = 0, None
+    require(max_rounds >= 1, f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights")
+    require(fresh_runs >= 0, f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
+    require(0 < floor <= 1, f"floor={floor} must lie in (0, 1]: the smallest clip weight")
+    require(1 <= margin < math.inf, f"margin={margin} must be at least 1: weights aim at this many times the target")
+    require(isinstance(grid, int) and grid >= 1, f"grid={grid} must be a whole number of steps per octave, at least 1")
+    require(delta is None or 0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
+    if weights is not None:
+        check_clip_weights(weights)
+    columns = {"groups": groups, "by": by, "weights": weights}
+    lengths = {name: len(each) for name, each in columns.items() if each is not None and not isinstance(each, Mapping)}
+    require(len(set(lengths.values())) <= 1, f"{lengths} must each have one entry per example, in the data's order")
 
+    def start(ids: Sequence[Hashable]) -> RoundWeights:
+        return RoundWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
+
+    rounds = _Rounds(train, weights, start, goal, delta)
+    following: RoundWeights | None = None
+    best: _Training | None = None
+    idle = 0
+    stopped: Stopped = "max_rounds"
     for _ in with_progress(range(max_rounds), progress, "rounds"):
-        # the first round shows which examples there are and, if it is a share of them, the target
-        trained = rounds.train(weights if current is None else current.values, goal)
-        if current is None:
-            ids = trained.leakage.ids.all()
-            current = RoundWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
-            goal = goal.settled(trained.exposure)
-        booked = rounds.book(trained, goal, current)
-
-        # one round without progress may be chance; the best round's weights are kept
-        idle = 0 if rounds.progressed() else idle + 1
-        if best is None or booked.left < best.left:
-            best = booked
-        following = current.after(trained.exposure, goal)
-        stopped = _reason_to_stop(booked.missing, idle, unchanged=torch.equal(following.values, current.values))
-        if stopped is not None:
+        done = rounds.train(following)
+        if best is None or done.left < best.left:
+            best = done
+        idle = 0 if rounds.progressed() else idle + 1  # one round without progress may be chance
+        following = done.weights.after(done.exposure, rounds.goal)
+        if done.missing <= 1:
+            stopped = "target met"
+        elif torch.equal(following.values, done.weights.values):
+            stopped = "floor"
+        elif idle >= _PATIENCE:
+            stopped = "no further progress"
+        if stopped != "max_rounds":
             break
-        current = following
 
     assert best is not None
-    reported = best if not fresh_runs else rounds.report(best, fresh_runs, goal)
+    assert following is not None
+    reported = rounds.report(best, fresh_runs) if fresh_runs else best
     met = reported.missing <= 1
+    worst, worst_end = map(rounds.goal.shown, reported.exposure.largest())
     warnings.warn(HELD_FIXED, stacklevel=2)
     return Equalised(
         weights=best.weights.values,
-        engine=best.trained.engine,
-        leakage=reported.trained.leakage,
+        engine=best.engine,
+        leakage=reported.leakage,
         met=met,
-        stopped=stopped or "max_rounds",
-        target=goal.target,
-        worst=goal.shown(reported.trained.exposure.largest()[0]),
-        worst_end=goal.shown(reported.trained.exposure.largest()[1]),
+        stopped=stopped,
+        target=rounds.goal.target,
+        worst=worst,
+        worst_end=worst_end,
         chosen=best.round,
         history=tuple(rounds.history),
         next_weights=best.weights.values if met else following.values,
@@ -161,82 +349,13 @@ def equalise(
     )
 
 
-def _reason_to_stop(missing: float, idle: int, *, unchanged: bool) -> Stopped | None:
-    if missing <= 1:
-        return "target met"
-    if unchanged:
-        return "floor"
-    return "no further progress" if idle >= _PATIENCE else None
-
-
-def _check_options(
-    train: Any,
-    max_rounds: int,
-    fresh_runs: int,
-    floor: float,
-    margin: float,
-    grid: int,
-    weights: Tensor | None,
-    delta: float | None,
-) -> None:
-    """Raise for invalid options, before hours of training."""
-    if not callable(train):
-        raise TypeError(f"train is a {type(train).__name__}; give a function of clip weights that returns the engine")
-    if max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and at least 2 to train with the chosen weights")
-    if fresh_runs < 0:
-        raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
-    if not 1 <= margin < math.inf:
-        raise ValueError(f"margin={margin} must be at least 1: weights aim at this many times the target")
-    if not (isinstance(grid, int) and grid >= 1):
-        raise ValueError(f"grid={grid} must be a whole number of steps per octave, at least 1")
-    if weights is not None:
-        check_clip_weights(weights)
-    if delta is not None and not 0 < delta < 1:
-        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
-
-
-def _check_lengths(columns: Mapping[str, Any]) -> None:
-    """Raise if columns of one entry per example differ in length; the first round shows whether they fit the data."""
-    given = {name: column for name, column in columns.items() if column is not None}
-    for name, column in given.items():
-        if isinstance(column, str) or not hasattr(column, "__len__"):
-            raise TypeError(f"{name} is a {type(column).__name__}; give one label per example, or a mapping id ↦ label")
-    lengths = {name: len(column) for name, column in given.items() if not isinstance(column, Mapping)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"{lengths} must each have one entry per example, in the order of the data set")
-
-
-def _check_used(weights: Tensor | None, engine: Any) -> None:
-    """Raise if an engine knows its clip weights, and they differ from those passed to train."""
-    if weights is None or not hasattr(engine, "clip_weights"):
-        return
-    used = engine.clip_weights
-    if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
-        has = "has none" if used is None else "has others"
-        raise ValueError(
-            f"train received clip weights, and its engine {has}; pass them on: make_private(…, clip_weights=weights)"
-        )
-
-
 @dataclass(frozen=True)
-class _Trained:
-    """The result of one training, or the average over several."""
+class _Training:
+    """One training, or the average over several, with its weights; missing: its worst value over the allowed one."""
 
     engine: Any
     leakage: Leakage
     exposure: Exposure
-    score: float | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Booked:
-    """A training with its weights, and the ratio of its worst value to the allowed one."""
-
-    trained: _Trained
     weights: RoundWeights
     missing: float
     round: Round
@@ -247,107 +366,122 @@ class _Booked:
         return self.round.num_below, self.missing
 
 
+@dataclass
 class _Rounds:
-    """Trains, and keeps the history and the sums over all rounds."""
+    """Trains, and keeps the history and the sums over all rounds; the first round settles the goal."""
 
-    def __init__(self, train: Callable[[Tensor | None], Any], delta: float | None) -> None:
-        self._train, self._delta = train, delta
-        self._accountants: list[Any] = []
-        self._missing: list[float] = []
-        self.history: list[Round] = []
-        self.fil_before: Tensor | None = None
+    run: Callable[[Tensor | None], Any]
+    first: Tensor | None
+    start: Callable[[Sequence[Hashable]], RoundWeights]
+    goal: Goal
+    delta: float | None
+    history: list[Round] = field(default_factory=list)
+    missing: list[float] = field(default_factory=list)
+    accountants: list[Any] = field(default_factory=list)
+    fil_before: Tensor | None = None
 
-    def train(self, weights: Tensor | None, goal: Goal) -> _Trained:
-        """One training with these weights."""
+    def train(self, weights: RoundWeights | None, *, fresh: bool = False) -> _Training:
+        """One training with these weights, entered into the history.
+
+        The first one (None) shows which examples there are and, if it is a share of them, the target.
+        """
+        given = self.first if weights is None else weights.values
         began = time.perf_counter()
-        returned = self._train(weights)
+        returned = self.run(given)
         seconds = time.perf_counter() - began
         engine, score = returned if isinstance(returned, tuple) else (returned, None)
-        leakage: Any = getattr(engine, "totals", engine)
-        if not hasattr(leakage, "get_mse_bound"):
-            raise TypeError(
-                f"train returned a {type(engine).__name__}, which has no leakage to read; return the "
-                "FILPrivacyEngine of the training, or (engine, score)"
-            )
-        _check_used(weights, engine)
-        exposure = read_exposure(leakage, goal.question, goal.confidence)
-        return _Trained(engine, leakage, exposure, None if score is None else float(score), seconds)
+        leakage = _leakage_of(engine, given)
+        exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
+        if weights is None:
+            weights = self.start(leakage.ids.all())
+            self.goal = self.goal.settled(exposure)
+            if bool((weights.values == 1).all()):  # nobody's weight is below 1 yet: for reports
+                fil = leakage.get_mse_bound().value.rsqrt().cpu()
+                self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
 
-    def book(self, trained: _Trained, goal: Goal, weights: RoundWeights, *, fresh: bool = False) -> _Booked:
-        """Enter a training into the history."""
-        exposure, values, engine = trained.exposure, weights.values, trained.engine
         accountant = getattr(engine, "accountant", None)
-        self._accountants.append(accountant)
-        worst, worst_end = exposure.largest()
-
-        # the state before anybody was spared, for reports
-        if not self.history and bool((values == 1).all()):
-            fil = trained.leakage.get_mse_bound().value.rsqrt().cpu()
-            self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
-
-        self.history.append(
-            Round(
-                worst=goal.shown(worst),
-                worst_end=goal.shown(worst_end),
-                spread=exposure.spread,
-                num_below=int((exposure.measured & (exposure.high > goal.most)).sum()),
-                num_spared=int((values < 1).sum()),
-                smallest_weight=float(values.min()),
-                mean_weight=float(values.mean()),
-                group_ratio=weights.ratio(exposure),
-                group_means=weights.means(exposure),
-                without_interval=exposure.without_interval,
-                score=trained.score,
-                epsilon=None if None in (self._delta, accountant) else float(engine.get_epsilon(self._delta)),
-                seconds=trained.seconds,
-                fresh=fresh,
-            )
+        worst, worst_end = map(self.goal.shown, exposure.largest())
+        values, ratio = weights.values, weights.ratio(exposure)
+        entry = Round(
+            worst=worst,
+            worst_end=worst_end,
+            spread=exposure.spread,
+            num_below=int((exposure.measured & (exposure.high > self.goal.most)).sum()),
+            num_spared=int((values < 1).sum()),
+            smallest_weight=float(values.min()),
+            mean_weight=float(values.mean()),
+            group_ratio=ratio,
+            group_means=weights.means(exposure),
+            without_interval=exposure.without_interval,
+            score=None if score is None else float(score),
+            epsilon=None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
+            seconds=seconds,
+            fresh=fresh,
         )
-        logger.info("round %d: %s", len(self.history), self.history[-1])
-        self._missing.append(goal.missing(exposure, weights.ratio(exposure)))
-        return _Booked(trained, weights, self._missing[-1], self.history[-1])
+        self.accountants.append(accountant)
+        self.missing.append(self.goal.missing(exposure, ratio))
+        self.history.append(entry)
+        logger.info("round %d: %s", len(self.history), entry)
+        return _Training(engine, leakage, exposure, weights, self.missing[-1], entry)
 
     def progressed(self) -> bool:
         """Whether the last round came closer to the target than all before: a smaller excess, or fewer examples."""
-        *before, last = zip(self._missing, (each.num_below for each in self.history), strict=True)
+        *before, last = zip(self.missing, (each.num_below for each in self.history), strict=True)
         if not before:
             return True
-        least, fewest = (min(column) for column in zip(*before, strict=True))
+        least, fewest = map(min, zip(*before, strict=True))
         return bool(last[0] < _PROGRESS * least or last[1] < fewest)
 
-    def report(self, chosen: _Booked, count: int, goal: Goal) -> _Booked:
+    def report(self, chosen: _Training, count: int) -> _Training:
         """The average over further trainings with the chosen weights, from which nothing is chosen."""
-        runs: list[_Trained] = []
+        runs: list[_Training] = []
         for _ in range(count):
-            trained = self.train(chosen.weights.values, goal)
-            if any(torch.equal(trained.exposure.value, each.exposure.value) for each in (chosen.trained, *runs)):
+            run = self.train(chosen.weights, fresh=True)
+            if any(torch.equal(run.exposure.value, each.exposure.value) for each in (chosen, *runs)):
                 raise ValueError(
                     "train() repeated a run to the last digit: it sets the same seed each time, so a fresh run adds "
                     "no information; set no seed, or another one at each call"
                 )
-            self.book(trained, goal, chosen.weights, fresh=True)
-            runs.append(trained)
+            runs.append(run)
 
         engines = [each.engine for each in runs]
-        if all(hasattr(engine, "merge") for engine in engines):
+        if hasattr(engines[0], "merge"):  # which checks that the runs are repetitions
             leakage = engines[0].merge(engines)
         else:
             leakage = runs[0].leakage if count == 1 else Leakage.average([each.leakage for each in runs])
-        exposure = read_exposure(leakage, goal.question, goal.confidence)
-        average = replace(runs[-1], leakage=leakage, exposure=exposure)
-        missing = goal.missing(exposure, chosen.weights.ratio(exposure))
-        return replace(chosen, trained=average, missing=missing)
+        exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
+        missing = self.goal.missing(exposure, chosen.weights.ratio(exposure))
+        return replace(chosen, leakage=leakage, exposure=exposure, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
         """ε of all rounds' models together; None without δ, or if the accountant cannot say."""
-        if self._delta is None or any(accountant is None for accountant in self._accountants):
+        if self.delta is None or any(accountant is None for accountant in self.accountants):
             return None
         steps: Counter[tuple[float, float]] = Counter()
-        for accountant in self._accountants:
+        for accountant in self.accountants:
             for sigma, q, count in accountant.history:
                 steps[sigma, q] += count
-        together = type(self._accountants[0])()
+        together = type(self.accountants[0])()
         if together.mechanism() == "gdp" and len(steps) > 1:
             return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
-        return float(together.get_epsilon(self._delta))
+        return float(together.get_epsilon(self.delta))
+
+
+def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
+    """What an engine that ``train`` returned has measured; raise if it was trained with other clip weights."""
+    leakage: Any = getattr(engine, "totals", engine)
+    if not hasattr(leakage, "get_mse_bound"):
+        raise TypeError(
+            f"train returned a {type(engine).__name__}, which has no leakage to read; return the FILPrivacyEngine of "
+            "the training, or (engine, score)"
+        )
+    if weights is not None:
+        used = getattr(engine, "clip_weights", weights)
+        if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
+            has = "none" if used is None else "others"
+            raise ValueError(
+                f"train received clip weights, and its engine has {has}; pass them on: make_private(…, "
+                "clip_weights=weights)"
+            )
+    return leakage

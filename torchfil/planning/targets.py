@@ -8,8 +8,9 @@ below the first end, and no attacker's true-positive rate on any example above t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchfil.accounting.leakage import Leakage
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
+from torchfil.utils.errors import require
 
 __all__ = ["LeakageTarget", "TargetCheck", "mean_of_runs"]
 
@@ -48,45 +50,26 @@ class LeakageTarget:
     of: Part = "run"
 
     def __post_init__(self) -> None:
-        if self.mse_bound is None and self.true_positive_rate is None:
-            raise ValueError("no target is given: pass target_mse_bound=, target_true_positive_rate=, or both")
-        if self.mse_bound is not None and not 0 < self.mse_bound < math.inf:
-            raise ValueError(f"target_mse_bound={self.mse_bound} must be positive and finite: a mean squared error")
-        if not 0.5 < self.confidence < 1:
-            raise ValueError(
-                f"confidence={self.confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
-            )
-        if self.of not in ("run", "probes"):
-            raise ValueError(f"of={self.of!r} must be 'run' (everything that is random in it) or 'probes'")
-        self._check_rates()
-
-    def _check_rates(self) -> None:
-        rate, wrong = self.true_positive_rate, self.false_positive_rate
-        if not 0 < wrong < 1:
-            raise ValueError(f"at_false_positive_rate={wrong} must lie strictly between 0 and 1")
-        if rate is None:
-            return
-        if not wrong < rate < 1:
-            raise ValueError(
-                f"target_true_positive_rate={rate} must lie strictly between at_false_positive_rate={wrong}, which an "
-                "attacker reaches by saying yes at random, and 1"
-            )
-        if self.question is None:
-            raise ValueError("target_true_positive_rate= needs question=, the name of one of questions=")
+        bound, rate, wrong = self.mse_bound, self.true_positive_rate, self.false_positive_rate
+        given = bound is not None or rate is not None
+        require(given, "no target is given: pass target_mse_bound=, target_true_positive_rate=, or both")
+        require(bound is None or 0 < bound < math.inf, f"target_mse_bound={bound} must be positive and finite")
+        require(0.5 < self.confidence < 1, f"confidence={self.confidence} must lie strictly between 0.5 and 1")
+        require(self.of in ("run", "probes"), f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
+        require(0 < wrong < 1, f"at_false_positive_rate={wrong} must lie strictly between 0 and 1")
+        if rate is not None:
+            ends = f"at_false_positive_rate={wrong}, which saying yes at random reaches, and 1"
+            require(wrong < rate < 1, f"target_true_positive_rate={rate} must lie strictly between {ends}")
+            require(self.question is not None, "target_true_positive_rate= needs question=, a name of questions=")
 
     @property
     def wanted(self) -> str:
         """The target in words."""
-        bound = [] if self.mse_bound is None else [f"every MSE bound at least {self.mse_bound:g}"]
-        rate = (
-            []
-            if self.true_positive_rate is None
-            else [
-                f"every attacker's true-positive rate on {self.question!r} at most {self.true_positive_rate:g} "
-                f"({self.false_positive_rate:g} false positives)"
-            ]
-        )
-        return ", and ".join(bound + rate)
+        parts = [] if self.mse_bound is None else [f"every MSE bound at least {self.mse_bound:g}"]
+        if self.true_positive_rate is not None:
+            rate = f"{self.true_positive_rate:g} ({self.false_positive_rate:g} false positives)"
+            parts.append(f"every attacker's true-positive rate on {self.question!r} at most {rate}")
+        return ", and ".join(parts)
 
     @property
     def largest_divergence(self) -> float:
@@ -110,12 +93,14 @@ class LeakageTarget:
         bound, divergence = None, None
         if self.mse_bound is not None:
             trace = mean_of_runs([run.get_trace() for run in runs])
-            of_all = trace.raised(-1.0, runs[0].get_num_coordinates())
-            bound = _extremes(of_all.value, of_all.interval(level, self.of)[0], measured, smallest=True)
+            inverse = trace.raised(-1.0, runs[0].get_num_coordinates())
+            low = inverse.interval(level, self.of)[0]
+            bound = _worst(torch.Tensor.min, inverse.value, low, measured, no_leakage=math.inf)
         if self.true_positive_rate is not None:
             assert self.question is not None
-            of_answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
-            divergence = _extremes(of_answers.value, of_answers.interval(level, self.of)[1], measured, smallest=False)
+            answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
+            high = answers.interval(level, self.of)[1]
+            divergence = _worst(torch.Tensor.max, answers.value, high, measured, no_leakage=0.0)
         steps = runs[0].ledger.steps
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
 
@@ -176,8 +161,7 @@ class TargetCheck:
 
     def _headroom(self, which: int) -> float:
         shares = []
-        if self.mse_bound is not None:
-            assert self.target.mse_bound is not None
+        if self.mse_bound is not None and self.target.mse_bound is not None:
             shares.append(self.mse_bound[which] / self.target.mse_bound)
         if self.divergence is not None:
             worst = self.divergence[which]
@@ -199,22 +183,18 @@ class TargetCheck:
     def __str__(self) -> str:
         verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
         runs = "" if self.num_runs == 1 else f", the mean of {self.num_runs} runs"
+        unknown = f"{self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
+        remarks = {
+            unknown: self.num_measured < self.num_examples,
+            "The bound binds unbiased attackers, on average over runs: batches and noise are random.": self.mse_bound,
+            "The rate binds every attacker, biased or not; batches and noise are random.": self.divergence,
+            "The ends cover the measurement's error alone; another run would give other ends.": self.target.of != "run",
+        }
         lines = [
             f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
             f"  {self.measured}, over {self.num_measured} examples{runs}",
+            *(f"  {remark}" for remark, holds in remarks.items() if holds),
         ]
-        if self.num_measured < self.num_examples:
-            lines.append(
-                f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
-            )
-        if self.mse_bound is not None:
-            lines.append("  The bound binds unbiased attackers, on average over runs: batches and noise are random.")
-        if self.divergence is not None:
-            lines.append("  The rate binds every attacker, biased or not; batches and noise are random.")
-        if self.target.of == "probes":
-            lines.append(
-                "  The ends cover the measurement's error alone; other batches and noise would give other ends."
-            )
         return "\n".join(lines)
 
 
@@ -229,46 +209,39 @@ def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
         >>> mean_of_runs([one, one])
         Estimate([2 ± 0.21], estimate)
     """
-    count = len(estimates)
-    if count == 1:
+    if len(estimates) == 1:
         return estimates[0]
 
-    def mean(values: Sequence[Tensor | None]) -> Tensor | None:
-        known = [value for value in values if value is not None]
-        return torch.stack(known).mean(dim=0) if len(known) == count else None
+    def mean(name: str) -> Any:  # None if a run does not know it
+        values = [getattr(each, name) for each in estimates]
+        return None if any(value is None for value in values) else torch.stack(values).mean(dim=0)
 
-    def error_of_mean(values: Sequence[Tensor]) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(list(values)), dim=0) / count
+    def error_of_mean(errors: Tensor) -> Tensor:  # [runs, ids, …] to [ids, …]
+        return torch.linalg.vector_norm(errors, dim=0) / len(estimates)
 
-    limits = mean([each.variance_limit for each in estimates])
-    run_errors = _told([each.run_error for each in estimates if each.run_error is not None])
+    value, limit = mean("value"), mean("variance_limit")
+    run_error, known = None, [each.run_error for each in estimates if each.run_error is not None]
+    if known:
+        errors = torch.stack(known)
+        finite = errors.isfinite()
+        largest = errors.where(finite, 0.0).amax(dim=0).where(finite.any(dim=0), torch.inf)
+        run_error = error_of_mean(errors.where(finite, largest))
     freedoms = [torch.as_tensor(each.degrees_of_freedom, dtype=torch.float64) for each in estimates]
-    value = mean([each.value for each in estimates])
-    assert value is not None
     return replace(
         estimates[0],
         value=value,
-        standard_error=error_of_mean([each.standard_error for each in estimates]),
+        standard_error=error_of_mean(torch.stack([each.standard_error for each in estimates])),
         degrees_of_freedom=torch.stack([freedom.to(value.device).expand(len(value)) for freedom in freedoms]).amin(0),
-        certain=mean([each.certain for each in estimates]),
-        variance_limit=None if limits is None else limits / count,
-        run_error=error_of_mean(run_errors) if run_errors else None,
+        certain=mean("certain"),
+        variance_limit=None if limit is None else limit / len(estimates),
+        run_error=run_error,
     )
 
 
-def _told(errors: Sequence[Tensor]) -> list[Tensor]:
-    """The same, but infinite errors are replaced by the largest finite one, if there is one."""
-    if not errors:
-        return []
-    stacked = torch.stack(list(errors))
-    largest = stacked.where(stacked.isfinite(), torch.zeros_like(stacked)).amax(dim=0)
-    stand_in = torch.where(stacked.isfinite().any(dim=0), largest, torch.inf)
-    return list(stacked.where(stacked.isfinite(), stand_in))
-
-
-def _extremes(value: Tensor, end: Tensor, measured: Tensor, *, smallest: bool) -> tuple[float, float]:
+def _worst(
+    worst: Callable[[Tensor], Tensor], value: Tensor, end: Tensor, measured: Tensor, *, no_leakage: float
+) -> tuple[float, float]:
     """The worst estimate and the worst end of the measured examples; without any, those of no leakage."""
     if not bool(measured.any()):
-        return (math.inf, math.inf) if smallest else (0.0, 0.0)
-    worst = torch.Tensor.min if smallest else torch.Tensor.max
+        return no_leakage, no_leakage
     return float(worst(value[measured])), float(worst(end[measured]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError", "ran_out"]
+__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError", "ran_out", "require"]
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
@@ -55,3 +55,15 @@ def ran_out(error: RuntimeError) -> bool:
         (True, False)
     """
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise ValueError with this message unless the condition holds; NaN satisfies no comparison.
+
+    Example:
+        >>> require(1 <= 0, "num_probes=0 must be at least 1")
+        Traceback (most recent call last):
+        ValueError: num_probes=0 must be at least 1
+    """
+    if not holds:
+        raise ValueError(message)

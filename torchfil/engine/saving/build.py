@@ -31,8 +31,7 @@ from torchfil.engine.saving.pictures import pixels_of_coordinates, thumbnails
 from torchfil.engine.saving.words import TokenTexts, exposed_words
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
-from torchfil.planning.chosen import check_trained_with, columns_of_rounds, equalised_in_short, noise_choice_in_short
-from torchfil.planning.equalised import Equalised
+from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 
@@ -112,8 +111,8 @@ def build_saved_run(
 
     about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
-    about["noise_choice"] = None if noise_choice is None else noise_choice_in_short(noise_choice, leakage)
-    about["equalised"] = None if equalised is None else equalised_in_short(equalised)
+    about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
+    about["equalised"] = None if equalised is None else equalised.summary()
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
         about=about,
@@ -127,7 +126,7 @@ def build_saved_run(
         bounds=_bounds(accountant.history, d, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
-        rounds={} if equalised is None else columns_of_rounds(equalised),
+        rounds={} if equalised is None else equalised.columns(),
         yardsticks=None if spread is None else baselines(spread, table),
     )
 
@@ -178,7 +177,7 @@ def _columns(
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
     if equalised is not None:
-        check_trained_with(equalised, run.clip_weights)
+        equalised.check_trained_with(run.clip_weights)
         if equalised.fil_before is not None:
             columns["fil_before"] = equalised.fil_before.double().numpy()
     return columns
