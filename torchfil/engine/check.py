@@ -25,7 +25,7 @@ from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
-from torchfil.engine.losses import IdentifiedLoss, LossInside, LossMismatchError, likely_loss
+from torchfil.engine.losses import IdentifiedLoss, LossInside, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
@@ -275,11 +275,8 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
         own = inside.call(call.args, call.kwargs, call.outputs, call.masks)
         forward = ForwardPass.of_call(tracker, own, call.outputs, masks=call.masks, autocast=call.autocast)
         forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
-        try:
-            loss = guard.identified_loss(forward)
-        except LossMismatchError:
-            forward = forward.with_labels()
-            loss = guard.own_loss(forward)
+        loss = guard.identified_loss(forward)
+        forward = forward.with_labels() if loss.is_models_own else forward
         return forward, loss, loss.name if loss.is_models_own else f"{loss.name}, identified from the model's own"
 
     forward = replace(call, outputs=map_tensors(Tensor.detach, plain(call.outputs)))

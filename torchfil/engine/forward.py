@@ -154,7 +154,7 @@ class ForwardPass:
         if self.whole is None:
             return self
         kwargs, outputs = self.whole
-        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, loss_grads={}, whole=None)
+        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, loss_grads={}, places={}, whole=None)
 
 
 class Observer:
