@@ -27,7 +27,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -327,18 +326,9 @@ class FILPoissonSampler(UniformWithReplacementSampler):
     two of them.
     """
 
-    def __init__(
-        self,
-        sampler: UniformWithReplacementSampler,
-        on_start: Callable[[], None],
-        tracker: BatchTracker,
-        source: NoiseSource,
-    ) -> None:
-        super().__init__(
-            num_samples=sampler.num_samples,
-            sample_rate=tracker.parts * sampler.sample_rate,
-            steps=max(1, sampler.steps // tracker.parts),
-        )
+    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
+        self.__dict__.update(vars(sampler))
+        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, sampler.steps // tracker.parts)
         self._on_start, self._tracker, self._source = on_start, tracker, source
 
     def __len__(self) -> int:
@@ -359,20 +349,10 @@ class FILRankSampler(DistributedUniformWithReplacementSampler):
     would know about those at the same place in the other parts.
     """
 
-    def __init__(
-        self,
-        sampler: DistributedUniformWithReplacementSampler,
-        on_start: Callable[[], None],
-        tracker: BatchTracker,
-        source: NoiseSource,
-    ) -> None:
-        super().__init__(
-            total_size=sampler.total_size,
-            sample_rate=tracker.parts * sampler.sample_rate,
-            shuffle=sampler.shuffle,
-            shuffle_seed=sampler.shuffle_seed,
-            steps=max(1, sampler.num_batches // tracker.parts),
-        )
+    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
+        self.__dict__.update(vars(sampler))
+        self.sample_rate = tracker.parts * sampler.sample_rate
+        self.num_batches = max(1, sampler.num_batches // tracker.parts)
         self._on_start, self._tracker, self._source = on_start, tracker, source
 
     def __len__(self) -> int:
@@ -417,11 +397,7 @@ class FILDataLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        tracker: BatchTracker,
-        on_start: Callable[[], None],
-        source: NoiseSource,
+        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: Callable[[], None], source: NoiseSource
     ) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
@@ -429,13 +405,11 @@ class FILDataLoader(DataLoader[Any]):
 
         # Both kinds of sampler draw as before, and say when a pass begins.
         sampler = loader.batch_sampler
-        self.sample_rate: float | None = None
+        batch_sampler: Any
         if isinstance(sampler, UniformWithReplacementSampler):
-            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start, tracker, source)
-            self.sample_rate = float(sampler.sample_rate) * tracker.parts
+            batch_sampler = FILPoissonSampler(sampler, on_start, tracker, source)
         elif isinstance(sampler, DistributedUniformWithReplacementSampler):
             batch_sampler = FILRankSampler(sampler, on_start, tracker, source)
-            self.sample_rate = float(sampler.sample_rate) * tracker.parts
         elif isinstance(sampler, BatchSampler):
             batch_sampler = FILBatchSampler(sampler, on_start)
         else:
@@ -443,6 +417,7 @@ class FILDataLoader(DataLoader[Any]):
                 f"batch_sampler of type {type(sampler).__name__} is not supported; derive it from "
                 "torch.utils.data.BatchSampler, or use Poisson sampling"
             )
+        self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
         super().__init__(
             dataset=NotingDataset(loader.dataset, note, collates_plainly=_collates_plainly(loader.collate_fn)),
@@ -515,42 +490,27 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
 
     # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(inner, SubsetRandomSampler) and poisson_sampling:
+    name = type(inner).__name__
+    if not poisson_sampling and getattr(inner, "replacement", False):
         raise ValueError(
-            "the loader has a SubsetRandomSampler, but Poisson sampling draws from the whole data set, including what "
-            "the sampler leaves out. Pass a loader over torch.utils.data.Subset(dataset, indices), without a sampler."
+            f"{name}(replacement=True) can put an example into a batch twice, and its gradient then counts twice under "
+            "one noise draw; use replacement=False or Poisson sampling"
+        )
+    if poisson_sampling and isinstance(inner, SubsetRandomSampler | _Weighted):
+        raise ValueError(
+            f"the loader has a {name}, but Poisson sampling draws every example of the whole data set with the same "
+            "probability. Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler, or "
+            "poisson_sampling=False with a sampler without replacement (then amplification is 'none')."
         )
     if isinstance(inner, _Weighted):
-        if poisson_sampling:
-            raise ValueError(
-                "the loader has a WeightedRandomSampler, but Poisson sampling draws every example with the same "
-                "probability and would drop its weights. Remove the sampler, or pass poisson_sampling=False and a "
-                "sampler without replacement (then amplification is 'none')."
-            )
-        if inner.replacement:
-            raise ValueError(
-                "WeightedRandomSampler(replacement=True) can put an example into a batch twice, and its gradient then "
-                "counts twice under one noise draw; build it with replacement=False"
-            )
         warnings.warn(
             "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
-            "participation counts, so they leak more. Neither the Fisher information (κ = 1) nor ε gives credit for "
-            "subsampling; ε counts the participations of the most frequent example.",
+            "participation counts, so they leak more; ε counts those of the most frequent example.",
             stacklevel=4,
         )
-    elif (
-        poisson_sampling
-        and inner is not None
-        and not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler)
-    ):
+    elif poisson_sampling and not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler | None):
         warnings.warn(
-            f"the loader's sampler ({type(inner).__name__}) is not used: Poisson sampling draws every example of the "
-            "data set with the same probability, independently. Pass poisson_sampling=False to keep the sampler.",
+            f"the loader's sampler ({name}) is not used: Poisson sampling draws every example of the data set with the "
+            "same probability, independently. Pass poisson_sampling=False to keep the sampler.",
             stacklevel=4,
-        )
-
-    if not poisson_sampling and isinstance(inner, RandomSampler) and inner.replacement:
-        raise ValueError(
-            "RandomSampler(replacement=True) can put an example into a batch twice; use replacement=False or Poisson "
-            "sampling"
         )
