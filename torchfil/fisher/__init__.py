@@ -18,7 +18,7 @@ from torchfil.fisher.amplification import (
     register_amplification,
 )
 from torchfil.fisher.estimators import Estimator, available_estimators, get_estimator, register_estimator
-from torchfil.fisher.fim import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
+from torchfil.fisher.fim import StepSettings, exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -32,6 +32,7 @@ __all__ = [
     "Mechanism",
     "NoAmplification",
     "PoissonAmplification",
+    "StepSettings",
     "Theorem4Amplification",
     "analytic_gaussian_epsilon",
     "available_amplifications",

@@ -24,6 +24,8 @@ from numpy.polynomial import chebyshev
 from scipy import optimize, special
 from torch import Tensor
 
+from torchfil.utils.errors import require
+
 Adjacency = Literal["replace-one", "add-remove"]
 _PIECE = 0.5
 _PIECES = 100  # the table of Poisson's factors ends at ρ = 50, where both are 1 to double precision
@@ -124,12 +126,10 @@ class Theorem4Amplification:
     def __post_init__(self) -> None:
         if self.q is not None:
             check_rate(self.q)
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta={self.delta} must lie strictly between 0 and 1")
-        if self.adjacency not in _SENSITIVITIES:
-            raise ValueError(f"adjacency={self.adjacency!r} must be one of {list(_SENSITIVITIES)}")
-        if self.epsilon_method not in _EPSILONS:
-            raise ValueError(f"epsilon_method={self.epsilon_method!r} must be one of {list(_EPSILONS)}")
+        require(0 < self.delta < 1, f"delta={self.delta} must lie strictly between 0 and 1")
+        for name, known in (("adjacency", _SENSITIVITIES), ("epsilon_method", _EPSILONS)):
+            value = getattr(self, name)
+            require(value in known, f"{name}={value!r} must be one of {list(known)}")
 
     def epsilon(self, sigma: float) -> float:
         """ε of one step with noise multiplier σ, at δ."""
@@ -153,18 +153,17 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
         ValueError: Neither is known, or they differ.
     """
     own: float | None = getattr(amplification, "q", None)
-    name = type(amplification).__name__
-    if own is None and q is None:
+    name, rate = type(amplification).__name__, q if own is None else own
+    if rate is None:
         raise ValueError(
             f"{name} needs the rate at which examples are drawn, which is unknown: give it as {name}(q=…), or as "
             "sample_rate to the mechanism; if the attacker knows the batches, use NoAmplification()"
         )
-    if own is not None and q is not None and not math.isclose(own, q, rel_tol=1e-9):
+    if q is not None and not math.isclose(rate, q, rel_tol=1e-9):
         raise ValueError(
-            f"{name} was made for the sampling rate q={own:g}, but examples are drawn at rate {q:g}; leave q out of "
+            f"{name} was made for the sampling rate q={rate:g}, but examples are drawn at rate {q:g}; leave q out of "
             f"{name}(), so that it follows the sampler"
         )
-    rate: float = q if own is None else own  # type: ignore[assignment]
     check_rate(rate)
     return rate
 
@@ -184,14 +183,12 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
         >>> get_amplification("poisson")
         PoissonAmplification(q=None)
     """
-    if not isinstance(amplification, str):
-        return _checked(amplification)
-    if amplification not in _REGISTRY:
+    if isinstance(amplification, str) and amplification not in _REGISTRY:
         raise ValueError(
             f"amplification={amplification!r} is unknown; use one of {', '.join(available_amplifications())}, an "
             "object, or register your own with torchfil.fisher.register_amplification"
         )
-    return _REGISTRY[amplification]
+    return _REGISTRY[amplification] if isinstance(amplification, str) else _checked(amplification)
 
 
 def register_amplification(name: str, amplification: Amplification, *, overwrite: bool = False) -> None:
@@ -213,17 +210,16 @@ def name_of_amplification(amplification: Amplification) -> str:
         >>> name_of_amplification(NoAmplification())
         'none'
     """
-    alike = [name for name, registered in _REGISTRY.items() if registered == amplification]
+    equal = [name for name, registered in _REGISTRY.items() if registered == amplification]
     of_class = [name for name, registered in _REGISTRY.items() if type(registered) is type(amplification)]
-    return next(iter(alike + of_class), repr(amplification))
+    return [*equal, *of_class, repr(amplification)][0]
 
 
 def _checked(amplification: Any) -> Amplification:
     if not isinstance(amplification, Amplification):
         raise TypeError(
             f"amplification={amplification!r} is none: it needs a method factors(rho, q, sigma) and a flag "
-            "secret_batches, True if the attacker does not know who was in a batch; or use one of the names "
-            f"{', '.join(available_amplifications())}"
+            "secret_batches (does the attacker not know who was in a batch?); or use a registered name"
         )
     return amplification
 
@@ -269,13 +265,10 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
 def _table(q: float, device: torch.device) -> Tensor:
     """Chebyshev coefficients of log κ⊥ and log κ∥ on each piece of ρ, [2, pieces, degree + 1]."""
     nodes = np.cos(np.pi * (np.arange(_DEGREE + 1) + 0.5) / (_DEGREE + 1))
-    coefficients = np.empty((2, _PIECES, _DEGREE + 1))
     inverse = np.linalg.inv(chebyshev.chebvander(nodes, _DEGREE))
-    for piece in range(_PIECES):
-        rho = _PIECE * (piece + 0.5 * (nodes + 1))
-        for which, kappa in enumerate(_quadrature(rho, q)):
-            coefficients[which, piece] = inverse @ np.log(kappa)
-    return torch.from_numpy(coefficients).to(device)
+    factors = [_quadrature(_PIECE * (piece + 0.5 * (nodes + 1)), q) for piece in range(_PIECES)]
+    coefficients = [[inverse @ np.log(kappa) for kappa in of_all] for of_all in zip(*factors, strict=True)]
+    return torch.from_numpy(np.array(coefficients)).to(device)
 
 
 def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
@@ -295,8 +288,7 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
-    if not 0 < q <= 1:
-        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+    require(0 < q <= 1, f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -332,10 +324,8 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 def _check_noise_and_delta(noise_multiplier: float, delta: float) -> None:
-    if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
+    require(noise_multiplier > 0, f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite")
+    require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
 
 
 # Every step needs ε, so it is kept.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.clipping import ClipFunction, check_clip_weights
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
@@ -88,14 +88,15 @@ class PrivateBatch:
         loss_fn: LossFunction,
         inputs: Inputs,
         targets: Any,
-        private: Private | None,
+        *,
         max_grad_norm: float,
         noise_multiplier: float,
-        clip: str | ClipFunction,
-        amplification: str | Amplification | None,
+        clip: str | ClipFunction = DEFAULT_CLIP,
+        amplification: str | Amplification | None = None,
+        private: Private | None = None,
         clip_weights: Tensor | Sequence[float] | None = None,
     ) -> PrivateBatch:
-        """Check everything and bind it together; arguments as in :func:`torchfil.fisher.exact_fim`."""
+        """Check everything and bind it together; settings as in :class:`torchfil.fisher.StepSettings`."""
         mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
         gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
         if clip_weights is None:

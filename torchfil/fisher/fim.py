@@ -17,17 +17,38 @@ reorthogonalisation) needs far fewer products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Required, Unpack  # of torch; in typing since Python 3.11
 
-from torchfil.clipping import DEFAULT_CLIP, ClipFunction
+from torchfil.clipping import ClipFunction
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, LossFunction
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
+
+
+class StepSettings(TypedDict, total=False):
+    """The settings of one private step, as every function here takes them.
+
+    Attributes:
+        max_grad_norm: C, as in Opacus. Required.
+        noise_multiplier: σ, as in Opacus. Required.
+        clip: "smooth" (the default), "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
+        amplification: The effect of subsampling; None: none.
+        private: Which coordinates are private; None: every floating-point input.
+        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient; held fixed.
+    """
+
+    max_grad_norm: Required[float]
+    noise_multiplier: Required[float]
+    clip: str | ClipFunction
+    amplification: str | Amplification | None
+    private: Private | None
+    clip_weights: Tensor | Sequence[float] | None
 
 
 def exact_fim(
@@ -36,13 +57,8 @@ def exact_fim(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    amplification: str | Amplification | None = None,
-    private: Private | None = None,
-    clip_weights: Tensor | Sequence[float] | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
 ) -> Tensor:
     """The full Fisher information matrix of each example, [batch, d, d].
 
@@ -51,13 +67,9 @@ def exact_fim(
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
         inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
         targets: The targets for ``loss_fn``, [batch, …].
-        max_grad_norm: C, as in Opacus.
-        noise_multiplier: σ, as in Opacus.
-        clip: "smooth", "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
-        amplification: The effect of subsampling; None: none.
-        private: Which coordinates are private; None: every floating-point input.
-        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient; held fixed.
         max_memory: See the module's docstring.
+        **step: ``max_grad_norm`` and ``noise_multiplier``, and if needed ``clip``, ``amplification``, ``private`` and
+            ``clip_weights``: see :class:`StepSettings`.
 
     Example:
         Linear regression, clipped softly by c = sqrt(1 + t²), at a gradient of norm 0 (a perfect fit): the
@@ -70,9 +82,7 @@ def exact_fim(
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
-    batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
-    )
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     return batch.estimate("matrix", "exact", max_memory=max_memory).value
 
 
@@ -82,24 +92,17 @@ def fim_matrix(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    amplification: str | Amplification | None = None,
-    private: Private | None = None,
-    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "exact",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
 ) -> Estimate:
     """The full Fisher information matrix with its error, [batch, d, d]; "exact" or "weight-probes".
 
     Arguments as in :func:`exact_fim` and :func:`fim_trace`.
     """
-    batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
-    )
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
 
 
@@ -109,16 +112,11 @@ def fim_trace(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    amplification: str | Amplification | None = None,
-    private: Private | None = None,
-    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
 ) -> Estimate:
     """The trace of each example's Fisher information matrix, [batch]; η̄² = trace / d.
 
@@ -127,21 +125,14 @@ def fim_trace(
         loss_fn: See there.
         inputs: See there.
         targets: See there.
-        max_grad_norm: See there.
-        noise_multiplier: See there.
-        clip: See there.
-        amplification: See there.
-        private: See there.
-        clip_weights: See there.
         estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
         num_probes: The number of random vectors (or coordinates). "exact" needs none.
         generator: Source of randomness; None: torch's global one. The result does not depend on how
             ``max_memory`` cuts the batch.
         max_memory: See the module's docstring.
+        **step: See :class:`StepSettings`.
     """
-    batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
-    )
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     return batch.estimate("trace", estimator, num_probes, generator, max_memory)
 
 
@@ -151,25 +142,18 @@ def fim_diagonal(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    amplification: str | Amplification | None = None,
-    private: Private | None = None,
-    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
 ) -> Estimate:
     """The Fisher information about each single coordinate, [batch, d]; "exact" or "weight-probes".
 
     An attacker's unbiased guess of coordinate j errs by at least 1/sqrt(I_jj). Arguments as in
     :func:`fim_trace`.
     """
-    batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
-    )
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
 
 
@@ -179,16 +163,11 @@ def fim_spectral_norm(
     inputs: Inputs,
     targets: Any,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    clip: str | ClipFunction = DEFAULT_CLIP,
-    amplification: str | Amplification | None = None,
-    private: Private | None = None,
-    clip_weights: Tensor | Sequence[float] | None = None,
     method: Literal["lanczos", "power", "exact"] = "lanczos",
     iterations: int = 20,
     generator: torch.Generator | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
 ) -> Estimate:
     """η² = ‖I‖₂ of each example, [batch].
 
@@ -197,28 +176,20 @@ def fim_spectral_norm(
         loss_fn: See there.
         inputs: See there.
         targets: See there.
-        max_grad_norm: See there.
-        noise_multiplier: See there.
-        clip: See there.
-        amplification: See there.
-        private: See there.
-        clip_weights: See there.
         method: "lanczos" or "power" (lower bounds that converge to the norm from below, two Jacobian
             products per iteration), or "exact" (all of I and its eigenvalues).
         iterations: The number of products with I.
         generator: Source of the random starting vector.
         max_memory: See the module's docstring.
+        **step: See :class:`StepSettings`.
     """
     if method not in ("lanczos", "power", "exact"):
         raise ValueError(f"method={method!r} must be 'lanczos', 'power' or 'exact'")
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be at least 1")
-    batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
-    )
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     if method == "exact":
-        matrix = batch.estimate("matrix", "exact", max_memory=max_memory).value
-        return Estimate.exact(largest_eigenvalue(matrix))
+        return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
     solve = lanczos if method == "lanczos" else power_iteration
     value = batch.spectral_norm(solve, iterations, generator, max_memory)
     return Estimate(value, torch.zeros_like(value), "lower bound")

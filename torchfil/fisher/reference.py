@@ -7,7 +7,9 @@ They work on one example at a time. The clipped gradient is written as in its de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +22,6 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import LossFunction
 from torchfil.fisher.models import call_with
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.trees import map_tensors
 
 __all__ = [
     "clipped_gradients",
@@ -39,8 +40,8 @@ def clipped_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Inputs, t
 
     Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
     """
-    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
-    return torch.stack([f(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
+    functions = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
+    return torch.stack([f(z) for f, z in functions]).detach()
 
 
 def exact_jacobian(
@@ -56,28 +57,18 @@ def exact_jacobian(
 
     Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
     """
-    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
+    differentiate = partial(jacrev, chunk_size=_ROWS_AT_ONCE) if mode == "reverse" else jacfwd
+    functions = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
     with sdpa_kernel(SDPBackend.MATH):
-        rows = [
-            jacrev(f, chunk_size=_ROWS_AT_ONCE)(z) if mode == "reverse" else jacfwd(f)(z)
-            for f, z in zip(functions, examples.z, strict=True)
-        ]
-    return torch.stack(rows).detach()
+        return torch.stack([differentiate(f)(z) for f, z in functions]).detach()
 
 
 def exact_fim(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Inputs,
-    targets: Any,
-    *,
-    max_grad_norm: float,
-    noise_multiplier: float,
-    **settings: Any,
+    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, *, noise_multiplier: float, **settings: Any
 ) -> Tensor:
     """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]; other settings as in :func:`exact_jacobian`."""
-    jacobian = exact_jacobian(model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, **settings)
-    return jacobian.mT @ jacobian / (noise_multiplier * max_grad_norm) ** 2
+    jacobian = exact_jacobian(model, loss_fn, inputs, targets, **settings)
+    return jacobian.mT @ jacobian / (noise_multiplier * settings["max_grad_norm"]) ** 2
 
 
 def poisson_fim(jacobian: Tensor, clipped_gradient: Tensor, noise_std: float, q: float) -> Tensor:
@@ -160,29 +151,25 @@ def _clipped_gradient_functions(
     clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
     clip_weights: Tensor | None = None,
-) -> tuple[list[Callable[[Tensor], Tensor]], Examples]:
+) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """For each example the function z ↦ g̃, and its z, [d]."""
     clip = get_clip(clip)
     parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
-    examples = Examples.build(inputs, targets, private, model=model)
 
-    def of_example(i: int) -> Callable[[Tensor], Tensor]:
-        public = map_tensors(lambda t: t[i], examples.public)
+    def clipped(one: Examples, z: Tensor) -> Tensor:
+        args, kwargs, target, offsets = one.restore(z[None], one.public)
 
-        def clipped(z: Tensor) -> Tensor:
-            args, kwargs, target, offsets = examples.restore(z, public)
-            args, kwargs, target = map_tensors(lambda t: t.unsqueeze(0), (args, kwargs, target))
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            with added_to_outputs(model, offsets):
+                outputs = call_with(model, parameters, args, kwargs)
+            return loss_fn(outputs, target).sum()
 
-            def loss(parameters: dict[str, Tensor]) -> Tensor:
-                with added_to_outputs(model, offsets):
-                    outputs = call_with(model, parameters, args, kwargs)
-                return loss_fn(outputs, target).sum()
+        gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])
+        square = gradient.square().sum()
+        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
+        weight = 1.0 if one.clip_weights is None else float(one.clip_weights)
+        return weight * gradient / clip.c(norm / clip.threshold(max_grad_norm))
 
-            gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])
-            square = gradient.square().sum()
-            norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
-            weight = 1.0 if clip_weights is None else float(clip_weights[i])
-            return weight * gradient / clip.c(norm / clip.threshold(max_grad_norm))
-
-        return clipped
-
-    return [of_example(i) for i in range(len(examples))], examples
+    examples = replace(Examples.build(inputs, targets, private, model=model), clip_weights=clip_weights)
+    for _, one in examples.chunks(1):
+        yield partial(clipped, one), one.z[0]

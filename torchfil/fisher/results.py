@@ -11,9 +11,8 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
+from torchfil.utils.errors import require
 from torchfil.utils.tables import html_table
-
-__all__ = ["Estimate", "Kind", "Part"]
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
 Part = Literal["run", "probes"]
@@ -89,12 +88,9 @@ class Estimate:
             of: "run": the truth is the mean over everything that is random. "probes": it is what this run would have
                 given if every step had been measured exactly; its batches and noise are taken as they were.
         """
-        if not 0 < confidence < 1:
-            raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
-        if of not in ("run", "probes"):
-            raise ValueError(
-                f"of={of!r} must be 'run' (everything that is random in it) or 'probes' (only the measurement)"
-            )
+        require(0 < confidence < 1, f"confidence={confidence} must lie strictly between 0 and 1")
+        known = "'run' (everything that is random in it) or 'probes' (only the measurement)"
+        require(of in ("run", "probes"), f"of={of!r} must be {known}")
         if self.source is not None:
             estimate, exponent, unit = self.source
             low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence, of))
@@ -105,7 +101,9 @@ class Estimate:
         return self._widened(low, high, float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error)
 
     def _interval_of_probes(self, confidence: float) -> tuple[Tensor, Tensor]:
-        width = self._quantile(0.5 + confidence / 2) * self.standard_error
+        freedom = torch.as_tensor(self._freedom(), dtype=torch.float64).cpu()
+        quantile = torch.as_tensor(stats.t.ppf(0.5 + confidence / 2, freedom.numpy()))  # Student's
+        width = quantile.to(self.value) * self.standard_error
         if not self.positive:
             return self.value - width, self.value + width
 
@@ -145,12 +143,11 @@ class Estimate:
         value = _raised(self.value, exponent, unit)
         usual = (self.value > 0) & self.value.isfinite()
         scale = abs(exponent) * value / self.value
-        error = torch.where(usual, scale * self.standard_error, 0.0)
         turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
         return replace(
             self,
             value=value,
-            standard_error=error,
+            standard_error=torch.where(usual, scale * self.standard_error, 0.0),
             kind=turned.get(self.kind, self.kind) if exponent < 0 else self.kind,
             positive=True,
             certain=None,
@@ -186,12 +183,11 @@ class Estimate:
         """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of these."""
 
         def part(value: Any) -> Any:
-            return value[index] if isinstance(value, Tensor) else value
+            return value[index] if isinstance(value, Tensor | Estimate) else value
 
-        source = None if self.source is None else (self.source[0][index], self.source[1], part(self.source[2]))
-        names = ("value", "standard_error", "certain", "variance_limit", "run_error")
-        parts = {name: part(getattr(self, name)) for name in names}
-        return replace(self, **parts, degrees_of_freedom=part(self._freedom()), source=source)
+        source = None if self.source is None else tuple(map(part, self.source))
+        whole = vars(self) | {"degrees_of_freedom": self._freedom(), "source": source}
+        return Estimate(**{name: part(value) for name, value in whole.items()})
 
     def __repr__(self) -> str:
         values, errors = self.value.flatten(), self.standard_error.expand_as(self.value).flatten()
@@ -217,15 +213,7 @@ class Estimate:
         freedom = self.degrees_of_freedom
         if not isinstance(freedom, Tensor):
             return freedom
-        by_row = freedom.reshape(freedom.shape + (1,) * (self.value.ndim - freedom.ndim))
-        return by_row.expand(self.value.shape)
-
-    def _quantile(self, level: float) -> float | Tensor:
-        """Student's quantile, one number or one per entry of the value."""
-        freedom = self._freedom()
-        if not isinstance(freedom, Tensor):
-            return float(stats.t.ppf(level, freedom))
-        return torch.from_numpy(np.asarray(stats.t.ppf(level, freedom.cpu().numpy()))).to(self.value)
+        return freedom.reshape(freedom.shape + (1,) * (self.value.ndim - freedom.ndim)).expand(self.value.shape)
 
 
 def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:

@@ -26,10 +26,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(inputs)
     if isinstance(inputs, Sequence) and not isinstance(inputs, str):
         return tuple(inputs), {}
-    raise TypeError(
-        "inputs must be a tensor, a tuple of positional inputs or a dict of keyword inputs, "
-        f"got {type(inputs).__name__}"
-    )
+    raise TypeError(f"inputs must be a tensor, a tuple or a dict of keyword inputs, got {type(inputs).__name__}")
 
 
 def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -69,15 +66,11 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Mod
     names = () if model is None else _parameter_names(type(model).forward)
 
     def visit(key: Key, path: Path, value: Any) -> None:
-        if isinstance(value, dict):
-            parts: Any = value.items()
-        elif type(value) in (tuple, list):
-            parts = enumerate(value)
-        else:
+        if not isinstance(value, dict) and type(value) not in (tuple, list):
             named[key] = Input(path, value, names[key] if isinstance(key, int) and key < len(names) else str(key))
             return
         whole = len(args) == 1 and not kwargs and len(path) == 2  # the only input, so its parts need no prefix
-        for part, inner in parts:
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
             visit(str(part) if whole else f"{key}.{part}", (*path, part), inner)
 
     for place, value in enumerate(args):
@@ -118,9 +111,7 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
         raise ValueError("inputs hold no tensor")
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
-    if () in sizes:
-        raise ValueError("a tensor without dimensions was given; the first dimension must run over examples")
-    if len(sizes) > 1:
+    if len(sizes) > 1 or () in sizes:
         raise ValueError(
             "inputs and targets disagree on the number of examples: their shapes are "
             f"{[tuple(leaf.shape) for leaf in leaves]}; the first dimension must run over examples (the second of the "

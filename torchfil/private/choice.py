@@ -108,17 +108,16 @@ def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -
     if private.target:
         remedy = "Use class probabilities (a one-hot tensor) as targets, or leave the target public."
         _check_floating(targets, "the private target", remedy)
-    if private.inputs is None:
-        return [] if private.submodules else floating_inputs(named)
     inputs: Any = private.inputs
+    if inputs is None:
+        return [] if private.submodules else floating_inputs(named)
     wanted: list[Any] = [inputs] if isinstance(inputs, str | Integral) else list(inputs)
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"private inputs {wanted} name one input twice; its coordinates would count twice")
     for key in wanted:
         if key not in named:
             raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
-        remedy = "For integer tokens name the embedding: Private(submodule='…')"
-        _check_floating(named[key].value, f"private input {key!r}", remedy)
+        _check_floating(named[key].value, f"private input {key!r}", "For tokens name the embedding: submodule='…'.")
     return wanted
 
 
@@ -247,11 +246,12 @@ def own_positions(
         mask_name: What a mask of its positions is called; the tokens' name decides if it contains ``input_ids``.
         appended: How many positions of padding the model itself adds behind the tokens.
     """
+    if callable(lengths):
+        return OwnPositions(lengths, appended=appended)
     if lengths is not None:
-        if not callable(lengths) and lengths not in named:
+        if lengths not in named:
             raise ValueError(f"lengths={lengths!r} is not among the inputs {list(named)}")
-        inverted = not callable(lengths) and named[lengths].name.endswith(_INVERTED)
-        return OwnPositions(lengths, inverted=inverted, appended=appended)
+        return OwnPositions(lengths, inverted=named[lengths].name.endswith(_INVERTED), appended=appended)
     if not shape:
         return None
     shape = torch.Size((shape[0] - appended, *shape[1:]))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.private.batches import Input, Inputs, Key, Path, as_call, check_finite, named_inputs, num_examples
 from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
-from torchfil.private.submodules import Output, outputs_of_one_example
+from torchfil.private.submodules import Offsets, Output, outputs_of_one_example
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 Public = Any  # a tuple of positional inputs, keyword inputs and targets
@@ -342,14 +342,11 @@ class Examples:
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:
         """Pairs (rows, examples of those rows) of at most ``size`` examples each."""
-        batch = len(self)
-        for start in range(0, batch, size):
-            rows = slice(start, min(start + size, batch))
-            yield rows, self if size >= batch else self[rows]
+        for start in range(0, len(self), size):
+            rows = slice(start, min(start + size, len(self)))
+            yield rows, self if size >= len(self) else self[rows]
 
-    def restore(
-        self, z: Tensor, public: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any, dict[str, tuple[Tensor, ...]]]:
+    def restore(self, z: Tensor, public: Public) -> tuple[tuple[Any, ...], dict[str, Any], Any, Offsets]:
         """Positional and keyword inputs, target and the submodules' offsets from z, for one example or a batch.
 
         Offsets come by submodule, one for each of its calls. The values of z at padding are not used.
@@ -411,9 +408,8 @@ def _nothing_private(named: Mapping[Key, Input], model: nn.Module | None) -> Val
     modules = () if model is None else model.named_modules()
     embeddings = [name for name, module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return ValueError(
-        f"nothing private to measure: no input is floating-point{masks} (inputs: {kinds}). Integer inputs have no "
-        "derivative; name the submodule whose output is private, e.g. "
-        f"private=Private(submodule={(embeddings or ['embedding'])[0]!r}). The model's embeddings: {embeddings}"
+        f"nothing private to measure: no input is floating-point{masks} (inputs: {kinds}). Name a submodule whose "
+        f"output is private, as in Private(submodule='embedding'); the model's embeddings are {embeddings}"
     )
 
 

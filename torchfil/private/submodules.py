@@ -7,8 +7,9 @@ what a submodule returns at each of its calls; later passes add offsets to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,29 +64,22 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
         TypeError: An output is not a floating-point tensor.
     """
     modules = dict(model.named_modules())
+    tables = {name: module.weight for name, module in modules.items() if isinstance(module, _EMBEDDINGS)}
+    sharing: dict[str, list[str]] = {}  # with the names of other embeddings of the same table
     for name in names:
         if name not in modules:
-            raise ValueError(
-                f"submodule={name!r} is not a submodule of {type(model).__name__}; it has "
-                f"{', '.join(key for key in modules if key)}"
-            )
+            known = ", ".join(key for key in modules if key)
+            raise ValueError(f"submodule={name!r} is not a submodule of {type(model).__name__}; it has {known}")
+        sharing[name] = [other for other in tables if tables[other] is tables.get(name)] or [name]
     args, kwargs = first_example(public[:2])
     sources = _inputs_by_storage(model, args, kwargs)
     calls: dict[str, list[Output]] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: calls.setdefault(name, []).append(
-            _output(model, name, module, inputs[0] if inputs else None, output, sources)
-        )
+    def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
+        found = _output(model, name, module, inputs[0] if inputs else None, output, sources)
+        calls.setdefault(name, []).append(found)
 
-    sharing = {name: [name] for name in names}  # with the names of other embeddings of the same table
-    for name in names:
-        if isinstance(modules[name], _EMBEDDINGS):
-            tables = [other for other, each in modules.items() if isinstance(each, _EMBEDDINGS)]
-            sharing[name] = [other for other in tables if modules[other].weight is modules[name].weight]
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        for name in {name for others in sharing.values() for name in others}:
-            stack.callback(modules[name].register_forward_hook(note(name)).remove)
+    with torch.no_grad(), _hooks(model, {name for others in sharing.values() for name in others}, note):
         model(*args, **kwargs)
 
     # A table may be called under a name other than the given one, as T5's "shared" is.
@@ -112,10 +106,8 @@ def _output(model: nn.Module, name: str, module: nn.Module, taken: Any, output: 
     padding, appended = _padding_of(model, module), 0
     by_position = isinstance(taken, Tensor) and taken.ndim >= 2 and output.shape == (*taken.shape, output.shape[-1])
     if by_position:
-        key, given = sources.get(_storage_of(taken), (None, None))
-        if given is not None and given.value.numel() == taken.numel():
-            tokens = key
-        else:
+        tokens, given = sources.get(_storage_of(taken), (None, None))
+        if given is None or given.value.numel() != taken.numel():
             tokens, given = _padded_input(sources, taken, padding)
             appended = 0 if given is None else taken.shape[1] - given.value.shape[1]
 
@@ -148,19 +140,14 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     sources = _inputs_by_storage(model, args, kwargs)
     called: list[tuple[str, str]] = []  # the embedding, and the name of the input whose integers it took ("": computed)
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
-            taken = inputs[0] if inputs else None
-            _, source = sources.get(_storage_of(taken)) or _padded_input(sources, taken, _padding_of(model, module))
-            if not _is_range(taken) if source is None else _uses_values(module, inputs, more, output):
-                called.append((name, "" if source is None else source.name))
+    def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
+        taken = inputs[0] if inputs else None
+        _, source = sources.get(_storage_of(taken)) or _padded_input(sources, taken, _padding_of(model, module))
+        if not _is_range(taken) if source is None else _uses_values(module, inputs, more, output):
+            called.append((name, "" if source is None else source.name))
 
-        return hook
-
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, _EMBEDDINGS):
-                stack.callback(module.register_forward_hook(note(name), with_kwargs=True).remove)
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, _EMBEDDINGS)]
+    with torch.no_grad(), _hooks(model, embeddings, note):
         model(*args, **kwargs)
 
     taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
@@ -195,22 +182,27 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
     """
     calls = dict.fromkeys(offsets, 0)
 
-    def add_to(name: str) -> Callable[..., Tensor]:
-        def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-            calls[name] += 1
-            if calls[name] > len(offsets[name]):
-                raise _called_otherwise(name, calls[name], len(offsets[name]))
-            return output + _fitting(name, offsets[name][calls[name] - 1], output).to(output.dtype)
+    def add(name: str, _module: nn.Module, _inputs: Any, _more: Any, output: Tensor) -> Tensor:
+        calls[name] += 1
+        if calls[name] > len(offsets[name]):
+            raise _called_otherwise(name, calls[name], len(offsets[name]))
+        return output + _fitting(name, offsets[name][calls[name] - 1], output).to(output.dtype)
 
-        return add
-
-    with contextlib.ExitStack() as stack:
-        for name in offsets:
-            stack.callback(model.get_submodule(name).register_forward_hook(add_to(name)).remove)
+    with _hooks(model, offsets, add):
         yield
     for name, times in calls.items():
         if times < len(offsets[name]):
             raise _called_otherwise(name, times, len(offsets[name]))
+
+
+@contextlib.contextmanager
+def _hooks(model: nn.Module, names: Iterable[str], hook: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``hook(name, module, args, kwargs, output)`` follows each call of these submodules."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_hook(partial(hook, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
@@ -220,9 +212,9 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
     if offset.ndim == output.ndim + 1:
         folded = offset.flatten(0, 1)  # several rows per example, such as the choices of a question
         behind = offset.transpose(0, 2).squeeze(0)  # positions first: [batch, T, 1, …] for [T, batch, …]
-        for other in (folded, behind):
-            if other.shape == output.shape:
-                return other
+        fitting = [other for other in (folded, behind) if other.shape == output.shape]
+        if fitting:
+            return fitting[0]
     raise ValueError(
         f"submodule {name!r} returned an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
         "was expected from inputs of the same shape; a private output must have the same shape for every example"
@@ -232,14 +224,10 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
 def _called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
     """The error for a submodule that is not called, or not as often as in a pass over one example."""
     if expected is None:
-        return ValueError(
-            f"submodule {name!r} is not called in a forward pass over these inputs, so it has no output that could be "
-            "private; name one that is called"
-        )
+        return ValueError(f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
     return ValueError(
         f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass over "
-        "another example of the same shape; its outputs can be private only if their number does not depend on the "
-        "values"
+        "another example of the same shape; only outputs whose number does not depend on the values can be private"
     )
 
 
