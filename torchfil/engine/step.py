@@ -184,6 +184,13 @@ class Step:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
+            # what the batches show is read before the costly part, or meanwhile
+            if loss is not None and calls[0].outputs is None:
+                flags.add(guard.check_weights(loss, examples[0].public[2]))
+            flags.start_reading()
+            if self.replica.device.type == "cpu":
+                guard.raise_if_any(flags)
+
             # the passes, and what they must agree with
             setting = _Setting(loss, noise, test_matrix, measured, norms is None)
             values = self._joined_values(calls, examples, setting, flags)
@@ -212,9 +219,6 @@ class Step:
         examples = [self._examples(call) for call in calls]
         if self.run.ledger is not None:  # the first step has looked at once
             flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
-            flags.start_reading()
-            if self.replica.device.type == "cpu":  # before the costly part; a GPU goes on meanwhile
-                guard.raise_if_any(flags)
         return examples
 
     def _joined_values(
@@ -232,7 +236,9 @@ class Step:
         for call, part in zip(calls, examples, strict=True):
             wanted = self._wanted(setting, measured=measured)
             values = self._values(call, part, loss, setting.noise, wanted, flags)
-            parts.append(values.kept(sums=len(calls) > 1))  # the next pass would overwrite them
+            if self.replica.device.type == "cuda":  # the next replay of a graph would overwrite them
+                values = values.kept(sums=len(calls) > 1)
+            parts.append(values)
         return joined(parts)
 
     def _values(
@@ -278,8 +284,6 @@ class Step:
             guard.check_live_model(call, call.targets, loss, values.losses, now=alone)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses, flags)
-        if not from_loop:
-            flags.add(guard.check_weights(loss, examples.public[2]))
         if not from_loop and self.replica.written:
             guard.raise_if_any(flags)
             self._write_buffers(call, gradients)
