@@ -240,9 +240,7 @@ class FILPrivacyEngine(PrivacyEngine):
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
         ids, seed = example_ids(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
-        accounted_rate, drawn, divisor = rate_and_batch_size(
-            prepared, ids, ranks.size if ranks else 1, accounting.expected_batch_size
-        )
+        accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         place: dict[str, Any] = {"device": next(module.parameters()).device, "rank": ranks and ranks.rank}
         noise = noise_source(
             secure=self.secure_mode, seed=self._noise_seed, noise=noise_generator, draws=data_loader.generator, **place

@@ -27,6 +27,7 @@ from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.engine.augmentation import check_reads_alike
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import is_in_training
@@ -548,12 +549,13 @@ def example_ids(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
 
 
 def rate_and_batch_size(
-    loader: DataLoader[Any], ids: ExampleIds, num_ranks: int, divisor: float | None
+    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
 ) -> tuple[float, int, float]:
     """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
 
     As in Opacus, the divisor is that mean size if none is given.
     """
+    num_ranks = 1 if ranks is None else ranks.size
     if is_stream(loader):
         assert loader.batch_size is not None
         rate, drawn = 1.0, loader.batch_size * num_ranks
