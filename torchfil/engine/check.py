@@ -267,12 +267,7 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
 
 
 def _examined(
-    result: ModelCheck,
-    guard: Guard,
-    forward: ForwardPass,
-    loss: IdentifiedLoss,
-    options: RunOptions,
-    repeats: int,
+    result: ModelCheck, guard: Guard, forward: ForwardPass, loss: IdentifiedLoss, options: RunOptions, repeats: int
 ) -> ModelCheck:
     """The same, with the results of the trial, the passes and the timings."""
     replica, execution, targets = guard.replica, options.accounting.execution, guard.targets(forward)

@@ -60,10 +60,7 @@ class FILOptimizer(DPOptimizer):
         self.clip = clip
         self.noise = noise
         self._ranks = ranks
-        self.initial_noise = {
-            "noise_multiplier": float(self.noise_multiplier),
-            "max_grad_norm": float(self.max_grad_norm),
-        }
+        self.initial_noise = self._noise_now()
         self._step = step
         self._names, self._shares = names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
@@ -150,8 +147,11 @@ class FILOptimizer(DPOptimizer):
 
     def _facts(self) -> dict[str, float | None]:
         """What must be the same on all ranks."""
-        noise = {"noise_multiplier": self.noise_multiplier, "max_grad_norm": self.max_grad_norm}
-        return {**{name: float(value) for name, value in noise.items()}, **self._step.facts()}
+        return {**self._noise_now(), **self._step.facts()}
+
+    def _noise_now(self) -> dict[str, float]:
+        """σ and C, which schedulers may change."""
+        return {"noise_multiplier": float(self.noise_multiplier), "max_grad_norm": float(self.max_grad_norm)}
 
     def add_noise(self) -> None:
         """As in Opacus, the same numbers in fewer operations; only the sums if another rank adds the noise."""

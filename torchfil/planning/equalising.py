@@ -157,7 +157,7 @@ class Equalised:
         """
         own = torch.ones_like(self.weights) if clip_weights is None else clip_weights
         if not torch.equal(own.double().cpu(), self.weights.double().cpu()):
-            raise ValueError("equalised= has other clip weights than this run; save result.engine, which it chose")
+            raise ValueError("equalised= has other clip weights than this run has; use result.engine.save_run(…)")
 
     def summary(self) -> dict[str, Any]:
         """What a run file keeps: what the rounds aimed at, and whether they reached it."""
