@@ -117,7 +117,7 @@ def kept(
     return {
         "seed": seed,
         "noise_multiplier": engine.pilot.noise_multiplier,
-        "pilots": [(pilot.noise_multiplier, pilot.epochs, pilot.headroom) for pilot in engine.pilot.pilots],
+        "pilots": [(pilot.noise_multiplier, pilot.headroom) for pilot in engine.pilot.pilots],
         "met": check.met,
         "headroom": check.headroom,
         "mse_bound": check.mse_bound,
@@ -137,7 +137,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=None, help="the wanted rate of 'was it in the data'")
     parser.add_argument("--examples", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--pilot-epochs", type=int, default=None)
     parser.add_argument("--margin", type=float, default=0.25)
     parser.add_argument("--of", choices=("run", "probes"), default="run")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file")
@@ -154,7 +153,6 @@ def main() -> None:
                 epochs=options.epochs,
                 rate=options.rate,
                 target_mse_bound=options.target or None,
-                pilot_epochs=options.pilot_epochs,
                 margin=options.margin,
                 of=options.of,
             )

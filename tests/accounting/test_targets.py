@@ -9,7 +9,7 @@ import torch
 
 from torchfil.fisher.results import Estimate
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.planning.targets import LeakageTarget, TargetCheck, mean_of_runs
+from torchfil.planning.calibration import LeakageTarget, TargetCheck, mean_of_runs
 
 
 def estimate(value: float, error: float = 0.3, run_error: float | None = None) -> Estimate:

@@ -66,19 +66,16 @@ def test_a_network_that_runs() -> None:
     found = torchfil.check(mlp(), (X, Y), nn.CrossEntropyLoss())
     assert isinstance(found, ModelCheck)
     assert (found.verdict, found.runs, found.reason, found.advice, found.not_smooth) == ("recorded", True, None, (), ())
-    assert (found.batch_size, found.num_coordinates, found.tried_in) == (6, 4, "float64")
+    assert (found.batch_size, found.num_coordinates) == (6, 4)
     assert found.loss == "CrossEntropyLoss(), as given"
     assert found.private == "input 0, 4"
     [row] = found.rows
     assert (row["name"], row["kind"], row["count"], row["parameters"]) == ("*", "Linear", 2, 5 * 8 + 9 * 3)
     assert row["rule"] == "linear, closed form"
     assert not row["falls_back"]
-    assert row["milliseconds"] > 0
     plain, step = found.costs
     assert (plain.name, plain.relative) == ("plain forward and backward", 1.0)
     assert step.relative == pytest.approx(step.milliseconds / plain.milliseconds)
-    assert found.bytes_per_example is not None
-    assert found.bytes_per_example > 0
 
 
 def test_the_model_is_left_as_it_is() -> None:
@@ -143,7 +140,6 @@ def test_what_is_mapped_over_examples_is_told_with_its_cost() -> None:
     assert {row["name"] for row in found.rows} == {"first", "second"}
     assert all(row["falls_back"] for row in found.rows)
     assert found.costs[1].name.startswith("mapped pass")
-    assert found.bytes_per_example == 8 * (5 * 4 + 5 * 3) * 4
     assert any("the recorded pass would be faster" in line for line in found.advice)
 
 

@@ -288,7 +288,6 @@ def test_the_caveat_is_a_warning(unit: Tensor) -> None:
         ({"fresh_runs": -1}, "fresh_runs=-1 must be 0"),
         ({"floor": 0.0}, "floor=0.0 must lie in"),
         ({"margin": 0.5}, "margin=0.5 must be at least 1"),
-        ({"grid": 0}, "grid=0 must be a whole number"),
         ({"delta": 1.0}, "delta=1.0 must lie strictly"),
         ({"weights": torch.tensor([0.5, 1.5])}, "clip_weights of example 1 is 1.5"),
         ({"groups": [0, 1], "by": [0, 1, 2]}, "must each have one entry per example"),
@@ -303,8 +302,6 @@ def test_options_that_are_none_are_named_before_training(options: dict[str, Any]
 
 
 def test_what_is_no_training(unit: Tensor) -> None:
-    with pytest.raises(TypeError, match="train returned a NoneType"):
-        torchfil.equalise(lambda weights: None)
     with pytest.raises(ValueError, match="leak without limit"):
         torchfil.equalise(lambda weights: StandIn(torch.full((3,), torch.inf)), target=1.0)
     with pytest.raises(ValueError, match="measured nobody"):

@@ -188,5 +188,5 @@ class TestCriterion:
 
 
 def test_several_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="is for sharded weights, which 'auto' and 'ghost' support as well"):
+    with pytest.raises(ValueError, match="'auto' or 'ghost', which support sharded weights as well"):
         make(FILPrivacyEngine(), network(), data(), grad_sample_mode="ghost_fsdp")

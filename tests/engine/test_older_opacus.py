@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
-from torchfil.engine.preparing import options_known_to
+from torchfil.engine.options import options_known_to
 
 
 @pytest.fixture

@@ -194,26 +194,10 @@ class TestMakePrivate:
             private(**{name: 1})
 
     def test_unknown_options(self) -> None:
-        with pytest.raises(
-            TypeError, match=r"unexpected option 'probes'; accounting=Accounting\(…\) takes num_probes,"
-        ):
+        with pytest.raises(TypeError, match=r"unexpected option 'probes': of Accounting it takes num_probes,"):
             private(probes=3)
         with pytest.raises(TypeError, match="unexpected option 'noise_multiplyer'"):
             private(noise_multiplyer=1.0)
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "target_unclipped_quantile",
-            "clipbound_learning_rate",
-            "max_clipbound",
-            "min_clipbound",
-            "unclipped_num_std",
-        ],
-    )
-    def test_arguments_of_adaptive_clipping(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"{name} belongs to Opacus's adaptive clipping, .* with clipping='flat'"):
-            private(**{name: 0.5})
 
     @pytest.mark.parametrize(
         "options",
@@ -334,7 +318,7 @@ class TestWithEpsilon:
         assert engine._training.run.options.accounting.num_probes == 5
         with pytest.raises(TypeError, match="unexpected option 'probes'"):
             self.given(FILPrivacyEngine(), probes=3)
-        with pytest.raises(TypeError, match=r"make_private takes fil_rate as accounting=Accounting\(fil_rate=…\)"):
+        with pytest.raises(TypeError, match=r"'fil_rate'.*others go into accounting=Accounting\("):
             self.given(FILPrivacyEngine(), fil_rate=0.5)
 
 

@@ -168,7 +168,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive"),
         ({"clipping": "adaptive"}, "counting factors below 1"),
         ({"clipping": "per_layer"}, "needs max_grad_norm as a list of 4 numbers"),
-        ({"grad_sample_mode": "ghost_fsdp"}, "is for sharded weights, which .auto. and .ghost. support as well"),
+        ({"grad_sample_mode": "ghost_fsdp"}, "which support sharded weights as well"),
         ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
         ({"clip": "soft"}, "is not a registered clip function"),
         (
@@ -407,7 +407,7 @@ class TestMistakesOfOpacusUsers:
         plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
 
     def test_a_misspelt_option_is_named(self) -> None:
-        with pytest.raises(TypeError, match=r"Did you mean 'noise_multiplier'\?"):
+        with pytest.raises(TypeError, match="unexpected option 'noise_multipler'"):
             make(noise_multipler=1.0)
 
     def test_a_sum_over_the_batch(self) -> None:

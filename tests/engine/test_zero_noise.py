@@ -47,7 +47,7 @@ def drawn(engine: FILPrivacyEngine) -> torch.Tensor:
 
 def test_it_warns() -> None:
     module = network()
-    with pytest.warns(UserWarning, match="trains without privacy; ε and the FIL of every example that takes part are"):
+    with pytest.warns(UserWarning, match="the run has no privacy; ε and every FIL are infinite"):
         FILPrivacyEngine().make_private(
             module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(24)), noise_multiplier=0.0
         )

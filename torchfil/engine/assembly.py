@@ -12,7 +12,6 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
-from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import ShardedReplica, is_sharded
 from torchfil.engine.distributed.streams import FILStreamLoader
@@ -27,7 +26,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
-from torchfil.utils.noise import NoiseSource
+from torchfil.utils.noise import NoiseSource, preserve_rng
 
 __all__ = ["PrivateTraining", "assemble"]
 
@@ -163,7 +162,7 @@ def _prepare_empty_batches(prepared: DataLoader[Any], *, batch_first: bool) -> N
     if hasattr(prepared.collate_fn, "first_batch"):
         if not batch_first:
             prepared.collate_fn.__class__ = EmptySecond
-        with generators_kept():
+        with preserve_rng():
             prepared.collate_fn([prepared.dataset[0]])
 
 

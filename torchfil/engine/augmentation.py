@@ -7,48 +7,50 @@ coordinates and is kept, as a sum over the views.
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from torchfil.accounting.quantities import tracked
 from torchfil.engine.loader import split_batch
-from torchfil.engine.options import RunOptions
 from torchfil.private import Private, as_call
+from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["check_reads_alike", "generators_kept"]
+__all__ = ["check_reads_alike"]
 
 _EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 
 
-def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], options: RunOptions) -> None:
+def check_reads_alike(
+    loader: DataLoader[Any], track: Collection[str], private: Private | None, batch_to_inputs: Callable[..., Any] | None
+) -> None:
     """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
 
     It reads 16 examples, so a rare random transform can go unnoticed.
 
     Args:
-        dataset: A data set with numbered examples.
-        collate_fn: Makes a batch from its items.
-        options: What is tracked and what is private.
+        loader: Draws from a data set with numbered examples.
+        track: What is tracked.
+        private: What is private.
+        batch_to_inputs: Maps a batch to (inputs, targets).
 
     Raises:
         ValueError: The private part of an example differs between two reads.
     """
-    by_coordinate = _by_coordinate(options.accounting.track)
+    dataset: Any = loader.dataset
+    by_coordinate = [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
     rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
     if not by_coordinate or not rows:
         return
 
-    with generators_kept():
+    with preserve_rng():
         first, second = (
-            _private_tensors(split_batch(collate_fn([dataset[row] for row in rows]), options.batch_to_inputs), options)
+            _private_tensors(split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs), private)
             for _ in range(2)
         )
 
@@ -63,24 +65,7 @@ def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], opti
         )
 
 
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Inside, reading and augmenting data does not advance the generators of Python, NumPy and torch."""
-    plain, numpys = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(plain)
-        np.random.set_state(numpys)
-
-
-def _by_coordinate(track: Collection[str]) -> list[str]:
-    """The names of the tracked quantities whose sums have the private coordinates as a dimension."""
-    return [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
-
-
-def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor]:
+def _private_tensors(batch: tuple[Any, Any], private: Private | None) -> list[Tensor]:
     """The tensors whose coordinates are summed: the named ones, else the floating-point ones, else all.
 
     A private submodule's output depends on every input.
@@ -88,7 +73,7 @@ def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor
     (args, kwargs), targets = as_call(batch[0]), batch[1]
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
-    private = options.private or Private()
+    private = private or Private()
     given = () if private.inputs is None else private.inputs
     keys = [given] if isinstance(given, int | str | Integral) else given
 

@@ -11,9 +11,8 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
-from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
@@ -38,7 +36,8 @@ from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.record import record
-from torchfil.fisher.rules import convolution, generic, linear, normalisation, parameters
+from torchfil.fisher.rules.generic import GenericRule
+from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
 from torchfil.utils.tables import aligned
@@ -49,15 +48,6 @@ __all__ = ["LayerCheck", "ModelCheck", "StepCost", "check"]
 Criterion = Callable[[Any, Any], Tensor]
 _NOISE, _THRESHOLD = 1.0, 1.0  # for the timed step; its time does not depend on them
 _LONG = 10.0  # seconds, after which a pass is not timed again
-_RULES_IN_WORDS: dict[type, str] = {
-    generic.GenericRule: "none: gradients formed example by example (vmap)",
-    parameters.ReparametrisedRule: "weights made from parameters: closed form, then back to the parameters",
-    parameters.ParameterRule: "bare parameter, where it meets the examples",
-    linear.LinearRule: "linear, closed form",
-    convolution.ConvolutionRule: "convolution, closed form",
-    linear.EmbeddingRule: "embedding, closed form",
-    normalisation.NormalisationRule: "normalisation, closed form",
-}
 _VERDICTS = {
     "recorded": "runs, in one recorded pass over the batch",
     "mapped": "runs, but gradients are mapped over examples (vmap), which is slower",
@@ -75,7 +65,6 @@ class LayerCheck:
         count: How many there are.
         parameters: Trainable parameters of all of them.
         rule: The rule that serves them, in words.
-        milliseconds: The time for the norms of their gradients, for the whole batch; None: not measured.
         falls_back: Whether they have no specific rule.
     """
 
@@ -84,7 +73,6 @@ class LayerCheck:
     count: int
     parameters: int
     rule: str
-    milliseconds: float | None = None
     falls_back: bool = False
 
 
@@ -111,9 +99,7 @@ class ModelCheck:
         layers: Rows of the table.
         not_smooth: Layers and calls whose derivative jumps, one line each; with them, bounds are not guarantees.
         costs: Times of passes over the batch on this machine.
-        bytes_per_example: The memory that a pass needs for one example.
         batch_size: Examples in the batch.
-        tried_in: The dtype in which the pass was compared with plain backward passes.
         advice: What to change, one line each.
     """
 
@@ -127,8 +113,6 @@ class ModelCheck:
     layers: tuple[LayerCheck, ...] = ()
     not_smooth: tuple[str, ...] = ()
     costs: tuple[StepCost, ...] = ()
-    bytes_per_example: int | None = None
-    tried_in: str | None = None
     advice: tuple[str, ...] = ()
 
     @property
@@ -152,16 +136,11 @@ class ModelCheck:
             "why": self.reason,
             "loss": self.loss,
             "private": self.private and f"{self.private}; d = {self.num_coordinates:,}",
-            "tried in": self.tried_in and f"{self.tried_in}, against plain backward passes of two examples",
-            "memory": self.bytes_per_example and f"about {self.bytes_per_example:,} bytes an example",
         }
         lines += [f"{name + ':':<10}{text}" for name, text in facts.items() if text]
         if self.layers:
-            rows = [("layer", "kind", "count", "parameters", "rule", "norms, ms")]
-            for each in self.layers:
-                norms = "" if each.milliseconds is None else f"{each.milliseconds:.3g}"
-                rows.append((each.name, each.kind, str(each.count), f"{each.parameters:,}", each.rule, norms))
-            lines += ["", *aligned(rows, left=(0, 1, 4))]
+            rows = [(each.name, each.kind, str(each.count), f"{each.parameters:,}", each.rule) for each in self.layers]
+            lines += ["", *aligned([("layer", "kind", "count", "parameters", "rule"), *rows], left=(0, 1, 4))]
         if self.costs:
             costs = [(cost.name, f"{cost.milliseconds:.3g}", f"{cost.relative:.2f}") for cost in self.costs]
             lines += ["", *aligned([("pass over the batch", "ms", "× plain"), *costs], left=(0,))]
@@ -235,7 +214,7 @@ def check(
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
         reason = " ".join(text.split()) or type(error).__name__
-        return replace(result, reason=reason, advice=_advice(model, result, None))
+        return replace(result, reason=reason, advice=_advice(model, result))
 
 
 def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
@@ -288,12 +267,7 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
 
 
 def _examined(
-    result: ModelCheck,
-    guard: Guard,
-    forward: ForwardPass,
-    loss: IdentifiedLoss,
-    options: RunOptions,
-    repeats: int,
+    result: ModelCheck, guard: Guard, forward: ForwardPass, loss: IdentifiedLoss, options: RunOptions, repeats: int
 ) -> ModelCheck:
     """The same, with the results of the trial, the passes and the timings."""
     replica, execution, targets = guard.replica, options.accounting.execution, guard.targets(forward)
@@ -327,10 +301,6 @@ def _examined(
     before = _median_seconds(plain_pass, replica.device, repeats)
     after = _median_seconds(lambda: executor.run(gradients, mechanism, wanted), replica.device, repeats)
     verdict, probes = "recorded" if plan.fits else "mapped", f"{len(seeds)} probe{'s' if len(seeds) > 1 else ''}"
-    needed = plan.bytes_per_example
-    if not needed:  # a mapped pass holds some vectors as long as the gradient
-        _, vectors = PrivateBatch(gradients, mechanism, plan).working_vectors(wanted.estimator, options.max_memory)
-        needed = vectors * gradients.num_parameters * gradients.dtype.itemsize
     own = examples.own_coordinates
     result = replace(
         result,
@@ -338,58 +308,47 @@ def _examined(
         reason=plan.reason,
         private=str(examples.layout),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
-        layers=_layers(gradients, plan, options.max_memory),
+        layers=_layers(gradients, plan),
         costs=(
             StepCost("plain forward and backward", 1e3 * before, 1.0),
             StepCost(f"{verdict} pass: sums and accounting, {probes}", 1e3 * after, after / before),
         ),
-        bytes_per_example=needed,
-        tried_in=str(plan.tried_in).removeprefix("torch."),
     )
-    return replace(result, advice=_advice(replica.live, result, options.max_memory))
+    return replace(result, advice=_advice(replica.live, result))
 
 
-def _layers(gradients: ExampleGradients, plan: Plan, max_memory: int) -> tuple[LayerCheck, ...]:
-    """How each group of layers that hold trainable parameters is accounted for, in the order of the forward pass."""
-    rows: list[tuple[LayerCheck, set[str]]] = []  # one layer each, and the names of its parameters
-    if not plan.fits:
+def _layers(gradients: ExampleGradients, plan: Plan) -> tuple[LayerCheck, ...]:
+    """How layers that hold trainable parameters are accounted for, in the order of the forward pass.
+
+    Those whose names differ only in numbers share a row; a layer that is called several times counts once.
+    """
+    found: list[tuple[str, str, str, bool, Collection[str]]] = []  # name, kind, rule, falls back, its parameters
+    if plan.fits:
+        part = replace(gradients, examples=gradients.examples[slice(0, 2)])  # the rules do not depend on the number
+        with torch.enable_grad(), part.backward_state():
+            for call in record(part, part.examples.z.detach().requires_grad_()).calls:
+                rule = call.rule
+                kind = "Parameter" if isinstance(rule, ParameterRule) else type(call.module).__name__
+                words, falls_back = rule.words or type(rule).__name__, isinstance(rule, GenericRule)
+                found.append((call.name, kind, words, falls_back, call.shared_names.values()))
+    else:
         mapped = "none: the whole model is mapped over examples (vmap)"
         for name, module in gradients.model.named_modules():
-            names = {key for key in gradients.parameters if key.rpartition(".")[0] == name}
-            if names:
-                rows.append((LayerCheck(name, type(module).__name__, 1, 0, mapped, falls_back=True), names))
-        return _grouped(rows, gradients.parameters)
+            own = [key for key in gradients.parameters if key.rpartition(".")[0] == name]
+            if own:
+                found.append((name, type(module).__name__, mapped, True, own))
 
-    room = max(2, max_memory // max(1, plan.bytes_per_example))
-    part = replace(gradients, examples=gradients.examples[slice(0, min(room, len(gradients)))])
-    with torch.enable_grad(), part.backward_state():
-        recording = record(part, part.examples.z.detach().requires_grad_())
-        for call in (call.wide() for call in recording.calls):
-            seconds = _median_seconds(partial(call.rule.squared_norm, call), part.device, 3)
-            known = [text for kind, text in _RULES_IN_WORDS.items() if isinstance(call.rule, kind)]
-            words = known[0] if known else type(call.rule).__name__
-            kind = "Parameter" if isinstance(call.rule, parameters.ParameterRule) else type(call.module).__name__
-            layer = LayerCheck(call.name, kind, 1, 0, words, 1e3 * seconds, isinstance(call.rule, generic.GenericRule))
-            rows.append((layer, set(call.shared_names.values())))
-    return _grouped(rows, gradients.parameters)
-
-
-def _grouped(rows: Sequence[tuple[LayerCheck, set[str]]], weights: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
-    """Rows grouped if their names differ only in numbers; a layer that is called several times counts once."""
-    groups: dict[tuple[str, str, str], list[tuple[LayerCheck, set[str]]]] = {}
-    for layer, names in rows:
-        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
-        groups.setdefault((starred, layer.kind, layer.rule), []).append((layer, names))
-
-    table = []
-    for (starred, _, _), members in groups.items():
-        one, names = members[0][0], set[str]().union(*(names for _, names in members))
-        count = len({layer.name for layer, _ in members})
-        times = [layer.milliseconds for layer, _ in members if layer.milliseconds is not None]
-        size = sum(weights[name].numel() for name in names if name in weights)
-        name = (starred if count > 1 else one.name) or "the model itself"
-        table.append(replace(one, name=name, count=count, parameters=size, milliseconds=sum(times) if times else None))
-    return tuple(table)
+    groups: dict[tuple[str, str, str, bool], dict[str, set[str]]] = {}  # parameters by layer
+    for name, kind, words, falls_back, names in found:
+        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((starred, kind, words, falls_back), {}).setdefault(name, set()).update(names)
+    rows = []
+    for (starred, kind, words, falls_back), layers in groups.items():
+        name = starred if len(layers) > 1 else next(iter(layers))
+        held = set().union(*layers.values()) & gradients.parameters.keys()
+        size = sum(gradients.parameters[each].numel() for each in held)
+        rows.append(LayerCheck(name or "the model itself", kind, len(layers), size, words, falls_back))
+    return tuple(rows)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -406,13 +365,12 @@ def _median_seconds(work: Callable[[], object], device: torch.device, repeats: i
     return statistics.median(times[1:])
 
 
-def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tuple[str, ...]:
+def _advice(model: nn.Module, result: ModelCheck) -> tuple[str, ...]:
     """What to change, most serious first."""
     loss = result.loss or ""
     own = loss.startswith("the model's own")
     mapped = result.verdict == "mapped" and not own
     no_rule = [f"{layer.name} ({layer.kind})" for layer in result.layers if layer.falls_back]
-    room = max_memory // max(1, result.bytes_per_example or 1) if max_memory else result.batch_size
     advice = {
         "the model is in evaluation mode: call model.train() before make_private": not model.training,
         # what makes steps slow
@@ -426,7 +384,5 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
         "bounds are no guarantees for a model that is not smooth: torchfil.SmoothnessValidator.fix(model) replaces "
         "layers; replace calls inside forward by hand": result.not_smooth,
         "pass criterion= to state the loss; otherwise it is identified at the loop's first step": "assumed" in loss,
-        f"the batch runs in pieces of {max(1, room)} examples: Execution(max_memory=…) may allow more than "
-        f"{max_memory or 0:,} bytes": room < result.batch_size,
     }
     return tuple(text for text, applies in advice.items() if applies)

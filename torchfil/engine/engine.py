@@ -37,8 +37,10 @@ from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
-from torchfil.engine.preparing import (
+from torchfil.engine.options import (
+    SHORTCUTS,
+    Accounting,
+    BatchToInputs,
     asked_question,
     check_modes,
     checked_options,
@@ -59,8 +61,16 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
-from torchfil.planning.calibration import NoiseChoice, NoiseSearch, Pilots, Train, choose_noise, warn_when_missed
-from torchfil.planning.targets import LeakageTarget, TargetCheck
+from torchfil.planning.calibration import (
+    LeakageTarget,
+    NoiseChoice,
+    NoiseSearch,
+    Pilots,
+    TargetCheck,
+    Train,
+    choose_noise,
+    warn_when_missed,
+)
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
@@ -200,7 +210,7 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
-        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
+        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
@@ -320,8 +330,6 @@ class FILPrivacyEngine(PrivacyEngine):
         at_false_positive_rate: float = 0.01,
         confidence: float = 0.95,
         of: Part = "run",
-        pilot_epochs: int | None = None,
-        max_pilots: int = 8,
         margin: float = 0.25,
         grid: float = 2**0.25,
         max_noise_multiplier: float = 64.0,
@@ -354,8 +362,6 @@ class FILPrivacyEngine(PrivacyEngine):
             confidence: Of the end of the interval, for all examples together, that must meet the target.
             of: "run": the ends cover everything random in a run, which takes about twenty epochs or more; "probes":
                 only the measurement error, for this run.
-            pilot_epochs: The length of short pilots that find a starting point; σ is chosen by whole ones.
-            max_pilots: The largest number of whole pilots (and of short ones).
             margin: By how much a pilot must beat the target; runs differ.
             grid: The factor between neighbouring σ.
             max_noise_multiplier: The largest σ to try.
@@ -382,10 +388,10 @@ class FILPrivacyEngine(PrivacyEngine):
             confidence,
             of,
         )
-        search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
+        search = NoiseSearch(margin, grid, max_noise_multiplier)
         copied = (module, optimizer, data_loader)
         pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
-        choice = choose_noise(pilots, target, search, pilot_epochs)
+        choice = choose_noise(pilots, target, search)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
         )

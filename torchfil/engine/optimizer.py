@@ -60,10 +60,7 @@ class FILOptimizer(DPOptimizer):
         self.clip = clip
         self.noise = noise
         self._ranks = ranks
-        self.initial_noise = {
-            "noise_multiplier": float(self.noise_multiplier),
-            "max_grad_norm": float(self.max_grad_norm),
-        }
+        self.initial_noise = self._noise_now()
         self._step = step
         self._names, self._shares = names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
@@ -77,10 +74,9 @@ class FILOptimizer(DPOptimizer):
             RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which nothing accounts for.
         """
         raise RuntimeError(
-            "a GradScaler scales the loss and skips a step if a gradient of the batch overflows: both the scale and "
-            "the skipped steps reveal something about the examples without any noise. Use torch.autocast with "
-            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() directly. "
-            "This step was not taken."
+            "a GradScaler skips a step if a gradient of the batch overflows, which reveals something about the "
+            "examples without any noise. Use torch.autocast with dtype=torch.bfloat16, which needs no scaler, and call "
+            "loss.backward() and optimizer.step() directly. This step was not taken."
         )
 
     @property
@@ -151,8 +147,11 @@ class FILOptimizer(DPOptimizer):
 
     def _facts(self) -> dict[str, float | None]:
         """What must be the same on all ranks."""
-        noise = {"noise_multiplier": self.noise_multiplier, "max_grad_norm": self.max_grad_norm}
-        return {**{name: float(value) for name, value in noise.items()}, **self._step.facts()}
+        return {**self._noise_now(), **self._step.facts()}
+
+    def _noise_now(self) -> dict[str, float]:
+        """σ and C, which schedulers may change."""
+        return {"noise_multiplier": float(self.noise_multiplier), "max_grad_norm": float(self.max_grad_norm)}
 
     def add_noise(self) -> None:
         """As in Opacus, the same numbers in fewer operations; only the sums if another rank adds the noise."""
@@ -275,19 +274,14 @@ class GradSampleOptimizer(FILOptimizer):
         """‖g_l‖ of each example of the current physical batch, [batch, parameters]."""
         samples = self.grad_samples
         device = samples[0].device
-        if len(samples[0]) == 0:
-            return torch.zeros(0, len(samples), device=device, dtype=wide_dtype(samples[0].dtype))
         sizes = {len(sample) for sample in samples}
         if len(sizes) > 1:
-            shapes = [
-                tuple(p.shape) for p, sample in zip(self.params, samples, strict=True) if len(sample) == min(sizes)
-            ]
+            shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
             raise RuntimeError(
                 f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
                 f"shape {shapes} saw one row for the whole batch (as position embeddings do). Use "
-                "grad_sample_mode='auto', give them a row per example (position_ids in the batch), or freeze them "
-                "(requires_grad_(False))."
+                "grad_sample_mode='auto', or give them a row per example (position_ids in the batch)."
             )
-        flat = [sample.reshape(len(sample), -1) for sample in samples]
+        flat = [sample[:, None].flatten(1) for sample in samples]
         parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]
         return torch.stack(parts, dim=1)

@@ -1,26 +1,38 @@
-"""How a run is accounted for and executed: frozen options that check themselves before anything changes."""
+"""How a run is accounted for and executed: frozen options, and the checks from the arguments of ``make_private`` on.
+
+Everything here is checked before anything changes.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import inspect
+import math
 import os
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from opacus import PrivacyEngine
-from torch import Tensor
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
 
+from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.views import Views
+from torchfil.engine.augmentation import check_reads_alike
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.engine.distributed.shards import is_sharded
+from torchfil.engine.distributed.streams import is_stream
+from torchfil.engine.forward import is_in_training
+from torchfil.engine.loader import check_sampler
+from torchfil.engine.views import ManyViews, Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -31,14 +43,13 @@ from torchfil.questions import Question, check_questions
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 
-__all__ = ["SHORTCUTS", "WHY_NOT_ADAPTIVE", "Accounting", "BatchToInputs", "ClipWeights", "Execution", "RunOptions"]
-
 _USUAL_PROBES = 3
 SHORTCUTS = (  # options of Accounting that make_private takes directly
     *("num_probes", "questions", "rel_error", "track", "views"),
     *("accumulation_steps", "clip_weights", "sample_rate", "expected_batch_size"),
 )
-WHY_NOT_ADAPTIVE = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
+_HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
+_WITHOUT = {"rand_on_empty": False, "wrap_model": True}  # what Opacus 1.5 does, which has no such options
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
@@ -282,13 +293,16 @@ class Accounting:
         """The same, with the shortcut options of ``make_private``.
 
         Raises:
-            TypeError: An unknown option; the message says where it belongs.
+            TypeError: An unknown option.
             ValueError: An option that is given twice.
         """
-        usual = vars(Accounting())
+        unknown, usual = [name for name in shortcuts if name not in SHORTCUTS], vars(Accounting())
+        if unknown:
+            raise TypeError(
+                f"make_private got an unexpected option {unknown[0]!r}: of Accounting it takes {', '.join(SHORTCUTS)}; "
+                "others go into accounting=Accounting(…, execution=Execution(…))"
+            )
         for name in shortcuts:
-            if name not in SHORTCUTS:
-                raise _unknown_option(name)
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
                 raise ValueError(f"{name} is given twice, in accounting= and directly; keep one of them")
@@ -301,27 +315,6 @@ def _named(track: Any) -> Any:
         lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
         return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
     return (track,) if isinstance(track, str) else tuple(track)
-
-
-def _unknown_option(name: str) -> TypeError | ValueError:
-    """The error for an option of ``make_private`` that it does not take."""
-    if "clipbound" in name or "unclipped" in name:
-        return ValueError(
-            f"{name} belongs to Opacus's adaptive clipping, which cannot be accounted for: {WHY_NOT_ADAPTIVE}. "
-            "Leave it out, with clipping='flat'."
-        )
-    places = {Accounting: "Accounting({}=…)", Execution: "Accounting(execution=Execution({}=…))"}
-    kinds: dict[str, Any] = {part.name: kind for kind in places for part in dataclasses.fields(kind)}
-    if name in kinds:
-        where, kind = places[kinds[name]].format(name), kinds[name].__name__
-        return TypeError(f"make_private takes {name} as accounting={where}; see torchfil.{kind}")
-    of_opacus = inspect.signature(PrivacyEngine.make_private).parameters
-    ours = ("clip", "private", "id_of", "batch_to_inputs", "accounting")
-    alike = difflib.get_close_matches(name, [*of_opacus, *ours, *kinds], n=1)
-    hint = f". Did you mean {alike[0]!r}?" if alike else ""
-    return TypeError(
-        f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {', '.join(kinds)}{hint}"
-    )
 
 
 @dataclass(frozen=True)
@@ -363,12 +356,228 @@ class RunOptions:
 
     def mechanism(self, noise_multiplier: float, max_grad_norm: float) -> Mechanism:
         """A step with that noise and threshold; σ may be 0."""
-        return Mechanism.build(
-            max_grad_norm,
-            noise_multiplier,
-            self.clip,
-            self.amplification,
-            self.sample_rate,
-            shares=self.shares,
-            allow_zero_noise=True,
+        how = (self.clip, self.amplification, self.sample_rate)
+        return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
+
+
+def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
+    """The mode to use, "auto" or "hooks"; raise for options whose release the accounting would not describe."""
+    if clipping not in ("flat", "per_layer"):
+        adaptive = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
+        reason = adaptive if clipping == "adaptive" else "it is not known"
+        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
+    if grad_sample_mode not in ("auto", "ghost", *_HOOKS):
+        known = "'auto' or 'ghost', which support sharded weights as well, or 'hooks'"
+        raise ValueError(f"grad_sample_mode={grad_sample_mode!r} is not known. Use {known}.")
+    mode = "hooks" if grad_sample_mode in _HOOKS or not wrap_model else "auto"
+
+    # Hooks form one gradient for each view, not for each example, and of all weights.
+    recorded = mode == "auto" and batch_first
+    for name, given in (("views=", isinstance(module, ManyViews)), ("a sharded model", is_sharded(module))):
+        needs = f"{name} needs grad_sample_mode='auto' with wrap_model=True and batch_first=True"
+        require(recorded or not given, needs)
+
+    # Opacus's hooks give the padding row a gradient that torch does not.
+    embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
+    padded = [name for name, part in embeddings if part.padding_idx is not None and part.weight.requires_grad]
+    if padded and mode == "hooks":
+        raise ValueError(
+            f"the embeddings {padded} have a padding_idx: torch's gradient of that row is zero and Opacus's is not, so "
+            "the released gradients would differ from the accounted ones. Use grad_sample_mode='auto', or set "
+            "padding_idx = None on them."
         )
+    return mode
+
+
+def options_known_to(method: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a method of Opacus, without those that came in a later Opacus than the installed one.
+
+    Raises:
+        ValueError: One of those asks for something else than what the installed Opacus does.
+
+    Example:
+        >>> def prepare(loader, *, distributed): ...
+        >>> options_known_to(prepare, {"distributed": False, "rand_on_empty": False})
+        {'distributed': False}
+    """
+    known = inspect.signature(method).parameters
+    for name in options.keys() - known.keys():
+        later = f"{name}={options[name]!r} needs a later Opacus than the installed one: pip install 'opacus>=1.6'"
+        require(options[name] == _WITHOUT[name], f"{later}, or leave it out ({name}={_WITHOUT[name]!r})")
+    return {name: value for name, value in options.items() if name in known}
+
+
+def thresholds(
+    clipping: str, max_grad_norm: float | Sequence[float], module: nn.Module, optimizer: optim.Optimizer
+) -> tuple[float, dict[str, float] | None]:
+    """‖C‖, and C_l/‖C‖ by the trainable parameters' names, None for one threshold on the whole gradient.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> thresholds("per_layer", [3.0, 4.0], model, optim.SGD(model.parameters(), lr=0.1))
+        (5.0, {'weight': 0.6, 'bias': 0.8})
+    """
+    several = not isinstance(max_grad_norm, (int, float))
+    if clipping != "per_layer":
+        require(not several, f"max_grad_norm={max_grad_norm} has several numbers: pass clipping='per_layer' with them")
+        return float(max_grad_norm), None  # type: ignore[arg-type]
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    if not several or len(max_grad_norm) != len(order):  # type: ignore[arg-type]
+        raise ValueError(
+            f"clipping='per_layer' needs max_grad_norm as a list of {len(order)} numbers, one for each of {order}, got "
+            f"{max_grad_norm}. For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
+        )
+    limits = [float(limit) for limit in max_grad_norm]  # type: ignore[union-attr]
+    require(all(0 < limit < math.inf for limit in limits), f"max_grad_norm={limits} must all be positive and finite")
+
+    together = math.hypot(*limits)
+    by_name = {name: limit / together for name, limit in zip(order, limits, strict=True)}
+    return together, {name: by_name[name] for name in names.values()}  # in the order of the gradients
+
+
+def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters and no others."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss several times in one step (its step() needs a closure), "
+            "and the accountant counts one release. Use an optimizer that takes one gradient per step, such as Adam."
+        )
+    own = {id(p) for p in module.parameters()}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
+    if given - own or left:
+        raise ValueError(
+            f"Module parameters are different than optimizer Parameters: {len(given - own)} of the optimizer's "
+            f"{len(given)} are not the module's, and it does not hold {len(left)} trainable ones ({left[:5]}). Make "
+            "the optimizer after layers were replaced, and freeze what is not trained (requires_grad_(False))."
+        )
+
+
+def checked_options(
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    data_loader: DataLoader[Any],
+    accounting: Accounting,
+    id_of: Any,
+    *,
+    mode: str,
+    poisson_sampling: bool,
+    **options: Any,
+) -> RunOptions:
+    """Everything fixed for the run, checked; the sampling rate is added when the loader is prepared."""
+    hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
+    private = "the model is already private (make_private was called on it); pass the plain module, or its _module"
+    require(not hooked and not is_in_training(module), private)
+    _check_optimizer(module, optimizer)
+
+    # how batches are drawn, which ε and the amplification rest on
+    rate = accounting.sample_rate
+    fixed = f"sample_rate={rate} is the rate of Poisson sampling, and poisson_sampling=False: leave one of them out"
+    require(rate is None or poisson_sampling, fixed)
+    if accounting.accumulation_steps != 1 and not (mode == "auto" and poisson_sampling):
+        raise ValueError(
+            f"accumulation_steps={accounting.accumulation_steps} is for Poisson sampling in grad_sample_mode='auto'; "
+            "without Poisson sampling leave it out: any number of batches may be accumulated"
+        )
+    amplification = accounting.amplification_for(poisson_sampling=poisson_sampling)
+    max_memory = accounting.execution.memory_on(next(module.parameters()).device)
+    if is_stream(data_loader):
+        _check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
+    else:
+        check_sampler(data_loader, poisson_sampling=poisson_sampling)
+        check_reads_alike(data_loader, accounting.track, options["private"], options["batch_to_inputs"])
+    return RunOptions(accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options)
+
+
+def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
+    """Raise for streams that cannot be accounted for."""
+    name = type(loader.dataset).__name__
+    if poisson_sampling:
+        raise ValueError(
+            f"{name} is a stream, from which no example can be drawn at random. Pass poisson_sampling=False and id_of= "
+            "(ε then counts how often an example took part), or a data set with a length and numbered examples."
+        )
+    if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
+        raise ValueError(
+            f"id_of={id_of!r} does not identify the examples in the stream {name}: pass the name or place of their ids "
+            "in a batch, or a function from a batch to its ids"
+        )
+    if loader.batch_size is None:
+        raise ValueError(
+            "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
+            "data: let the stream give single examples and the loader make batches, DataLoader(stream, batch_size=…)"
+        )
+
+    # options that need all examples before they have arrived
+    unknown = {
+        "clip_weights": "who will come is not known",
+        "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
+        "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
+    }
+    for option, reason in unknown.items():
+        if getattr(accounting, option) is not None:
+            raise ValueError(f"{option}={getattr(accounting, option)!r} cannot be used with a stream: {reason}")
+
+
+def warn_without_noise(noise_multiplier: float) -> None:
+    """Warn if there is no noise."""
+    if noise_multiplier == 0:
+        warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=3)
+
+
+def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
+    """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
+
+    With a given rate q a pass has ⌊1/q⌋ batches.
+    """
+    sampler, given = prepared.batch_sampler, options.accounting.sample_rate
+    if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        return options
+    if given is not None:
+        vars(sampler).update(dict.fromkeys(("steps", "num_batches"), int(1 / given + 1e-9)), sample_rate=given)
+    return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
+
+
+def example_ids(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
+    """The examples' ids; a stream has none yet."""
+    if is_stream(data_loader):
+        return GrowingIds()
+    count = len(data_loader.dataset)  # type: ignore[arg-type]
+    return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
+
+
+def rate_and_batch_size(
+    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
+) -> tuple[float, int, float]:
+    """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
+
+    As in Opacus, the divisor is that mean size if none is given.
+    """
+    num_ranks = 1 if ranks is None else ranks.size
+    if is_stream(loader):
+        assert loader.batch_size is not None
+        rate, drawn = 1.0, loader.batch_size * num_ranks
+    else:
+        rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
+        drawn = max(1, int(ids.num_examples * rate))
+    return rate, drawn, (divisor or drawn) / num_ranks
+
+
+def most_in_a_pass(loader: DataLoader[Any]) -> int:
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if is_stream(loader) or sampler is None:
+        return 1
+    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
+    """The question that a target is about; the only one if none is named. None: there is no such target."""
+    asked = list(accounting.questions)
+    if rate is None:
+        return None
+    question = asked[0] if question is None and len(asked) == 1 else question
+    require(question in asked, f"question={question!r} must be one of questions=, which are {asked or 'none'}")
+    return question

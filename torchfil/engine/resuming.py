@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.distributed.checkpoints import is_folder, read_file, read_folder, write_file, write_folder
 from torchfil.engine.distributed.shards import in_parts, is_sharded
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.utils.noise import random_state, set_random_state
+from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
 __all__ = ["Checkpoints"]
 
@@ -114,7 +113,7 @@ class Checkpoints:
         dataset = self._training.looks.dataset
         if dataset is None:
             return None
-        with generators_kept():
+        with preserve_rng():
             return data_fingerprint(dataset)
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:

@@ -9,110 +9,320 @@ margin.
 A pilot trains a copy of model and optimizer on the user's loader, with its own ``make_private`` and its own random
 numbers. It is independent of the run that follows, which continues as if no number had been drawn.
 
+The target is about all examples together, at an end of the interval: with the stated confidence no example's MSE bound
+lies below the first end, and no attacker's true-positive rate on any example above the second. As in
+:meth:`Leakage.get_smallest_mse_bound`, one example's one-sided interval serves all.
+
 What it means: σ depends on the data, and the bound of the run holds with σ taken as given. Rounded to a coarse grid, σ
 is constant almost everywhere. ε counts only the run: neither the pilots nor their measurements may be released.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from scipy import stats
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
-from torchfil.planning.targets import LeakageTarget, TargetCheck
+from torchfil.fisher.results import Estimate, Part
+from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
+from torchfil.utils.noise import preserve_rng
 from torchfil.utils.progress import with_progress
 
-__all__ = ["NoiseChoice", "NoiseSearch", "Pilot", "Pilots", "Train", "choose_noise", "isolated_rng", "warn_when_missed"]
+__all__ = ["LeakageTarget", "NoiseChoice", "NoiseSearch", "Pilot", "Pilots", "TargetCheck", "choose_noise"]
 
 Train = Callable[..., None]
-_EXPECTED_WITHOUT_INTERVAL = 0.05  # expected examples with too few participations; above, a run is likely to have one
+_MOST_PILOTS = 8
 _LARGEST_STEP = 8.0  # between σ of one trial and the next
 _USUAL_SLOPE = 2.0  # of log headroom against log σ
 _SMALLEST_NOISE = 0.1  # less is hardly noise
 _FAR_FROM_ESTIMATE = 3.0  # times
 _BETWEEN_SEEDS = 0x9E3779B97F4A7C15
-_TOO_FEW_STEPS = f"one run says nothing about examples that are measured in fewer than {FEWEST_PARTICIPATIONS} steps"
-_PROBES_ONLY = "pass of='probes' for ends that cover only the measurement's error, for this very run"
+
+
+@dataclass(frozen=True)
+class LeakageTarget:
+    """What a run aims at for every example; :meth:`check` says whether it got there.
+
+    Attributes:
+        mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per coordinate, on average
+            over runs.
+        true_positive_rate: The largest rate that any attacker, biased or not, may reach on any example; over runs.
+        question: The question that the rate is about, by its name in ``questions=``.
+        false_positive_rate: The false-positive rate for it.
+        confidence: The confidence of each of the two ends.
+        of: "run": the ends cover everything random in a run; "probes": only the error of the measurement, for this
+            run; see :meth:`torchfil.fisher.results.Estimate.interval`.
+
+    Example:
+        >>> LeakageTarget(mse_bound=1.0, confidence=0.9).wanted
+        'every MSE bound at least 1'
+    """
+
+    mse_bound: float | None = None
+    true_positive_rate: float | None = None
+    question: str | None = None
+    false_positive_rate: float = 0.01
+    confidence: float = 0.95
+    of: Part = "run"
+
+    def __post_init__(self) -> None:
+        bound, rate, wrong = self.mse_bound, self.true_positive_rate, self.false_positive_rate
+        given = bound is not None or rate is not None
+        require(given, "no target is given: pass target_mse_bound=, target_true_positive_rate=, or both")
+        require(bound is None or 0 < bound < math.inf, f"target_mse_bound={bound} must be positive and finite")
+        require(0.5 < self.confidence < 1, f"confidence={self.confidence} must lie strictly between 0.5 and 1")
+        require(self.of in ("run", "probes"), f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
+        require(0 < wrong < 1, f"at_false_positive_rate={wrong} must lie strictly between 0 and 1")
+        if rate is not None:
+            ends = f"at_false_positive_rate={wrong}, which saying yes at random reaches, and 1"
+            require(wrong < rate < 1, f"target_true_positive_rate={rate} must lie strictly between {ends}")
+            require(self.question is not None, "target_true_positive_rate= needs question=, a name of questions=")
+
+    @property
+    def wanted(self) -> str:
+        """The target in words."""
+        parts = [] if self.mse_bound is None else [f"every MSE bound at least {self.mse_bound:g}"]
+        if self.true_positive_rate is not None:
+            rate = f"{self.true_positive_rate:g} ({self.false_positive_rate:g} false positives)"
+            parts.append(f"every attacker's true-positive rate on {self.question!r} at most {rate}")
+        return ", and ".join(parts)
+
+    @property
+    def largest_divergence(self) -> float:
+        """The D at which the rate is reached.
+
+        Example:
+            >>> target = LeakageTarget(true_positive_rate=0.2556, question="sex", false_positive_rate=0.05)
+            >>> round(target.largest_divergence, 3)
+            0.235
+        """
+        assert self.true_positive_rate is not None
+        return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
+
+    def check(self, *runs: Leakage) -> TargetCheck:
+        """Whether a run met the target; for several independent runs with the same noise, whether their mean did.
+
+        Examples that no run has measured do not count: nothing is known about them.
+        """
+        measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
+        level = 2 * self.confidence - 1  # the confidence of an interval one end of which has this confidence
+        bound, divergence = None, None
+        if self.mse_bound is not None:
+            trace = mean_of_runs([run.get_trace() for run in runs])
+            inverse = trace.raised(-1.0, runs[0].get_num_coordinates())
+            low = inverse.interval(level, self.of)[0]
+            bound = _worst(torch.Tensor.min, inverse.value, low, measured, no_leakage=math.inf)
+        if self.true_positive_rate is not None:
+            assert self.question is not None
+            answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
+            high = answers.interval(level, self.of)[1]
+            divergence = _worst(torch.Tensor.max, answers.value, high, measured, no_leakage=0.0)
+        steps = runs[0].ledger.steps
+        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
+
+    def is_missed_by(self, run: Leakage) -> bool:
+        """Whether the estimates so far are worse than the target: leakage cannot be undone. Cheap to call often."""
+        sums, missed = run.ledger.sums, []
+        if self.mse_bound is not None:
+            missed.append((sums["trace"] * self.mse_bound > run.ledger.own_coordinates).any())
+        if self.true_positive_rate is not None:
+            missed.append((sums[f"question {self.question}"] > self.largest_divergence).any())
+        return bool(torch.stack(missed).any())
+
+
+@dataclass(frozen=True)
+class TargetCheck:
+    """Whether a target was met, with the numbers; print it. They depend on private data and are confidential.
+
+    Attributes:
+        target: What was wanted.
+        mse_bound: The smallest estimate of all examples, and the end below all bounds; None: not wanted.
+        divergence: The largest estimate of D over examples and answers, and the end above it; None: not wanted.
+        num_measured: How many examples were measured.
+        num_examples: The number of examples.
+        num_runs: The number of independent runs that were averaged.
+        num_steps: The number of steps; more steps leak more.
+    """
+
+    target: LeakageTarget
+    mse_bound: tuple[float, float] | None
+    divergence: tuple[float, float] | None
+    num_measured: int
+    num_examples: int
+    num_runs: int = 1
+    num_steps: int = 0
+
+    @property
+    def true_positive_rate(self) -> tuple[float, float] | None:
+        """The largest of any attacker on any example at the estimates of D, and at their end."""
+        if self.divergence is None:
+            return None
+        estimate, end = largest_true_positive_rate(self.divergence, self.target.false_positive_rate).tolist()
+        return estimate, end
+
+    @property
+    def headroom(self) -> float:
+        """How many times better than the target the worse end is: met if at least 1; about proportional to σ²."""
+        return self._headroom(1)
+
+    @property
+    def headroom_of_estimate(self) -> float:
+        """The same for the estimates."""
+        return self._headroom(0)
+
+    @property
+    def met(self) -> bool:
+        """Whether the target was met with the stated confidence."""
+        return self.headroom >= 1
+
+    def _headroom(self, which: int) -> float:
+        shares = []
+        if self.mse_bound is not None and self.target.mse_bound is not None:
+            shares.append(self.mse_bound[which] / self.target.mse_bound)
+        if self.divergence is not None:
+            worst = self.divergence[which]
+            shares.append(self.target.largest_divergence / worst if worst > 0 else math.inf)
+        return min(shares)
+
+    @property
+    def measured(self) -> str:
+        """The numbers in one line."""
+        parts, confidence = [], f"{100 * self.target.confidence:g} %"
+        if self.mse_bound is not None:
+            smallest, end = self.mse_bound
+            parts.append(f"smallest bound {smallest:.3g}, at least {end:.3g} ({confidence})")
+        if self.true_positive_rate is not None:
+            largest, end = self.true_positive_rate
+            parts.append(f"largest rate {largest:.3g}, at most {end:.3g} ({confidence})")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
+        runs = "" if self.num_runs == 1 else f", the mean of {self.num_runs} runs"
+        unknown = f"{self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
+        remarks = {
+            unknown: self.num_measured < self.num_examples,
+            "The bound binds unbiased attackers, on average over runs: batches and noise are random.": self.mse_bound,
+            "The rate binds every attacker, biased or not; batches and noise are random.": self.divergence,
+            "The ends cover the measurement's error alone; another run would give other ends.": self.target.of != "run",
+        }
+        lines = [
+            f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
+            f"  {self.measured}, over {self.num_measured} examples{runs}",
+            *(f"  {remark}" for remark, holds in remarks.items() if holds),
+        ]
+        return "\n".join(lines)
+
+
+def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates of one positive quantity, [ids, …] each, with errors from each run's own.
+
+    Unlike an average whose error is the spread between runs (:meth:`Leakage.average`), it needs only two runs. If a run
+    does not know its error (an example was hardly ever drawn), the largest error of the others is used.
+
+    Example:
+        >>> one = Estimate(torch.tensor([2.0]), torch.tensor([0.3]), "estimate", positive=True)
+        >>> mean_of_runs([one, one])
+        Estimate([2 ± 0.21], estimate)
+    """
+    if len(estimates) == 1:
+        return estimates[0]
+
+    def mean(name: str) -> Any:  # None if a run does not know it
+        values = [getattr(each, name) for each in estimates]
+        return None if any(value is None for value in values) else torch.stack(values).mean(dim=0)
+
+    def error_of_mean(errors: Tensor) -> Tensor:  # [runs, ids, …] to [ids, …]
+        return torch.linalg.vector_norm(errors, dim=0) / len(estimates)
+
+    value, limit = mean("value"), mean("variance_limit")
+    run_error, known = None, [each.run_error for each in estimates if each.run_error is not None]
+    if known:
+        errors = torch.stack(known)
+        finite = errors.isfinite()
+        largest = errors.where(finite, 0.0).amax(dim=0).where(finite.any(dim=0), torch.inf)
+        run_error = error_of_mean(errors.where(finite, largest))
+    freedoms = [torch.as_tensor(each.degrees_of_freedom, dtype=torch.float64) for each in estimates]
+    return replace(
+        estimates[0],
+        value=value,
+        standard_error=error_of_mean(torch.stack([each.standard_error for each in estimates])),
+        degrees_of_freedom=torch.stack([freedom.to(value.device).expand(len(value)) for freedom in freedoms]).amin(0),
+        certain=mean("certain"),
+        variance_limit=None if limit is None else limit / len(estimates),
+        run_error=run_error,
+    )
+
+
+def _worst(
+    worst: Callable[[Tensor], Tensor], value: Tensor, end: Tensor, measured: Tensor, *, no_leakage: float
+) -> tuple[float, float]:
+    """The worst estimate and the worst end of the measured examples; without any, those of no leakage."""
+    if not bool(measured.any()):
+        return no_leakage, no_leakage
+    return float(worst(value[measured])), float(worst(end[measured]))
 
 
 @dataclass(frozen=True)
 class NoiseSearch:
-    """Which noise is tried.
+    """Which noise is tried, from σ = 1 on.
 
     Attributes:
         margin: By how much a pilot must beat the target: runs differ, so one in a few pilots of the
             smallest σ that meets the target on average is lucky.
         grid: The factor between neighbouring σ.
-        max_pilots: The largest number of pilots.
         max_noise_multiplier: The largest σ.
-        first: The first σ to try.
 
     Example:
-        >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 1.9)[0]  # the square root of 2 is on the grid
+        >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 1.9)  # the square root of 2 is on the grid
         1.4142135623730951
     """
 
     margin: float = 0.25
     grid: float = 2**0.25
-    max_pilots: int = 8
     max_noise_multiplier: float = 64.0
-    first: float = 1.0
 
     def __post_init__(self) -> None:
         most = self.max_noise_multiplier
         require(self.margin >= 0, f"margin={self.margin} must be at least 0; 0.25 asks for 25 % more than the target")
         require(1 < self.grid < math.inf, f"grid={self.grid}, the factor between neighbouring σ, must be above 1")
-        require(self.max_pilots >= 1, f"max_pilots={self.max_pilots} must be at least 1")
         require(0 < most < math.inf, f"max_noise_multiplier={most} must be positive and finite")
 
-    def smallest(self, headroom: Callable[[float], float]) -> tuple[float | None, dict[float, float]]:
+    def smallest(self, headroom: Callable[[float], float]) -> float | None:
         """The smallest σ of the grid that was tried with headroom of at least 1 + margin; None: there is none.
 
         Args:
             headroom: Of a trial with this σ; about proportional to a power of σ.
-
-        Returns:
-            σ, and the headroom of all trials, in order.
         """
-        step = math.log(self.grid)
-        last = math.floor(math.log(self.max_noise_multiplier) / step + 1e-9)
+
+        def sigma(number: int) -> float:
+            return float(2.0 ** round(number * math.log2(self.grid), 9))  # powers of 2 are themselves
+
+        last = math.floor(math.log(self.max_noise_multiplier) / math.log(self.grid) + 1e-9)
         tried: dict[int, float] = {}  # log of headroom/(1 + margin), by the power of the grid
-        headrooms: dict[float, float] = {}
-        number: int | None = min(math.ceil(math.log(self.first) / step - 1e-9), last)
-        while number is not None and len(tried) < self.max_pilots:
-            sigma = self._sigma(number)
-            headrooms[sigma] = headroom(sigma)
-            share = headrooms[sigma] / (1 + self.margin)
+        number: int | None = min(0, last)
+        while number is not None and len(tried) < _MOST_PILOTS:
+            share = headroom(sigma(number)) / (1 + self.margin)
             tried[number] = math.log(share) if share > 0 else -math.inf
-            number = self._next(tried, step, last)
-        enough = [number for number, log in tried.items() if log >= 0]
-        return (self._sigma(min(enough)) if enough else None), headrooms
+            number = self._next(tried, last)
+        return min((sigma(number) for number, log in tried.items() if log >= 0), default=None)
 
-    def _sigma(self, number: int) -> float:
-        return float(2.0 ** round(number * math.log2(self.grid), 9))  # powers of 2 are themselves
-
-    @staticmethod
-    def _next(tried: dict[int, float], step: float, last: int) -> int | None:
+    def _next(self, tried: dict[int, float], last: int) -> int | None:
         """The power of the grid to try next; None: the smallest that is enough is known, or none is."""
+        step = math.log(self.grid)
         enough = min((number for number, log in tried.items() if log >= 0), default=None)
         low = max((number for number, log in tried.items() if log < 0), default=None)
-        lowest = min(math.ceil(math.log(_SMALLEST_NOISE) / step), last)
-        farthest = math.floor(math.log(_LARGEST_STEP) / step)
 
         # what a step on the grid adds: from the two trials next to the target, else the usual slope
         slope = _USUAL_SLOPE * step
@@ -121,39 +331,36 @@ class NoiseSearch:
             one, other = nearest
             slope = max((tried[one] - tried[other]) / (one - other), slope / 2)
 
-        if enough is None:
-            assert low is not None
-            ahead = max(math.ceil(min(-tried[low] / slope, farthest)), 1)
-            return None if low == last else min(low + ahead, last)
-        if enough == lowest or low == enough - 1 or tried[enough] < slope:  # the next smaller one has failed, or would
+        # to where the target is expected, between what has failed and what was enough
+        smallest = min(math.ceil(math.log(_SMALLEST_NOISE) / step), last) if low is None else low + 1
+        largest = last if enough is None else enough - 1
+        if smallest > largest or (enough is not None and tried[enough] < slope):  # the next smaller one would fail
             return None
-        if low is None:
-            return max(enough - max(math.floor(min(tried[enough] / slope, farthest)), 1), lowest)
-        return min(max(math.ceil(enough - tried[enough] / slope), low + 1), enough - 1)
+        start = low if enough is None else enough
+        assert start is not None
+        farthest = math.floor(math.log(_LARGEST_STEP) / step)
+        ahead = max(-farthest, min(-tried[start] / slope, farthest))
+        return min(max(math.ceil(start + ahead), smallest), largest)
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """One pilot.
+    """One pilot, a whole run.
 
     Attributes:
         noise_multiplier: σ.
-        epochs: How long it was.
-        share: Its epochs over those of the run.
         check: What it leaked, compared with the target.
-        leakage: The same by example, of pilots as long as the run.
+        leakage: The same by example; None for another σ than the chosen one.
     """
 
     noise_multiplier: float
-    epochs: int
-    share: float
     check: TargetCheck
     leakage: Leakage | None = field(default=None, repr=False)
 
     @property
     def headroom(self) -> float:
-        """The headroom of a whole run with this noise; a short pilot's leakage is assumed to grow with its length."""
-        return self.check.headroom if self.share == 1 else self.check.headroom_of_estimate * self.share
+        """How many times better than the target it was; see :attr:`TargetCheck.headroom`."""
+        return self.check.headroom
 
 
 @dataclass(frozen=True)
@@ -174,9 +381,8 @@ class NoiseChoice:
 
     @property
     def repetitions(self) -> list[Leakage]:
-        """The pilots with the chosen σ and the run's length: independent repetitions, chosen for meeting the target."""
-        chosen = [pilot for pilot in self.pilots if pilot.noise_multiplier == self.noise_multiplier]
-        return [pilot.leakage for pilot in chosen if pilot.leakage is not None]
+        """The pilots with the chosen σ: independent repetitions, chosen for meeting the target."""
+        return [pilot.leakage for pilot in self.pilots if pilot.leakage is not None]
 
     def summary(self, leakage: Leakage) -> dict[str, Any]:
         """What a run file keeps: the target, and how the run so far compares with it (met if headroom is ≥ 1).
@@ -196,10 +402,10 @@ class NoiseChoice:
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
-        for pilot in self.pilots:
-            short = "" if pilot.share == 1 else f", after {pilot.epochs} epochs"
-            wanted = f"{pilot.headroom:.3g} of the target"
-            lines.append(f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}{short}: {wanted}")
+        lines += [
+            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.headroom:.3g} of the target"
+            for pilot in self.pilots
+        ]
         lines += [
             f"  The search aimed at {1 + self.search.margin:g} of the target (margin), on a public grid, the powers of "
             f"{self.search.grid:.4g}: σ depends on the data, and the run's bound takes it as given.",
@@ -239,28 +445,19 @@ class Pilots:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        if self.train is not None:
-            return
-        if self.accounting.accumulation_steps > 1:
-            raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, but pilots take whole draws "
-                "with train_step: pass your loop, train=f(engine, model, optimizer, loader)"
-            )
-        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+        if self.train is None and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             warnings.warn(
-                "the optimizer has a learning-rate scheduler, which pilots do not step: the noise is chosen for the "
-                "current learning rate. Pass your loop, train=f(engine, model, optimizer, loader), with a scheduler "
-                "for the optimizer that it is given.",
+                "the optimizer has a learning-rate scheduler, which pilots do not step. Pass your loop, "
+                "train=f(engine, model, optimizer, loader), with a scheduler for the optimizer that it is given.",
                 stacklevel=4,
             )
 
-    def run(self, noise_multiplier: float, number: int, epochs: int | None = None) -> Leakage:
-        """The leakage of a whole pilot with this noise.
+    def run(self, noise_multiplier: float, number: int) -> Leakage:
+        """The leakage of a pilot with this noise.
 
         Args:
             noise_multiplier: σ.
             number: The pilot's number: each has its own random numbers.
-            epochs: Its length; None: as long as the run.
         """
         seed = (torch.initial_seed() + (number + 1) * _BETWEEN_SEEDS) % 2**63
         options = dict(self.options)
@@ -268,7 +465,7 @@ class Pilots:
             options.pop("wrap_model", None)
             if options.get("grad_sample_mode") in ("hooks", "functorch", "ew"):
                 options["grad_sample_mode"] = "auto"
-        with isolated_rng(self._generators(), seed):
+        with preserve_rng(self._generators(), seed):
             plain = getattr(self.optimizer, "original_optimizer", self.optimizer)  # of one that is already private
             module, optimizer = copy.deepcopy((getattr(self.module, "_orig_mod", self.module), plain))
             engine = self.new_engine(number)
@@ -283,8 +480,7 @@ class Pilots:
             if self.train is not None:
                 self.train(engine, *made)
             else:
-                title = f"pilot {number + 1}, σ = {noise_multiplier:.4g}"
-                self._train(engine, made[-1], self.epochs if epochs is None else epochs, title)
+                self._train(engine, made[-1], f"pilot {number + 1}, σ = {noise_multiplier:.4g}")
             leakage: Leakage = engine.totals
             engine.detach()
 
@@ -293,9 +489,9 @@ class Pilots:
         release_memory()
         return leakage
 
-    def _train(self, engine: Any, loader: Any, epochs: int, title: str) -> None:
-        batches = (batch for _ in range(epochs) for batch in loader)
-        for batch in with_progress(batches, self.progress, title, epochs * len(loader)):
+    def _train(self, engine: Any, loader: Any, title: str) -> None:
+        batches = (batch for _ in range(self.epochs) for batch in loader)
+        for batch in with_progress(batches, self.progress, title, self.epochs * len(loader)):
             if self.options.get("criterion") is None:  # the model computes its loss from the whole batch
                 engine.train_step(batch)
             else:
@@ -309,136 +505,54 @@ class Pilots:
         generators = [value for value in [*self.options.values(), *held] if isinstance(value, torch.Generator)]
         return list({id(generator): generator for generator in generators}.values())
 
-    def check_participations(self, target: LeakageTarget) -> None:
-        """Raise if the run is so short that it will hardly have an interval for every example.
 
-        An example that was measured in fewer than five steps has none; see :mod:`torchfil.accounting.path`.
-
-        Args:
-            target: The run's target.
-        """
-        if target.of == "probes":
-            return
-        rate = self.accounting.sample_rate
-        steps_per_epoch = round(1 / rate) if rate else len(self.data_loader)
-        num_examples: int = len(self.data_loader.dataset)  # type: ignore[arg-type]
-
-        def expected_without(epochs: int) -> float:
-            draws, rate = epochs, 1.0
-            if self.options.get("poisson_sampling", True):
-                draws, rate = epochs * steps_per_epoch, 1 / steps_per_epoch
-            few = stats.binom.cdf(FEWEST_PARTICIPATIONS - 1, draws, rate * self.accounting.fil_rate)
-            return num_examples * float(few)
-
-        expected, longer = expected_without(self.epochs), self.epochs
-        if expected <= _EXPECTED_WITHOUT_INTERVAL:
-            return
-        while expected_without(longer) > _EXPECTED_WITHOUT_INTERVAL:
-            longer += 1
-        raise ValueError(
-            f"epochs={self.epochs} are too few for an end that holds for all: {_TOO_FEW_STEPS}, here about "
-            f"{expected:.2g} of {num_examples}. Train for epochs={longer} or more, or {_PROBES_ONLY}"
-        )
-
-
-@contextlib.contextmanager
-def isolated_rng(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
-    """Inside, torch, numpy, Python and these generators draw from this seed; afterwards they continue as before.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> with isolated_rng([], seed=1):
-        ...     other = torch.rand(1)
-        >>> torch.rand(1), torch.manual_seed(0).initial_seed()
-        (tensor([0.4963]), 0)
-    """
-    states = [generator.get_state() for generator in generators]
-    numpys, pythons = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-            for place, generator in enumerate(generators):
-                generator.manual_seed((seed + place + 1) % 2**63)
-            yield
-    finally:
-        np.random.set_state(numpys)
-        random.setstate(pythons)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def choose_noise(
-    pilots: Pilots, target: LeakageTarget, search: NoiseSearch, pilot_epochs: int | None = None
-) -> NoiseChoice:
-    """The smallest σ of the grid with which a whole pilot meets the target, with the margin.
+def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> NoiseChoice:
+    """The smallest σ of the grid with which a pilot meets the target, with the margin.
 
     Args:
         pilots: How they are trained.
         target: The run's target.
         search: Which σ are tried.
-        pilot_epochs: The length of short pilots that find a starting point; None: none.
 
     Raises:
         ValueError: The target cannot be met; the message says by how much.
     """
-    if pilot_epochs is not None and (pilots.train is not None or not 1 <= pilot_epochs < pilots.epochs):
-        raise ValueError(
-            f"pilot_epochs={pilot_epochs} must be at least 1 and below epochs={pilots.epochs}, and left out if train= "
-            "trains for all epochs"
-        )
-    pilots.check_participations(target)
     ran: list[Pilot] = []
 
-    def run(noise_multiplier: float, epochs: int) -> Pilot:
-        leakage = pilots.run(noise_multiplier, len(ran), epochs)
-        whole = epochs == pilots.epochs
-        check = target.check(leakage)
-        ran.append(Pilot(noise_multiplier, epochs, epochs / pilots.epochs, check, leakage if whole else None))
-        return ran[-1]
-
-    def headroom_of_whole(noise_multiplier: float) -> float:
+    def headroom(noise_multiplier: float) -> float:
         for _ in range(2):  # if by chance an example was hardly ever drawn, another pilot may be better
-            pilot = run(noise_multiplier, pilots.epochs)
-            if not pilot.headroom == 0 < pilot.check.headroom_of_estimate:
-                return pilot.headroom
+            leakage = pilots.run(noise_multiplier, len(ran))
+            check = target.check(leakage)
+            ran.append(Pilot(noise_multiplier, check, leakage))
+            if not check.headroom == 0 < check.headroom_of_estimate:
+                return check.headroom
         raise ValueError(
-            f"a pilot has no end that holds for all examples ({pilot.check.measured}): {_TOO_FEW_STEPS}. Train for "
-            f"more epochs, measure more steps (fil_rate, rel_error), or {_PROBES_ONLY}"
+            f"a pilot has no end that holds for all examples ({check.measured}): one run says nothing about examples "
+            f"that are measured in fewer than {FEWEST_PARTICIPATIONS} steps. Train for more epochs than "
+            f"epochs={pilots.epochs} (about 20 are usual), measure more steps (fil_rate, rel_error), or pass "
+            "of='probes' for ends that cover only the measurement's error, for this very run"
         )
 
-    # Short pilots only show where to begin: the leakage of a run is not proportional to its length.
-    first = search.first
-    if pilot_epochs is not None:
-        near, _ = search.smallest(lambda sigma: run(sigma, pilot_epochs).headroom)
-        first = near or search.max_noise_multiplier
-    chosen, _ = replace(search, first=first).smallest(headroom_of_whole)
+    chosen = search.smallest(headroom)
     if chosen is None:
-        raise _not_met(target, search, [pilot for pilot in ran if pilot.share == 1])
+        raise ValueError(_not_met(target, search, max(ran, key=lambda each: (each.headroom, each.noise_multiplier))))
     kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
     return NoiseChoice(chosen, target, search, tuple(kept))
 
 
-def _not_met(target: LeakageTarget, search: NoiseSearch, whole: Sequence[Pilot]) -> ValueError:
-    """The error for a target that no whole pilot has met: by how much, and what to do."""
+def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> str:
+    """Why no σ was chosen: by how much the best pilot missed the target, and what to do."""
     wanted = 1 + search.margin
-    best = max(whole, key=lambda pilot: (pilot.headroom, pilot.noise_multiplier))
-    larger = max(pilot.noise_multiplier for pilot in whole) * search.grid
-    limit = f"max_noise_multiplier={search.max_noise_multiplier:g}"
-    if larger * (1 - 1e-9) <= search.max_noise_multiplier:
-        limit = f"max_pilots={search.max_pilots}"
-
     # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
     if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
         remedy = "Ends are far from estimates, so runs differ a lot: lower the learning rate first. Or allow more noise"
     else:
         remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / best.headroom):.2g} may do)"
-    return ValueError(
-        f"the target, {target.wanted}, was not met within {limit}: with σ = {best.noise_multiplier:.4g} a pilot had "
-        f"{best.check.measured}, which is {best.headroom:.2g} of the target, but {wanted:g} is needed "
-        f"(margin={search.margin:g}). {remedy} or more pilots, train for fewer epochs or with smaller batches, give "
-        "the most exposed smaller clip_weights=, or lower the target"
+    return (
+        f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
+        f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
+        f"{best.headroom:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for "
+        "fewer epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
     )
 
 

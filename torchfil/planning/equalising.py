@@ -23,6 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -72,7 +73,6 @@ class Round:
         num_below: For how many examples the (conservative) number misses the target.
         num_spared: How many were trained with ω < 1.
         smallest_weight: The smallest ω.
-        mean_weight: The mean ω.
         group_ratio: The largest over the smallest of the groups' mean FIL (of a question: mean D); None: no groups.
         group_means: Those means, by group.
         without_interval: How many measured examples have no interval and count by their estimate.
@@ -88,7 +88,6 @@ class Round:
     num_below: int
     num_spared: int
     smallest_weight: float
-    mean_weight: float
     group_ratio: float | None
     group_means: Mapping[Hashable, float]
     without_interval: int
@@ -158,10 +157,7 @@ class Equalised:
         """
         own = torch.ones_like(self.weights) if clip_weights is None else clip_weights
         if not torch.equal(own.double().cpu(), self.weights.double().cpu()):
-            raise ValueError(
-                "equalised= has other clip weights than this run was trained with; save the run that it chose: "
-                "result.engine.save_run(…, equalised=result)"
-            )
+            raise ValueError("equalised= has other clip weights than this run has; use result.engine.save_run(…)")
 
     def summary(self) -> dict[str, Any]:
         """What a run file keeps: what the rounds aimed at, and whether they reached it."""
@@ -236,15 +232,15 @@ def equalise(
     fresh_runs: int = 0,
     floor: float = 1 / 16,
     margin: float = 1.5,
-    grid: int = 4,
     weights: Tensor | None = None,
     delta: float | None = None,
     progress: bool = False,
 ) -> Equalised:
     """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
 
-    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a grid, where e_i is 1/bound of the example, or the D
-    of a question. Weights never rise again, and examples that meet the target with its margin keep 1.
+    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), where e_i is 1/bound of the example, or the D of a question. Weights
+    are rounded down to powers of 2^(−1/4), so they are constant for almost every change of the data. They never rise
+    again, and examples that meet the target with its margin keep 1.
 
     **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
     sees reveal nothing to an attacker of the last model, except through the weights. Ways to deal with this:
@@ -281,7 +277,6 @@ def equalise(
         floor: The smallest weight: an example that does not pull at all teaches the model nothing.
         margin: Aim at this many times the target, because the next run draws other batches and noise: 1.5 if exposures
             differ by 20 % from run to run, 2 if by 30 % (longer runs differ less).
-        grid: Weights are powers of 2^(−1/grid): coarse, so that they are constant for almost every change of the data.
         weights: To start with, [n]: ``next_weights`` of an earlier result. None: the first round has none.
         delta: With it the history has ε.
         progress: Whether to show a progress bar of the rounds; there may be fewer than ``max_rounds``.
@@ -294,7 +289,6 @@ def equalise(
     require(fresh_runs >= 0, f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
     require(0 < floor <= 1, f"floor={floor} must lie in (0, 1]: the smallest clip weight")
     require(1 <= margin < math.inf, f"margin={margin} must be at least 1: weights aim at this many times the target")
-    require(isinstance(grid, int) and grid >= 1, f"grid={grid} must be a whole number of steps per octave, at least 1")
     require(delta is None or 0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
     if weights is not None:
         check_clip_weights(weights)
@@ -302,25 +296,25 @@ def equalise(
     lengths = {name: len(each) for name, each in columns.items() if each is not None and not isinstance(each, Mapping)}
     require(len(set(lengths.values())) <= 1, f"{lengths} must each have one entry per example, in the data's order")
 
-    def start(ids: Sequence[Hashable]) -> RoundWeights:
-        return RoundWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
-
+    start = partial(RoundWeights.starting, weights, groups=groups, by=by, floor=floor, margin=margin)
     rounds = _Rounds(train, weights, start, goal, delta)
     following: RoundWeights | None = None
     best: _Training | None = None
-    idle = 0
+    idle, least, fewest = 0, math.inf, math.inf
     stopped: Stopped = "max_rounds"
     for _ in with_progress(range(max_rounds), progress, "rounds"):
         done = rounds.train(following)
-        if best is None or done.left < best.left:
+        num_below = done.round.num_below  # depends less on chance than the worst value, and comes first
+        if best is None or (num_below, done.missing) < (best.round.num_below, best.missing):
             best = done
-        idle = 0 if rounds.progressed() else idle + 1  # one round without progress may be chance
+        idle = 0 if done.missing < _PROGRESS * least or num_below < fewest else idle + 1
+        least, fewest = min(least, done.missing), min(fewest, num_below)
         following = done.weights.after(done.exposure, rounds.goal)
         if done.missing <= 1:
             stopped = "target met"
         elif torch.equal(following.values, done.weights.values):
             stopped = "floor"
-        elif idle >= _PATIENCE:
+        elif idle >= _PATIENCE:  # one round without progress may be chance
             stopped = "no further progress"
         if stopped != "max_rounds":
             break
@@ -360,11 +354,6 @@ class _Training:
     missing: float
     round: Round
 
-    @property
-    def left(self) -> tuple[int, float]:
-        """How many examples still miss the target, which depends less on chance than the worst value."""
-        return self.round.num_below, self.missing
-
 
 @dataclass
 class _Rounds:
@@ -376,7 +365,6 @@ class _Rounds:
     goal: Goal
     delta: float | None
     history: list[Round] = field(default_factory=list)
-    missing: list[float] = field(default_factory=list)
     accountants: list[Any] = field(default_factory=list)
     fil_before: Tensor | None = None
 
@@ -409,7 +397,6 @@ class _Rounds:
             num_below=int((exposure.measured & (exposure.high > self.goal.most)).sum()),
             num_spared=int((values < 1).sum()),
             smallest_weight=float(values.min()),
-            mean_weight=float(values.mean()),
             group_ratio=ratio,
             group_means=weights.means(exposure),
             without_interval=exposure.without_interval,
@@ -419,18 +406,9 @@ class _Rounds:
             fresh=fresh,
         )
         self.accountants.append(accountant)
-        self.missing.append(self.goal.missing(exposure, ratio))
         self.history.append(entry)
         logger.info("round %d: %s", len(self.history), entry)
-        return _Training(engine, leakage, exposure, weights, self.missing[-1], entry)
-
-    def progressed(self) -> bool:
-        """Whether the last round came closer to the target than all before: a smaller excess, or fewer examples."""
-        *before, last = zip(self.missing, (each.num_below for each in self.history), strict=True)
-        if not before:
-            return True
-        least, fewest = map(min, zip(*before, strict=True))
-        return bool(last[0] < _PROGRESS * least or last[1] < fewest)
+        return _Training(engine, leakage, exposure, weights, self.goal.missing(exposure, ratio), entry)
 
     def report(self, chosen: _Training, count: int) -> _Training:
         """The average over further trainings with the chosen weights, from which nothing is chosen."""
@@ -438,17 +416,11 @@ class _Rounds:
         for _ in range(count):
             run = self.train(chosen.weights, fresh=True)
             if any(torch.equal(run.exposure.value, each.exposure.value) for each in (chosen, *runs)):
-                raise ValueError(
-                    "train() repeated a run to the last digit: it sets the same seed each time, so a fresh run adds "
-                    "no information; set no seed, or another one at each call"
-                )
+                raise ValueError("train() repeated a run to the last digit: set no seed, or another one at each call")
             runs.append(run)
 
         engines = [each.engine for each in runs]
-        if hasattr(engines[0], "merge"):  # which checks that the runs are repetitions
-            leakage = engines[0].merge(engines)
-        else:
-            leakage = runs[0].leakage if count == 1 else Leakage.average([each.leakage for each in runs])
+        leakage = runs[0].leakage if count == 1 else engines[0].merge(engines)  # which checks that they are repetitions
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         missing = self.goal.missing(exposure, chosen.weights.ratio(exposure))
         return replace(chosen, leakage=leakage, exposure=exposure, missing=missing)
@@ -470,18 +442,12 @@ class _Rounds:
 
 def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
     """What an engine that ``train`` returned has measured; raise if it was trained with other clip weights."""
-    leakage: Any = getattr(engine, "totals", engine)
-    if not hasattr(leakage, "get_mse_bound"):
-        raise TypeError(
-            f"train returned a {type(engine).__name__}, which has no leakage to read; return the FILPrivacyEngine of "
-            "the training, or (engine, score)"
-        )
     if weights is not None:
         used = getattr(engine, "clip_weights", weights)
         if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
-            has = "none" if used is None else "others"
             raise ValueError(
-                f"train received clip weights, and its engine has {has}; pass them on: make_private(…, "
-                "clip_weights=weights)"
+                f"train received clip weights, and its engine has {'none' if used is None else 'others'}; pass them "
+                "on: make_private(…, clip_weights=weights)"
             )
+    leakage: Leakage = getattr(engine, "totals", engine)
     return leakage

@@ -6,7 +6,7 @@ target exposure e*, one round computes (with the weights of the previous round o
 
     ω_i ← ω_i · min(1, sqrt(e* / e_i))
 
-rounded **down** to a grid of powers of 2^(−1/grid), so that ω is constant for almost every small change of the data.
+rounded **down** to a grid of powers of 2^(−1/4), so that ω is constant for almost every small change of the data.
 Weights of groups equalise means instead: one factor for all members, 1 for the least exposed group.
 
 Plain functions of tensors; :func:`torchfil.equalise` repeats them over rounds of training.
@@ -27,21 +27,9 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 
-__all__ = [
-    "Exposure",
-    "Goal",
-    "RoundWeights",
-    "group_factors",
-    "group_levels",
-    "lowered_weights",
-    "members_of",
-    "read_exposure",
-    "rounded_down",
-    "smallest_in_cell",
-]
-
 _DEFAULT_SHARE = 0.01
-_STEPS_OF_GROUPS = 8  # a group's factor depends on many examples, so its grid may be finer
+_GRID = 4  # steps per octave: coarse, so that weights are constant for almost every change of the data
+_GRID_OF_GROUPS = 8 * _GRID  # a group's factor depends on many examples, so its grid may be finer
 _CAUTION = 0.8  # damps a group's step: means fell by ω^1.3 on Adult (secret batches hide who pulls less), else by ω
 
 
@@ -178,26 +166,23 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     # whose weight should fall; the margin of the weights allows for it.
     high = worst(quantity.interval(2 * confidence - 1, "probes")[1])
     known = high.isfinite()
-    if not bool(known[measured].any()):
-        raise ValueError(
-            "the probes give nobody an error, so there are no lower ends to use: train longer, measure with "
-            "num_probes=2 or more, or pass confidence=None to use the estimates of single runs"
-        )
+    none = "the probes give nobody an error: train longer, with num_probes=2 or more, or pass confidence=None"
+    require(bool(known[measured].any()), none)
     return Exposure(value, torch.where(known, high, value), measured, int((measured & ~known).sum()), power)
 
 
-def rounded_down(weights: Tensor, grid: int) -> Tensor:
-    """The largest 2^(−k/grid), k = 0, 1, …, that is not above each weight.
+def rounded_down(weights: Tensor) -> Tensor:
+    """The largest 2^(−k/4), k = 0, 1, …, that is not above each weight.
 
     Example:
-        >>> rounded_down(torch.tensor([1.0, 0.9, 0.5, 0.3]), 2)
-        tensor([1.0000, 0.7071, 0.5000, 0.2500])
+        >>> rounded_down(torch.tensor([1.0, 0.9, 0.5, 0.4]))
+        tensor([1.0000, 0.8409, 0.5000, 0.3536])
     """
-    steps = torch.ceil(-grid * weights.log2() - 1e-6)  # values on the grid stay there despite rounding errors
-    return torch.exp2(-steps / grid).clamp(max=1.0)
+    steps = torch.ceil(-_GRID * weights.log2() - 1e-6)  # values on the grid stay there despite rounding errors
+    return torch.exp2(-steps / _GRID).clamp(max=1.0)
 
 
-def lowered_weights(weights: Tensor, exposure: Exposure, most: float, *, margin: float = 1.0, grid: int = 4) -> Tensor:
+def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: float = 1.0) -> Tensor:
     """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to the grid; no weight rises.
 
     A weight never rises again, because one run cannot distinguish safe examples from lucky ones.
@@ -207,7 +192,6 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, *, margin:
         exposure: The exposure of that run; its upper ends count.
         most: e*.
         margin: Aim at e*/margin. Examples below that keep their weight.
-        grid: Steps per octave.
 
     Example:
         >>> e = torch.tensor([0.5, 4.0])
@@ -217,7 +201,7 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, *, margin:
     aim = most / margin
     exposed = exposure.measured & (exposure.high > aim)
     factor = (aim / exposure.high.clamp(min=aim)).sqrt().to(weights)
-    return torch.where(exposed, rounded_down(weights * factor, grid), weights)
+    return torch.where(exposed, rounded_down(weights * factor), weights)
 
 
 def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
@@ -246,29 +230,28 @@ def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tenso
     return sums / torch.bincount(own, minlength=count)
 
 
-def group_factors(factors: Tensor, levels: Tensor, *, power: float, ratio: float, grid: int) -> Tensor:
+def group_factors(factors: Tensor, levels: Tensor, *, power: float, ratio: float) -> Tensor:
     """One common weight for each group, [groups], 1 for the least exposed: mean exposures become nearly equal.
 
     If a group's level L is above (1 + ratio)/2 times the smallest level L₀, its factor is multiplied by
-    (L₀/L)^(0.8/(2 power)). Then all are divided by the largest, and rounded to the nearest 2^(−k/(8 grid)).
+    (L₀/L)^(0.8/(2 power)). Then all are divided by the largest, and rounded to the nearest 2^(−k/32).
 
     Args:
         factors: The factors of the run that the levels come from, [groups].
         levels: See :func:`group_levels`.
         power: See :class:`Exposure`.
         ratio: The largest level over the smallest that counts as equal.
-        grid: Steps per octave of single weights.
 
     Example:
-        >>> group_factors(torch.ones(2), torch.tensor([0.5, 1.0]), power=0.5, ratio=1.0, grid=4)
+        >>> group_factors(torch.ones(2), torch.tensor([0.5, 1.0]), power=0.5, ratio=1.0)
         tensor([1.0000, 0.5694])
     """
     known = levels.isfinite() & (levels > 0)
     least = levels[known].min()
     above = known & (levels > least * (1 + ratio) / 2)
     changed = factors * torch.where(above, (least / levels) ** (0.5 * _CAUTION / power), 1.0).to(factors)
-    steps = (-_STEPS_OF_GROUPS * grid * (changed / changed.max()).log2()).round()
-    return torch.exp2(-steps / (_STEPS_OF_GROUPS * grid))
+    steps = (-_GRID_OF_GROUPS * (changed / changed.max()).log2()).round()
+    return torch.exp2(-steps / _GRID_OF_GROUPS)
 
 
 def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor, tuple[Hashable, ...]]:
@@ -282,11 +265,9 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
-        if missing:
-            raise ValueError(
-                f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[0]!r} among them; map every id, "
-                "if need be to a label for 'not known'"
-            )
+        require(
+            not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them; map all"
+        )
         labels = [labels[each] for each in ids]
     listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
     require(len(listed) == len(ids), f"{name} has {len(listed)} labels for {len(ids)} examples; give one for each")
@@ -300,14 +281,13 @@ class RoundWeights:
     """The weights of one round: one for each example, times one for each group.
 
     Attributes:
-        own: [n], powers of 2^(−1/grid).
+        own: [n].
         factors: The groups' factors, [groups], the largest is 1; None: no groups.
         groups: The number of every example's group, [n].
         labels: The groups' labels.
         cells: The number of every example's public cell, [n]; None: every example is a cell.
         floor: No weight falls below it.
         margin: As in :func:`lowered_weights`.
-        grid: Steps per octave.
     """
 
     own: Tensor
@@ -317,7 +297,6 @@ class RoundWeights:
     cells: Tensor | None = None
     floor: float = 1 / 16
     margin: float = 1.0
-    grid: int = 4
 
     @classmethod
     def starting(
@@ -330,7 +309,7 @@ class RoundWeights:
             ids: All ids, in the order of the data set.
             groups: Labels as :func:`members_of` takes them, or None.
             by: Public cells, in the same way, or None.
-            **options: ``floor``, ``margin`` and ``grid``.
+            **options: ``floor`` and ``margin``.
         """
         own = torch.ones(len(ids), dtype=torch.float64) if weights is None else weights
         require(own.shape == (len(ids),), f"weights has shape {tuple(own.shape)} for {len(ids)} examples; give [n]")
@@ -342,8 +321,8 @@ class RoundWeights:
         # only if groups consist of whole cells do weights depend on the cell alone
         if cells is not None and len(torch.unique(torch.stack([numbers, cells]), dim=1).T) > int(cells.max()) + 1:
             raise ValueError(
-                "groups cut through the cells of by=: the weights would reveal a member's group, which is not public; "
-                "add the groups' labels to the cells if they are public, or leave groups out"
+                "groups cut through the cells of by=: the weights would reveal a member's group; add the groups' "
+                "labels to the cells if they are public, or leave groups out"
             )
         return cls(own, torch.ones(len(labels), dtype=torch.float64), numbers, labels, cells, **options)
 
@@ -367,7 +346,7 @@ class RoundWeights:
 
     def after(self, exposure: Exposure, goal: Goal) -> RoundWeights:
         """The weights of the next round."""
-        own = lowered_weights(self.own, exposure, goal.most, margin=self.margin, grid=self.grid).clamp(min=self.floor)
+        own = lowered_weights(self.own, exposure, goal.most, self.margin).clamp(min=self.floor)
         if self.cells is not None:
             own = smallest_in_cell(own, self.cells)
         if self.factors is None or self.groups is None:
@@ -375,5 +354,5 @@ class RoundWeights:
 
         # groups are compared as they will be once single examples pull less
         levels = group_levels(exposure, own / self.own, self.groups)
-        factors = group_factors(self.factors, levels, power=exposure.power, ratio=goal.group_ratio, grid=self.grid)
+        factors = group_factors(self.factors, levels, power=exposure.power, ratio=goal.group_ratio)
         return replace(self, own=own, factors=factors)

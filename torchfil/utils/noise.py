@@ -7,12 +7,14 @@ generators that belong to one run in one process. The operating system seeds the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
+import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -225,3 +227,36 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])
+
+
+@contextlib.contextmanager
+def preserve_rng(generators: Sequence[torch.Generator] = (), seed: int | None = None) -> Iterator[None]:
+    """Afterwards torch, NumPy, Python and the given generators continue as if nothing had been drawn inside.
+
+    Args:
+        generators: Further generators.
+        seed: Inside, all of them draw from it, torch on GPUs included; None: they go on, and GPUs are left alone.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> with preserve_rng(seed=1):
+        ...     other = torch.rand(1)
+        >>> torch.rand(1), torch.manual_seed(0).initial_seed()
+        (tensor([0.4963]), 0)
+    """
+    states = [generator.get_state() for generator in generators]
+    numpys, pythons = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[] if seed is None else range(torch.cuda.device_count())):
+            if seed is not None:
+                torch.manual_seed(seed)
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
+                for place, generator in enumerate(generators):
+                    generator.manual_seed((seed + place + 1) % 2**63)
+            yield
+    finally:
+        np.random.set_state(numpys)
+        random.setstate(pythons)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

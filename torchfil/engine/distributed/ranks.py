@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchfil.accounting.combining import whole_ledger
 from torchfil.accounting.ledger import Ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
-from torchfil.engine.options import Accounting
 from torchfil.utils.noise import derived_seed
 
 __all__ = ["Ranks", "StepNotTakenError", "Whole", "check_ranks", "part_of_sum", "shared_by", "take_part"]
@@ -311,7 +310,7 @@ def shared_by(size: int, module: nn.Module) -> nn.Module:
 
 
 def check_ranks(
-    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
+    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, rel_error: float | None
 ) -> tuple[nn.Module, bool]:
     """The user's module, without the wrapper for several processes, and whether several train it together.
 
@@ -322,7 +321,7 @@ def check_ranks(
         module: The model.
         data_loader: The user's loader.
         poisson_sampling: Whether batches are drawn by Poisson sampling.
-        accounting: How to account.
+        rel_error: As in :class:`~torchfil.engine.options.Accounting`.
 
     Raises:
         ValueError: A way to train by several processes that cannot be accounted for.
@@ -346,9 +345,9 @@ def check_ranks(
         return module, False
 
     # a rank cannot decide by all examples: it knows only those that it drew
-    if accounting.rel_error is not None:
+    if rel_error is not None:
         raise ValueError(
-            f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, but "
+            f"rel_error={rel_error} chooses probes and steps by what all examples have leaked so far, but "
             "each rank knows only a part of that; with several processes set num_probes= and fil_rate= instead"
         )
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared

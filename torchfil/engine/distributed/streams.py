@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchfil.accounting.ids import plain_key
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.loader import BatchTracker, can_remember, emptied, remembering, worker_options
-from torchfil.engine.options import Accounting
 
-__all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream"]
+__all__ = ["FILStreamLoader", "IdOf", "ids_of_batch", "is_stream"]
 
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
@@ -40,38 +39,6 @@ def is_stream(loader: DataLoader[Any]) -> bool:
         False
     """
     return isinstance(loader.dataset, IterableDataset)
-
-
-def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
-    """Raise for streams that cannot be accounted for."""
-    name = type(loader.dataset).__name__
-    if poisson_sampling:
-        raise ValueError(
-            f"{name} is a stream, from which no example can be drawn at random, so subsampling gets no credit. Pass "
-            "poisson_sampling=False and id_of= (ε then counts how often an example took part), or a data set with a "
-            "length and numbered examples."
-        )
-    if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
-        raise ValueError(
-            f"id_of={id_of!r} does not identify the examples in the stream {name}. Put an id into every example, the "
-            "same whenever it comes again, and pass id_of=: the name or place of that part of the batch, or a function "
-            "from a batch to its ids."
-        )
-    if loader.batch_size is None:
-        raise ValueError(
-            "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
-            "data: let the stream give single examples and the loader make batches, DataLoader(stream, batch_size=…)"
-        )
-
-    # options that need all examples before they have arrived
-    unknown = {
-        "clip_weights": "who will come is not known",
-        "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
-        "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
-    }
-    for option, reason in unknown.items():
-        if getattr(accounting, option) is not None:
-            raise ValueError(f"{option}={getattr(accounting, option)!r} cannot be used with a stream: {reason}")
 
 
 def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:

@@ -22,7 +22,6 @@ from torchfil.accounting.quantities import Divergence
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
 from torchfil.engine.reading import Releases, epsilons, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
@@ -33,6 +32,7 @@ from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Labels", "SaveOptions", "as_average", "build_saved_run"]
@@ -98,7 +98,7 @@ def build_saved_run(
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
     shown = words = None
-    with generators_kept():
+    with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(looks, d, thorough=hash_data)
         if table is not None and spread is not None:

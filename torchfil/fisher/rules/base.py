@@ -134,8 +134,10 @@ class LayerRule:
     Attributes:
         narrow_probes: Whether :meth:`inner` also accepts calls in the recorded dtype, if probes need no more digits.
         parameter_names: The local names of the parameters that it supports; None: any.
+        words: What :func:`torchfil.check` calls it; empty: the class's name.
     """
 
+    words = ""
     narrow_probes = False
     parameter_names: frozenset[str] | None = None
 

@@ -35,6 +35,7 @@ class ConvolutionRule(OuterProductRule):
     Products of patches have the precision that the user has set for convolutions.
     """
 
+    words = "convolution, closed form"
     channels = 1
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:

@@ -25,6 +25,8 @@ class GenericRule(LayerRule):
     to have the batch's length, an earlier call decides, usually the trial with two examples.
     """
 
+    words = "none: gradients formed example by example (vmap)"
+
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """The module's own backward pass from δ, example by example."""
         of_args = tuple(_dimension(call, slot, x) for slot, x in enumerate(call.args))

@@ -26,6 +26,7 @@ __all__ = ["EmbeddingRule", "LinearRule", "TransposedLinearRule"]
 class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""
 
+    words = "linear, closed form"
     narrow_probes = True
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
@@ -87,6 +88,8 @@ def _transposed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 class EmbeddingRule(LinearInWeightsRule):
     """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
+
+    words = "embedding, closed form"
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """δ_t added to the row of token t."""

@@ -29,6 +29,7 @@ __all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
 class NormalisationRule(LayerRule):
     """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once and used for all."""
 
+    words = "normalisation, closed form"
     parameter_names = frozenset({"weight", "bias"})
 
     def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:

@@ -34,6 +34,8 @@ class ParameterRule(LayerRule):
         leaves: θ by name.
     """
 
+    words = "bare parameter, where it meets the examples"
+
     def __init__(self, value: Tensor, leaves: Mapping[str, Tensor]) -> None:
         self.value = value
         self.leaves = leaves
@@ -62,6 +64,8 @@ class ReparametrisedRule(LayerRule):
         values: θ′ by local name, attached to the parameters.
         leaves: θ by name.
     """
+
+    words = "weights made from parameters: closed form, then back to the parameters"
 
     def __init__(self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
         self.rule = rule
