@@ -20,7 +20,6 @@ from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -41,6 +40,7 @@ SHORTCUTS = (  # options of Accounting that make_private takes directly
 WHY_NOT_ADAPTIVE = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
+Views = int | Callable[[Tensor], Tensor]  # K, or a function from x to its views
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
 
@@ -129,7 +129,7 @@ class Accounting:
             measure everybody. For long runs with one probe; 0: nobody.
         views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
             or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
-            ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
+            ``criterion``, the loss of single views. See :mod:`torchfil.engine.assembly`.
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
             sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.

@@ -15,14 +15,13 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
-from torchfil.engine.augmentation import check_reads_alike
+from torchfil.engine.assembly import ManyViews, check_reads_alike
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.distributed.streams import check_stream, is_stream
 from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.options import WHY_NOT_ADAPTIVE, Accounting, RunOptions
-from torchfil.engine.views import ManyViews
 from torchfil.utils.errors import require
 
 __all__ = [

@@ -7,12 +7,14 @@ generators that belong to one run in one process. The operating system seeds the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
+import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +29,7 @@ __all__ = [
     "derived_seed",
     "log_line",
     "noise_source",
+    "preserve_rng",
     "random_state",
     "set_random_state",
 ]
@@ -237,3 +240,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])
+
+
+@contextlib.contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Inside, reading and augmenting data does not advance the generators of Python, NumPy and torch."""
+    plain, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(numpys)

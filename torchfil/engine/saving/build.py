@@ -9,7 +9,7 @@ import platform
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,41 +22,23 @@ from torchfil.accounting.quantities import Divergence
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
 from torchfil.engine.reading import Releases, epsilons, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, model_inputs, read_spread
+from torchfil.engine.saving.data import data_sha256, read_spread
 from torchfil.engine.saving.pictures import pixels_of_coordinates, thumbnails
 from torchfil.engine.saving.words import TokenTexts, exposed_words
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Labels", "SaveOptions", "as_average", "build_saved_run"]
+__all__ = ["as_average", "build_saved_run"]
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
-
-
-class SaveOptions(TypedDict, total=False):
-    """What :meth:`FILPrivacyEngine.save_run` can be told; it describes each."""
-
-    title: str | None
-    attribute_names: Sequence[str] | None
-    attribute_units: Sequence[str] | None
-    attribute_scales: AttributeScales | None
-    attribute_groups: AttributeGroups | None
-    unit_of_inputs: str
-    input_range: tuple[float, float] | None
-    groups: Mapping[str, Labels] | None
-    pictures: int
-    texts: TokenTexts | None
-    attacks: Sequence[AttackResult | BoundComparison]
-    hash_data: bool
-    equalised: Equalised | None
 
 
 def build_saved_run(
@@ -87,7 +69,7 @@ def build_saved_run(
     """
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
         raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    looks, ids, d = training.looks, leakage.ids, leakage.num_coordinates
+    passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
     named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
     table = tracked_table(leakage, named, with_texts=texts is not None)
@@ -98,13 +80,13 @@ def build_saved_run(
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
     shown = words = None
-    with generators_kept():
+    with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
-        spread = read_spread(looks, d, thorough=hash_data)
+        spread = read_spread(passes, d, thorough=hash_data)
         if table is not None and spread is not None:
             table = table.with_levels(spread.coordinates)
-        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(looks, d))
-        if pictures > 0 and looks.dataset is not None:  # a stream cannot be read again
+        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
+        if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, columns, pictures)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
@@ -186,8 +168,8 @@ def _columns(
 def _about(
     training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, *, hash_data: bool
 ) -> dict[str, Any]:
-    looks, module = training.looks, training.replica.live
-    inputs = model_inputs(looks, [0]) if looks.dataset is not None else {}
+    passes, module = training.passes, training.replica.live
+    inputs = passes.inputs([0]) if passes.dataset is not None else {}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
@@ -196,7 +178,7 @@ def _about(
             # the length of the longest text belongs to one example, so a redacted report must not show it
             ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
-            "data_sha256": data_sha256(looks.dataset) if hash_data and looks.dataset is not None else None,
+            "data_sha256": data_sha256(passes.dataset) if hash_data and passes.dataset is not None else None,
         },
         "mechanism": _mechanism(training, leakage),
         "epsilon": float(accountant.get_epsilon(delta)),
@@ -230,7 +212,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "poisson": options.sample_rate is not None,
-        "stream": training.looks.dataset is None,
+        "stream": training.passes.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.pace.num_probes,

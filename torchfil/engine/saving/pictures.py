@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.looks import DatasetLooks
-from torchfil.engine.saving.data import model_inputs
+from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.report.saved_run import Pictures
 
 __all__ = ["as_image", "pixels_of_coordinates", "thumbnails"]
@@ -36,14 +34,14 @@ def thumbnails(training: PrivateTraining, columns: dict[str, np.ndarray], count:
     rows = order if len(order) <= 2 * count else np.concatenate([order[:count], order[len(order) - count :]])
     if not len(rows):
         return None
-    inputs = model_inputs(training.looks, rows.tolist())
+    inputs = training.passes.inputs(rows.tolist())
     key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:
         return None
 
     images, maps = inputs[key], None
     if training.run.loss is not None:
-        plis = training.looks.plis(rows.tolist(), training.optimizer, private=True).get(key)
+        plis = training.passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
         if plis is not None and plis.shape == images.shape:
             plis = plis.detach().cpu().double().nan_to_num(0.0)
             maps = _shrunk(plis.reshape(len(rows), -1, *images.shape[-2:]).sum(dim=1)).float().numpy()
@@ -63,11 +61,11 @@ def as_image(image: Tensor) -> Tensor:
     return small[0] if len(small) == 1 else small.permute(1, 2, 0).contiguous()
 
 
-def pixels_of_coordinates(looks: DatasetLooks, num_coordinates: int) -> np.ndarray | None:
+def pixels_of_coordinates(passes: DatasetPasses, num_coordinates: int) -> np.ndarray | None:
     """Row and column of every private coordinate in the image, int64 [d, 2]; None if the inputs are not images."""
-    if looks.dataset is None or looks.run.ids.num_examples == 0:
+    if passes.dataset is None or passes.run.ids.num_examples == 0:
         return None
-    examples = looks.examples([0])
+    examples = passes.examples([0])
     if examples.num_coordinates != num_coordinates or examples.values.isnan().any():
         return None
     maps = list(examples.maps(torch.arange(num_coordinates, dtype=torch.float64)[None]).values())

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
-from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.looks import DatasetLooks
-from torchfil.engine.saving.data import model_inputs
+from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.report.saved_run import Texts
 
 __all__ = ["Decodes", "TokenTexts", "exposed_words"]
@@ -66,7 +64,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: TokenTexts
             raise ValueError(f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each, in order")
         positions = _positions(training, leakage, max(map(len, tokens), default=0))
     else:
-        tokens = token_ids(training.looks, rows.tolist()) if len(rows) else torch.zeros(0, 0)
+        tokens = token_ids(training.passes, rows.tolist()) if len(rows) else torch.zeros(0, 0)
         positions = _positions(training, leakage, tokens.shape[1])
     if not len(rows):
         return None
@@ -88,18 +86,18 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: TokenTexts
     return Texts(rows.astype(np.int64), words, _compact(by_token, own), None if plis is None else _compact(plis, own))
 
 
-def token_ids(looks: DatasetLooks, rows: list[int]) -> Tensor:
+def token_ids(passes: DatasetPasses, rows: list[int]) -> Tensor:
     """The token ids that the model receives for these texts, [rows, T].
 
     Raises:
         ValueError: A stream, or it is not known which of the inputs they are.
     """
-    if looks.dataset is None:
+    if passes.dataset is None:
         raise ValueError("the examples of a stream cannot be read again: give texts= as strings, one list an example")
     integers = (torch.int64, torch.int32)
     inputs = {
         key: value
-        for key, value in model_inputs(looks, rows).items()
+        for key, value in passes.inputs(rows).items()
         if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in integers
     }
     if _TOKENS not in inputs and len(inputs) != 1:
@@ -124,9 +122,9 @@ def _positions(training: PrivateTraining, leakage: Leakage, longest: int) -> int
 
 def _plis(training: PrivateTraining, rows: list[int], positions: int) -> Tensor | None:
     """‖PLIS‖ by token, [rows, positions], NaN at padding; None if it cannot be computed."""
-    if training.run.loss is None or training.looks.dataset is None:
+    if training.run.loss is None or training.passes.dataset is None:
         return None
-    maps = training.looks.plis(rows, training.optimizer, private=True)
+    maps = training.passes.plis(rows, training.optimizer, private=True)
     fitting = [each for each in maps.values() if each.ndim == 3 and each.shape[1] <= positions]
     if len(fitting) != 1:
         return None
