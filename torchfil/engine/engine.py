@@ -61,6 +61,7 @@ from torchfil.planning.targets import LeakageTarget, TargetCheck
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
 from torchfil.utils.tables import html_table
 
@@ -222,8 +223,8 @@ class FILPrivacyEngine(PrivacyEngine):
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
-            known = {"distributed": distributed, "rand_on_empty": rand_on_empty, "poisson_sampling": True}
-            known = options_known_to(self._prepare_data_loader, known)
+            given = {"distributed": distributed, "rand_on_empty": rand_on_empty, "poisson_sampling": True}
+            known = options_known_to(self._prepare_data_loader, given)
             prepared = self._prepare_data_loader(data_loader, **known)
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
@@ -291,7 +292,7 @@ class FILPrivacyEngine(PrivacyEngine):
         if not known_batches:
             rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
             rate *= options.get("accumulation_steps", accounting.accumulation_steps)
-        noise_multiplier = get_noise_multiplier(
+        sigma = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=rate,
@@ -299,10 +300,9 @@ class FILPrivacyEngine(PrivacyEngine):
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        if accounting.epochs is None:
-            accounting = replace(accounting, epochs=epochs)
+        accounting = replace(accounting, epochs=accounting.epochs or epochs)
         return self.make_private(
-            module, optimizer, data_loader, noise_multiplier=noise_multiplier, accounting=accounting, **options
+            module, optimizer, data_loader, noise_multiplier=sigma, accounting=accounting, **options
         )
 
     def make_private_with_bound(
@@ -370,16 +370,10 @@ class FILPrivacyEngine(PrivacyEngine):
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
-        if accounting.epochs is None:
-            accounting = replace(accounting, epochs=epochs)
-        target = LeakageTarget(
-            target_mse_bound,
-            target_true_positive_rate,
-            asked_question(question, target_true_positive_rate, accounting),
-            at_false_positive_rate,
-            confidence,
-            of,
-        )
+        accounting = replace(accounting, epochs=accounting.epochs or epochs)
+        asked = asked_question(question, target_true_positive_rate, accounting)
+        about = (target_true_positive_rate, asked, at_false_positive_rate)
+        target = LeakageTarget(target_mse_bound, *about, confidence, of)
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
         copied = (module, optimizer, data_loader)
         pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
@@ -420,23 +414,17 @@ class FILPrivacyEngine(PrivacyEngine):
                 runs only.
         """
         repetitions = self.pilot.repetitions if merged else []
-        steps = {leakage.ledger.steps for leakage in (self.totals, *repetitions)}
-        if len(steps) > 1:
-            raise ValueError(
-                f"merged=True averages whole runs: this one has taken {self.totals.ledger.steps} steps, its pilots "
-                f"{max(steps)}; train to the end, or leave merged out"
-            )
+        steps = [leakage.ledger.steps for leakage in (self.totals, *repetitions)]
+        whole = f"merged=True averages whole runs: this one has taken {steps[0]} steps, its pilots {max(steps)}"
+        require(len(set(steps)) == 1, f"{whole}; train to the end, or leave merged out")
         return (target or self.bound_target).check(self.totals, *repetitions)
 
     def _check_unused(self) -> None:
-        if self._made is not None:
-            raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
+        require(self._made is None, "this engine already accounts for a run; make a new FILPrivacyEngine for another")
 
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
-        options = training.run.options
-        parts = "" if options.shares is None else ", each parameter's separately"
-        logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
+        logger.info("gradients are clipped to %g by the clip function %r", limit, training.run.options.clip.name)
         logger.log(*log_line(training.optimizer.noise))
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
@@ -604,11 +592,8 @@ class FILPrivacyEngine(PrivacyEngine):
     def paused(self) -> Iterator[None]:
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
-        warnings.warn(
-            "Fisher accounting is paused: steps taken now are released but not measured, and the totals of their "
-            "examples become lower bounds",
-            stacklevel=3,
-        )
+        text = "Fisher accounting is paused: steps are released but not measured, and totals become lower bounds"
+        warnings.warn(text, stacklevel=3)
         before, run.paused = run.paused, True
         try:
             yield
@@ -893,8 +878,7 @@ class FILPrivacyEngine(PrivacyEngine):
             delta: δ of ε.
             **options: Options of :meth:`save_run`; pictures come from the first run.
         """
-        if len(engines) < 2:
-            raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
+        require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
         run = first._saved_run(delta, cls.merge(engines), **options)
         return Path(path) if run is None else save(as_average(run, trainings, first.accountant, delta), path)

@@ -137,8 +137,8 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
             unsafe = isinstance(error, pickle.UnpicklingError)  # its text recommends running what the file holds
             reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
             raise CheckpointError(
-                f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}), or not a torchfil "
-                "checkpoint. Nothing was loaded: copy the file again, or resume from an earlier checkpoint."
+                f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}); it must hold only "
+                "tensors and plain values. Nothing was loaded: copy the file again, or resume from an earlier one."
             ) from error
     return dict(content)
 
@@ -174,7 +174,7 @@ def write_folder(
     """
     is_first, group = (True, None) if ranks is None else (ranks.rank == 0, ranks.saving_group)
     name = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-    writer = _FolderWriter(Path(path), name if ranks is None else ranks.objects(name)[0])
+    writer = _FolderWriter(Path(path) / (name if ranks is None else ranks.objects(name)[0]))
     tensors: dict[str, Tensor] = {}
 
     def taken_out(place: Any, leaf: Any) -> Any:
@@ -217,27 +217,18 @@ def write_folder(
 
 
 class _FolderWriter(FileSystemWriter):
-    """Writes a new checkpoint next to the last one, and makes it the latest when all ranks are done.
+    """Writes a new checkpoint next to the last one, and makes it the latest when all ranks are done."""
 
-    Args:
-        folder: The folder of all checkpoints.
-        name: The name of the new one.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder / name)
-        self._folder, self._name = folder, name
-        self.is_latest = False
+    is_latest = False
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """As in torch; only the owner may read the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / self._name).mkdir(mode=0o700, exist_ok=True)
+        Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """As in torch, with checksums; a full disk is an ``OSError`` here, too."""
-        with explain_disk_full(self._folder):
+        with explain_disk_full(Path(self.path).parent):
             written = super().write_data(plan, planner)
             for name in {result.storage_data.relative_path for result in written.value()}:
                 self._append_checksum(name)
@@ -247,14 +238,14 @@ class _FolderWriter(FileSystemWriter):
         """The last step, on rank 0, after all ranks have written."""
         super().finish(metadata, results)
         self._append_checksum(".metadata")
-        write_bytes(self._folder / _LATEST, self._name.encode())
+        own = Path(self.path)
+        write_bytes(own.with_name(_LATEST), own.name.encode())
         self.is_latest = True
-        for other in self._folder.glob(f"{_PREFIX}*"):
-            if other.name != self._name:
-                shutil.rmtree(other, ignore_errors=True)
+        for other in {*own.parent.glob(f"{_PREFIX}*")} - {own}:
+            shutil.rmtree(other, ignore_errors=True)
 
     def _append_checksum(self, name: str) -> None:
-        with open(self._folder / self._name / name, "rb+") as file:
+        with open(Path(self.path) / name, "rb+") as file:
             append_checksum(file)
             file.flush()
             os.fsync(file.fileno())
@@ -333,11 +324,11 @@ class _FolderReader(FileSystemReader):
 
     def _check(self, name: str) -> None:
         require(Path(name).name == name, f"{name!r} does not lie in the checkpoint's folder")
-        with open(Path(self.path) / name, "rb") as file:
-            try:
+        try:
+            with open(Path(self.path) / name, "rb") as file:
                 check_checksum(file)
-            except ValueError as error:
-                raise ValueError(f"the file {name} is damaged or truncated ({error})") from error
+        except ValueError as error:
+            raise ValueError(f"the file {name} is damaged or truncated ({error})") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -26,16 +26,14 @@ from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
 from torchfil.engine.reading import Releases, epsilons, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
 from torchfil.engine.saving.data import data_sha256, read_spread
-from torchfil.engine.saving.pictures import pixels_of_coordinates, thumbnails
-from torchfil.engine.saving.words import TokenTexts, exposed_words
+from torchfil.engine.saving.shown import exposed_words, pixels_of_coordinates, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of
-
-__all__ = ["as_average", "build_saved_run"]
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
@@ -57,7 +55,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    texts: TokenTexts | None = None,
+    texts: Any = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
@@ -67,8 +65,8 @@ def build_saved_run(
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
     over several runs.
     """
-    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
-        raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
+    finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
+    require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
     named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
@@ -143,10 +141,8 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
 def _labels(name: str, given: Labels, ids: Sequence[Hashable]) -> np.ndarray:
     """A grouping's labels in the order of the data set, [n]."""
     labels = [given[key] for key in ids if key in given] if isinstance(given, Mapping) else given
-    if len(labels) != len(ids):
-        raise ValueError(
-            f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; give one for each, in order or by id"
-        )
+    fits = f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; give one for each, in order or by id"
+    require(len(labels) == len(ids), fits)
     return np.asarray([str(label) for label in labels], dtype=str)
 
 
@@ -170,6 +166,7 @@ def _about(
 ) -> dict[str, Any]:
     passes, module = training.passes, training.replica.live
     inputs = passes.inputs([0]) if passes.dataset is not None else {}
+    versions = {"torchfil": __version__, "torch": str(torch.__version__), "opacus": metadata.version("opacus")}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
@@ -184,12 +181,7 @@ def _about(
         "epsilon": float(accountant.get_epsilon(delta)),
         "delta": delta,
         "accountant": accountant.mechanism(),
-        "versions": {
-            "torchfil": __version__,
-            "torch": str(torch.__version__),
-            "opacus": metadata.version("opacus"),
-            "python": platform.python_version(),
-        },
+        "versions": {**versions, "python": platform.python_version()},
         "probe_seed": training.run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.exact,
@@ -252,10 +244,10 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
     """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
-        diameter = input_range[1] - input_range[0]
-        readings = {"replace_one": "replace-one", "paper": "paper"}
-        both = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in readings.items()}
-        bounds["rdp_mse_bound"] = {"diameter": diameter, **both}
+        bounds["rdp_mse_bound"] = {"diameter": input_range[1] - input_range[0]}
+        for name in ("replace-one", "paper"):
+            bound = rdp_bound(releases, num_coordinates, input_range[1] - input_range[0], name)
+            bounds["rdp_mse_bound"][name.replace("-", "_")] = bound
     curve = everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
     return bounds

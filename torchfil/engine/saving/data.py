@@ -19,9 +19,8 @@ from torchfil.engine.assembly import DatasetPasses
 from torchfil.private import Examples
 from torchfil.report.saved_run import Spread
 from torchfil.report.yardsticks import counted_spread
+from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
-
-__all__ = ["DataSpread", "data_fingerprint", "data_sha256", "fitted_prior", "read_spread"]
 
 _BYTES_AT_ONCE = 2**26
 _READ_WHOLE = 2**30  # bytes of a TensorDataset up to which a fingerprint is of all examples, a second's work
@@ -157,16 +156,14 @@ def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
         ValueError: It cannot be fitted: a stream, or coordinates without values that could be compared.
     """
     d = passes.run.leakage.num_coordinates
-    if passes.dataset is None:
-        raise ValueError("the examples of a stream cannot be read again; pass prior=, a law given what is public")
+    remedy = "pass prior=, a law given what is public"
+    require(passes.dataset is not None, f"the examples of a stream cannot be read again; {remedy}")
     rows = _some_rows(passes, d, thorough=True)
     parts = list(_pieces(passes, rows, 1024))
     values = [part.values for part in parts]
-    if len({part.form for part in parts}) > 1 or any(part.shape[1] != d or part.isnan().any() for part in values):
-        raise ValueError(
-            "a prior needs private values of one shape, and these are outputs of a submodule, or texts of different "
-            "lengths; pass prior=, a law given what is public"
-        )
+    alike = all(part.shape[1] == d and not part.isnan().any() for part in values)
+    shapes = "a prior needs private values of one shape, not outputs of a submodule or texts of different lengths"
+    require(alike and len({part.form for part in parts}) <= 1, f"{shapes}; {remedy}")
     public = [tensors_of(part.restore(torch.zeros_like(part.z), part.public)[:3]) for part in parts]
     return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
 
