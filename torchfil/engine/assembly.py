@@ -319,16 +319,10 @@ class MeanOverViews:
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The batch's loss; targets, [batch, …], are the same for all views."""
-        counts: list[int] = []
-
-        def flat(leaf: Tensor) -> Tensor:
-            counts.append(leaf.shape[1])
-            return leaf.flatten(0, 1)
-
-        outputs = map_tensors(flat, outputs)
-        repeated = map_tensors(lambda leaf: leaf.repeat_interleave(counts[0], dim=0), targets)
-        loss = self.criterion(outputs, repeated)
-        return loss if self.loss_reduction == "mean" else loss / counts[0]
+        count = tensors_of(outputs)[0].shape[1]
+        views = map_tensors(lambda leaf: leaf.flatten(0, 1), outputs)
+        loss = self.criterion(views, map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), targets))
+        return loss if self.loss_reduction == "mean" else loss / count
 
     def __repr__(self) -> str:
         return f"the mean over views of {self.criterion!r}"
