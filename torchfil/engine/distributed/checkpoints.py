@@ -138,7 +138,7 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
             reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
             raise CheckpointError(
                 f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}); it must hold only "
-                "tensors and plain values. Nothing was loaded: copy the file again, or resume from an earlier one."
+                "tensors and plain values. Nothing was loaded: copy it again, or resume from an earlier checkpoint."
             ) from error
     return dict(content)
 
