@@ -51,7 +51,7 @@ def make(dataset: Any, module: nn.Module | None = None, **options: Any) -> FILPr
 @pytest.mark.parametrize("seed", range(5))
 def test_random_views_are_refused_where_coordinates_are_summed(track: str, seed: int) -> None:
     torch.manual_seed(seed)
-    with pytest.raises(ValueError, match=rf"track=\('{track}',\) sums by coordinate.*track only the trace"):
+    with pytest.raises(ValueError, match=rf"track=\('{track}',\) sums by coordinate.*Track only the trace"):
         make(Views(flipped), track=(track,))
 
 

@@ -42,7 +42,6 @@ def files(folder: Path) -> list[Path]:
 def test_a_tree_comes_back(tmp_path: Path) -> None:
     write_folder(tmp_path / "run", tree(), None, asynchronous=False)
     assert same(read_folder(tmp_path / "run"), tree())
-    assert read_folder(tmp_path / "run", without=("weights",)).keys() == {"state", "nothing"}
 
 
 def test_the_newest_replaces_the_last(tmp_path: Path) -> None:
@@ -158,14 +157,14 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
 
 def test_what_files_and_folders_cannot_do(tmp_path: Path) -> None:
     engine, model, *_ = start()
-    with pytest.raises(ValueError, match=r"writes folders, and path=.*run.pt' is a file; give a folder: path='.*/'"):
+    with pytest.raises(ValueError, match=r"run.pt' is a file; .* need a folder: path='.*/'"):
         engine.save_checkpoint(path=str(tmp_path / "run.pt"), module=model, asynchronous=True)
-    with pytest.raises(TypeError, match="torch_save_kwargs= is for files"):
+    with pytest.raises(ValueError, match="torch_save_kwargs= is for files"):
         engine.save_checkpoint(path=tmp_path, module=model, torch_save_kwargs={"pickle_protocol": 4})
     with pytest.raises(TypeError, match="no option optimiser"):
         engine.save_checkpoint(path=tmp_path, module=model, optimiser=None)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         engine.load_checkpoint(path=tmp_path, module=model)
     engine.save_checkpoint(path=tmp_path, module=model)
-    with pytest.raises(TypeError, match="is for files"):
+    with pytest.raises(ValueError, match="is for files"):
         engine.load_checkpoint(path=tmp_path, module=model, torch_load_kwargs={"map_location": "cpu"})

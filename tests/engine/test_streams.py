@@ -222,9 +222,9 @@ def test_batches_without_a_size_are_refused() -> None:
     ("batch", "id_of", "message"),
     [
         ({"x": torch.zeros(2)}, "key", r"id_of='key' is not in a batch of type dict with \['x'\]"),
-        ((torch.zeros(2),), 3, "id_of=3 is not in a batch of type tuple of 1 parts"),
-        (("ab", torch.zeros(2)), 0, "give a list with one for each example"),
-        (([[1], [2]], torch.zeros(2)), 0, "cannot be an example's id"),
+        ((torch.zeros(2),), 3, "id_of=3 is not in a batch of type tuple"),
+        (("ab", torch.zeros(2)), 0, "give a list with one number or string for each"),
+        (([[1], [2]], torch.zeros(2)), 0, "cannot be the examples' ids"),
     ],
 )
 def test_ids_that_are_none_are_told(batch: Any, id_of: Any, message: str) -> None:

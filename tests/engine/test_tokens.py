@@ -20,7 +20,7 @@ from tests.engine.test_texts import LENGTHS, WIDTH, Reader, padded_with_mask, te
 from torchfil import PLIS, Private
 from torchfil.attribution.plis import token_norms
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.saving.words import token_ids
+from torchfil.engine.saving.shown import token_ids
 from torchfil.report import load, write_report
 
 LONGEST = 5
@@ -124,10 +124,10 @@ def test_plis_of_a_plain_model_by_token() -> None:
 
 def test_tokens_that_nobody_can_find_are_refused() -> None:
     engine, _, _ = one_step()
-    looks = engine._training.looks
-    looks.dataset = None
+    passes = engine._training.passes
+    passes.dataset = None
     with pytest.raises(ValueError, match="a stream cannot be read again: give texts= as strings"):
-        token_ids(looks, [0, 1])
-    looks.dataset, looks.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
+        token_ids(passes, [0, 1])
+    passes.dataset, passes.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
     with pytest.raises(ValueError, match="0 inputs of the model hold integers by position"):
-        token_ids(looks, [0, 1])
+        token_ids(passes, [0, 1])

@@ -23,14 +23,14 @@ from opacus.validators.errors import IllegalModuleConfigurationError
 from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack
 
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
-from torchfil.engine.assembly import PrivateTraining, assemble
+from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import Ranks, check_ranks
 from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
@@ -53,9 +53,7 @@ from torchfil.engine.options import (
     with_rate,
 )
 from torchfil.engine.reading import Ids, check_delta
-from torchfil.engine.resuming import Checkpoints
-from torchfil.engine.run import Run
-from torchfil.engine.saving.build import SaveOptions, as_average, build_saved_run
+from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -74,6 +72,7 @@ from torchfil.planning.calibration import (
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
 from torchfil.utils.tables import html_table
 
@@ -233,37 +232,38 @@ class FILPrivacyEngine(PrivacyEngine):
         warn_without_noise(noise_multiplier)
         self._check_model(module, criterion)
 
-        prepared = self._prepare_data_loader(
-            data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
-        )
+        prepared: Any = data_loader
+        if poisson_sampling:  # Opacus's loader draws the batches
+            given = {"distributed": distributed, "rand_on_empty": rand_on_empty, "poisson_sampling": True}
+            known = options_known_to(self._prepare_data_loader, given)
+            prepared = self._prepare_data_loader(data_loader, **known)
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids, seed = example_ids(data_loader, id_of), accounting.generator().initial_seed()
-        ranks = Ranks(seed, ids.num_examples) if distributed else None
+        ids = example_ids(data_loader, id_of)
+        ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
         accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
-        place: dict[str, Any] = {"device": next(module.parameters()).device, "rank": ranks and ranks.rank}
-        noise = noise_source(
-            secure=self.secure_mode, seed=self._noise_seed, noise=noise_generator, draws=data_loader.generator, **place
-        )
-        wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        releases = {"noise_multiplier": noise_multiplier, "max_grad_norm": limit, "expected_batch_size": divisor}
-        with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
-        training = assemble(
+        device, rank = next(module.parameters()).device, None if ranks is None else ranks.rank
+        sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
+        noise = noise_source(secure=self.secure_mode, seed=self._noise_seed, device=device, rank=rank, **sources)
+        hooks = {"grad_sample_mode": mode, "wrap_model": wrap_model, "batch_first": batch_first}
+        with_hooks = partial(self._prepare_model, module, loss_reduction=loss_reduction, **hooks)
+        training = PrivateTraining(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
             options,
             criterion,
             ids,
-            accounting.generator(),
-            lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
-            with_hooks if mode != "auto" else None,
-            wrapper,
-            {**releases, "loss_reduction": loss_reduction},
-            drawn,
+            id_of,
             noise,
             ranks,
-            id_of,
+            whole_batch=drawn,
+            accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
+            with_hooks=with_hooks if mode != "auto" else None,
+            batch_first=batch_first,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=limit,
+            expected_batch_size=divisor,
         )
         self._begin(training, limit, accounted_rate, poisson_sampling=poisson_sampling)
         return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
@@ -303,7 +303,7 @@ class FILPrivacyEngine(PrivacyEngine):
         if not known_batches:
             rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
             rate *= options.get("accumulation_steps", accounting.accumulation_steps)
-        noise_multiplier = get_noise_multiplier(
+        sigma = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=rate,
@@ -311,10 +311,9 @@ class FILPrivacyEngine(PrivacyEngine):
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        if accounting.epochs is None:
-            accounting = replace(accounting, epochs=epochs)
+        accounting = replace(accounting, epochs=accounting.epochs or epochs)
         return self.make_private(
-            module, optimizer, data_loader, noise_multiplier=noise_multiplier, accounting=accounting, **options
+            module, optimizer, data_loader, noise_multiplier=sigma, accounting=accounting, **options
         )
 
     def make_private_with_bound(
@@ -378,16 +377,10 @@ class FILPrivacyEngine(PrivacyEngine):
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
-        if accounting.epochs is None:
-            accounting = replace(accounting, epochs=epochs)
-        target = LeakageTarget(
-            target_mse_bound,
-            target_true_positive_rate,
-            asked_question(question, target_true_positive_rate, accounting),
-            at_false_positive_rate,
-            confidence,
-            of,
-        )
+        accounting = replace(accounting, epochs=accounting.epochs or epochs)
+        asked = asked_question(question, target_true_positive_rate, accounting)
+        about = (target_true_positive_rate, asked, at_false_positive_rate)
+        target = LeakageTarget(target_mse_bound, *about, confidence, of)
         search = NoiseSearch(margin, grid, max_noise_multiplier)
         copied = (module, optimizer, data_loader)
         pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
@@ -428,44 +421,35 @@ class FILPrivacyEngine(PrivacyEngine):
                 runs only.
         """
         repetitions = self.pilot.repetitions if merged else []
-        steps = {leakage.ledger.steps for leakage in (self.totals, *repetitions)}
-        if len(steps) > 1:
-            raise ValueError(
-                f"merged=True averages whole runs: this one has taken {self.totals.ledger.steps} steps, its pilots "
-                f"{max(steps)}; train to the end, or leave merged out"
-            )
+        steps = [leakage.ledger.steps for leakage in (self.totals, *repetitions)]
+        whole = f"merged=True averages whole runs: this one has taken {steps[0]} steps, its pilots {max(steps)}"
+        require(len(set(steps)) == 1, f"{whole}; train to the end, or leave merged out")
         return (target or self.bound_target).check(self.totals, *repetitions)
 
     def _check_unused(self) -> None:
-        if self._made is not None:
-            raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
+        require(self._made is None, "this engine already accounts for a run; make a new FILPrivacyEngine for another")
 
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
-        options = training.run.options
-        parts = "" if options.shares is None else ", each parameter's separately"
-        logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
+        logger.info("gradients are clipped to %g by the clip function %r", limit, training.run.options.clip.name)
         logger.log(*log_line(training.optimizer.noise))
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
-        hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
-        if not poisson_sampling:
-            logger.info(
-                "poisson_sampling=False: subsampling gives no amplification. ε counts as many releases of σ as the "
-                "most frequent example has participations, for zero-out adjacency (its gradients left out)"
-            )
-            hook = partial(self._account_participations, training.run)
+            hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
+        else:
+            logger.info("poisson_sampling=False: no amplification; ε counts the most frequent example's participations")
+            hook = self._account_participations
         training.optimizer.attach_step_hook(hook)
         self._made = training
 
-    def _account_participations(self, run: Run, optimizer: DPOptimizer) -> None:
+    def _account_participations(self, optimizer: DPOptimizer) -> None:
         """Tell the accountant the number of participations of the most frequent example; batches may be known.
 
         Each counts as a Gaussian release (q = 1) with the smallest noise so far. For zero-out adjacency this is at
         least what the steps of any example cost, in whatever order they came.
         """
-        sigmas = [sigma for sigma, *_ in self.accountant.history]
-        self.accountant.history = [(min([*sigmas, optimizer.noise_multiplier]), 1.0, run.most_participations())]
+        smallest = min([*(sigma for sigma, *_ in self.accountant.history), optimizer.noise_multiplier])
+        self.accountant.history = [(smallest, 1.0, self._training.run.most_participations())]
 
     def _check_model(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None) -> None:
         """Raise for models and losses that mix examples."""
@@ -500,15 +484,6 @@ class FILPrivacyEngine(PrivacyEngine):
         """Opacus's hooks on the model, for layers that they have rules for."""
         super().validate(module=module, optimizer=None, data_loader=None)
         return super()._prepare_model(module, **options_known_to(super()._prepare_model, options))
-
-    def _prepare_data_loader(
-        self, data_loader: DataLoader[Any], *, poisson_sampling: bool, **options: Any
-    ) -> DataLoader[Any]:
-        """Opacus's loader, which draws the batches; without Poisson sampling, the user's."""
-        if not poisson_sampling:
-            return data_loader
-        known = options_known_to(super()._prepare_data_loader, options)
-        return super()._prepare_data_loader(data_loader, poisson_sampling=True, **known)
 
     # ------------------------------------------------------------------ state
 
@@ -564,12 +539,7 @@ class FILPrivacyEngine(PrivacyEngine):
         return self._checkpoints.save(path, asynchronous=asynchronous, **options)
 
     def load_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike[str] | IO[bytes],
-        module: nn.Module,
-        optimizer: optim.Optimizer | None = None,
-        **options: Any,
+        self, *, path: str | os.PathLike[str] | IO[bytes], module: nn.Module, **options: Any
     ) -> dict[str, Any]:
         """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
 
@@ -580,9 +550,9 @@ class FILPrivacyEngine(PrivacyEngine):
         Args:
             path: A file or a folder that :meth:`save_checkpoint` wrote, with any number of processes.
             module: The private model.
-            optimizer: The private optimizer; None: its state is not loaded.
-            **options: As in Opacus: ``noise_scheduler``, ``grad_clip_scheduler``, ``module_load_dict_kwargs`` and
-                ``torch_load_kwargs``; ``restore_random_state=False`` leaves torch's own random state alone.
+            **options: As in Opacus: ``optimizer`` (the private one; its state is loaded only if it is given),
+                ``noise_scheduler``, ``grad_clip_scheduler``, ``module_load_dict_kwargs`` and ``torch_load_kwargs``;
+                ``restore_random_state=False`` leaves torch's own random state alone.
 
         Returns:
             The rest of the checkpoint, with what ``checkpoint_dict`` held.
@@ -593,7 +563,7 @@ class FILPrivacyEngine(PrivacyEngine):
             RuntimeError: The weights do not fit the module; nothing was changed.
             CheckpointError: The file is damaged or truncated; nothing was changed.
         """
-        return self._checkpoints.load(path, module, optimizer, **options)
+        return self._checkpoints.load(path, module, **options)
 
     # ------------------------------------------------------------------ control
 
@@ -629,18 +599,13 @@ class FILPrivacyEngine(PrivacyEngine):
     def paused(self) -> Iterator[None]:
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
-        if run.paused:
-            raise RuntimeError("the accounting is already paused")
-        warnings.warn(
-            "Fisher accounting is paused: steps taken now are released but not measured, and the totals of their "
-            "examples become lower bounds",
-            stacklevel=3,
-        )
-        run.paused = True
+        text = "Fisher accounting is paused: steps are released but not measured, and totals become lower bounds"
+        warnings.warn(text, stacklevel=3)
+        before, run.paused = run.paused, True
         try:
             yield
         finally:
-            run.paused = False
+            run.paused = before
 
     def detach(self) -> None:
         """Remove all hooks: the model is a plain module again. The ledger stays; no further step is possible."""
@@ -650,7 +615,7 @@ class FILPrivacyEngine(PrivacyEngine):
         """Compute every example's gradient norm at the current weights, for :meth:`get_individual_epsilon`."""
         training = self._training
         with training.replica.gathered():
-            training.looks.refresh_norms(training.optimizer)
+            training.passes.refresh_norms(training.optimizer)
 
     # ------------------------------------------------------------------ reading
 
@@ -751,7 +716,7 @@ class FILPrivacyEngine(PrivacyEngine):
         training = self._training
         rows = training.run.ids.rows(example_ids)[1].tolist()
         with training.replica.gathered():
-            maps = training.looks.plis(rows, training.optimizer, private=private)
+            maps = training.passes.plis(rows, training.optimizer, private=private)
         return next(iter(maps.values())) if len(maps) == 1 else maps
 
     def get_individual_epsilon(self, example_ids: Ids = None, *, delta: float) -> Estimate:
@@ -849,7 +814,7 @@ class FILPrivacyEngine(PrivacyEngine):
 
     # ------------------------------------------------------------------ run files and reports
 
-    def save_run(self, path: str | os.PathLike[str], *, delta: float, **options: Unpack[SaveOptions]) -> Path:
+    def save_run(self, path: str | os.PathLike[str], *, delta: float, **options: Any) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
         The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
@@ -859,6 +824,7 @@ class FILPrivacyEngine(PrivacyEngine):
         Args:
             path: The file; its suffix is .fil by convention.
             delta: δ for ε and for the examples' own ε.
+            **options: Those that follow here.
             title: The report's title; None: the model's name and the number of examples.
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
             attribute_units: One per private coordinate, e.g. "years".
@@ -919,8 +885,7 @@ class FILPrivacyEngine(PrivacyEngine):
             delta: δ of ε.
             **options: Options of :meth:`save_run`; pictures come from the first run.
         """
-        if len(engines) < 2:
-            raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
+        require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
         run = first._saved_run(delta, cls.merge(engines), **options)
         return Path(path) if run is None else save(as_average(run, trainings, first.accountant, delta), path)

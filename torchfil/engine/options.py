@@ -26,13 +26,12 @@ from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.views import ManyViews, Views
+from torchfil.engine.views import ManyViews, Views, check_reads_alike
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -140,7 +139,7 @@ class Accounting:
             measure everybody. For long runs with one probe; 0: nobody.
         views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
             or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
-            ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
+            ``criterion``, the loss of single views. See :mod:`torchfil.engine.assembly`.
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
             sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.

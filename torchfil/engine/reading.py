@@ -84,7 +84,7 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
         )
     trace = leakage.get_trace()
     if prior is None:
-        rows, prior = fitted_prior(training.looks)
+        rows, prior = fitted_prior(training.passes)
         trace = trace[torch.from_numpy(rows)]
     elif isinstance(prior, tuple):
         prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)

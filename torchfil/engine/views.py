@@ -5,24 +5,33 @@ The loss of an example is the mean over its views,
     ℓ_i(w) = (1/K) Σ_k ℓ(f_w(v_k(x_i)), y_i),
 
 which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly:
-through the views if a function makes them from x, or as a function of all K views if the data set draws them.
+through the views if a function makes them from x, or as a function of all K views if the data set draws them. The
+views' random numbers are recorded with the model's masks, and the attacker is assumed to know them.
 
-The views' random numbers are recorded with the model's masks, and the attacker is assumed to know them.
+Data sets that draw another tensor each time an example is read: the Fisher information of a step is about the tensor
+that the model saw. With random flips or crops this is a drawn view, and coordinate j is another pixel in every step, so
+sums by coordinate would mix pixels and are refused. The trace has no coordinates and is kept, as a sum over the views.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from torchfil.accounting.quantities import tracked
+from torchfil.engine.loader import split_batch
 from torchfil.fisher.models import check_unweighted_mean
-from torchfil.utils.trees import map_tensors
-
-__all__ = ["ManyViews", "MeanOverViews", "Views", "with_views"]
+from torchfil.private import Private, as_call
+from torchfil.utils.noise import preserve_rng
+from torchfil.utils.trees import map_tensors, tensors_of
 
 Views = int | Callable[[Tensor], Tensor]
+_EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 
 
 class ManyViews(nn.Module):
@@ -42,8 +51,6 @@ class ManyViews(nn.Module):
 
     def __init__(self, model: nn.Module, views: Views) -> None:
         super().__init__()
-        if not callable(views) and views < 1:
-            raise ValueError(f"views={views} must be at least 1, or a function that maps x to its views")
         self.model, self.views = model, views
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -53,11 +60,8 @@ class ManyViews(nn.Module):
         views = self.views(x) if callable(self.views) else x
         expected = (len(x),) if callable(self.views) else (len(x), self.views)
         if views.ndim < 2 or views.shape[: len(expected)] != expected:
-            raise ValueError(
-                f"views of shape {tuple(views.shape)} for inputs of shape {tuple(x.shape)}; they must be "
-                f"[batch, {'K' if callable(self.views) else self.views}, …], batch first"
-            )
-
+            shapes = f"views of shape {tuple(views.shape)} for inputs of shape {tuple(x.shape)}"
+            raise ValueError(f"{shapes}, views={self.views}: they must be [batch, K, …], with K of at least 1")
         batch, count = views.shape[:2]
         args, kwargs = map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), (args, kwargs))
         outputs = self.model(views.flatten(0, 1), *args, **kwargs)
@@ -83,16 +87,10 @@ class MeanOverViews:
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The batch's loss; targets, [batch, …], are the same for all views."""
-        counts: list[int] = []
-
-        def flat(leaf: Tensor) -> Tensor:
-            counts.append(leaf.shape[1])
-            return leaf.flatten(0, 1)
-
-        outputs = map_tensors(flat, outputs)
-        repeated = map_tensors(lambda leaf: leaf.repeat_interleave(counts[0], dim=0), targets)
-        loss = self.criterion(outputs, repeated)
-        return loss if self.loss_reduction == "mean" else loss / counts[0]
+        count = tensors_of(outputs)[0].shape[1]
+        views = map_tensors(lambda leaf: leaf.flatten(0, 1), outputs)
+        loss = self.criterion(views, map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), targets))
+        return loss if self.loss_reduction == "mean" else loss / count
 
     def __repr__(self) -> str:
         return f"the mean over views of {self.criterion!r}"
@@ -105,8 +103,63 @@ def with_views(
     if views is None:
         return module, criterion
     if criterion is None:
-        raise ValueError(
-            "views= needs the loss of single views, which is averaged over them: pass criterion= to make_private, for "
-            "example nn.CrossEntropyLoss()"
-        )
+        raise ValueError("views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()")
     return ManyViews(module, views), MeanOverViews(criterion, loss_reduction)
+
+
+def check_reads_alike(
+    loader: DataLoader[Any], track: Collection[str], private: Private | None, batch_to_inputs: Callable[..., Any] | None
+) -> None:
+    """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
+
+    It reads 16 examples, so a rare random transform can go unnoticed.
+
+    Args:
+        loader: Draws from a data set with numbered examples.
+        track: What is tracked.
+        private: What is private.
+        batch_to_inputs: Maps a batch to (inputs, targets).
+
+    Raises:
+        ValueError: The private part of an example differs between two reads.
+    """
+    dataset: Any = loader.dataset
+    by_coordinate = [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
+    rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
+    if not by_coordinate or not rows:
+        return
+
+    with preserve_rng():
+        first, second = (
+            _private_tensors(split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs), private)
+            for _ in range(2)
+        )
+
+    def same(one: Tensor, two: Tensor) -> bool:
+        return one.shape == two.shape and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    if len(first) != len(second) or not all(map(same, first, second)):
+        raise ValueError(
+            f"track={tuple(by_coordinate)} sums by coordinate, but this data set gives other values each time an "
+            "example is read (a random transform?): coordinate j would be another pixel at every step. Track only the "
+            "trace; or move the transform into the model's forward(), whose random numbers are accounted for. If the "
+            "part that differs is not private, name what is: private=Private(inputs=…)."
+        )
+
+
+def _private_tensors(batch: tuple[Any, Any], private: Private | None) -> list[Tensor]:
+    """The tensors whose coordinates are summed: the named ones, else the floating-point ones, else all.
+
+    A private submodule's output depends on every input.
+    """
+    (args, kwargs), targets = as_call(batch[0]), batch[1]
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    private = private or Private()
+    given = () if private.inputs is None else private.inputs
+    keys = [given] if isinstance(given, int | str | Integral) else given
+
+    inputs = tensors_of(named)
+    chosen = tensors_of([named[key] for key in keys if key in named])
+    if not chosen and not private.submodules:
+        chosen = [leaf for leaf in inputs if leaf.is_floating_point()]
+    return (chosen or inputs) + (tensors_of(targets) if private.target else [])

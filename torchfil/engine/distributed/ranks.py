@@ -15,7 +15,6 @@ rows; sums over ranks are the same.
 from __future__ import annotations
 
 import datetime
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +31,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchfil.accounting.combining import whole_ledger
 from torchfil.accounting.ledger import Ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
+from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 
-__all__ = ["Ranks", "StepNotTakenError", "Whole", "check_ranks", "part_of_sum", "shared_by", "take_part"]
-
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
-_PATIENCE = datetime.timedelta(seconds=1)  # seconds after which a waiting rank says so
 
 
 class StepNotTakenError(RuntimeError):
@@ -64,15 +61,12 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         world: Any = dist.group.WORLD
         timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
-        self._timeout = max(timeouts, default=datetime.timedelta(minutes=30))  # that of training
-        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._calls = 0  # of the other ranks, the same number on all
+        timeout = max(timeouts, default=datetime.timedelta(minutes=30))  # that of training
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         seeds, sizes = zip(*self.objects((seed, num_examples)), strict=True)
         self.seed: int = seeds[0]
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
-            )
+        whole = f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
+        require(len(set(sizes)) == 1, whole)
         self.is_lost = False
 
     # ------------------------------------------------------------------ random numbers
@@ -126,44 +120,25 @@ class Ranks:
         self._reduce_votes(_IS_LOST if inside else _REFUSES, facts)
 
     def _reduce_votes(self, answer: float, facts: Mapping[str, float | None]) -> list[float]:
-        """The largest answer of all ranks, and the largest f and −f of each fact."""
-        ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
-        votes = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
-        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._wait_for_all(work, facts.get("the number of steps"))
-        self.is_lost = bool(votes[0] == _IS_LOST)
-        return votes.tolist()
-
-    def _wait_for_all(self, work: Any, steps: float | None) -> None:
-        """Wait for the other ranks; a rank that waits long says so, so that missing ranks can be named.
+        """The largest answer of all ranks, and the largest f and −f of each fact.
 
         Raises:
             StepNotTakenError: A rank did not arrive in time, or has ended.
         """
-        self._calls += 1
-        begun = time.monotonic()
-        store = dist.distributed_c10d._get_default_store()  # each rank can read and write it on its own
-        waiting = [f"torchfil/{self._group.group_name}/{self._calls}/{rank}" for rank in range(self.size)]
+        ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
+        votes = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
         try:
-            try:
-                work.wait(min(_PATIENCE, self._timeout / 4))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                store.set(waiting[self.rank], "waits")
-                work.wait()
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
-            waited = time.monotonic() - begun
-            in_time = waited < self._timeout.total_seconds()  # a connection has ended; torch does not say whose
-            missing = [] if in_time else [str(rank) for rank, key in enumerate(waiting) if not store.check([key])]
-            who = f"rank {', '.join(missing)} (of {self.size})" if missing else "another rank"
+            steps = facts.get("the number of steps")
             step = "this step" if steps is None else f"step {int(steps) + 1}"
             raise StepNotTakenError(
-                f"{who} did not reach the end of {step}, for which rank {self.rank} has waited {waited:.0f} s: it "
-                f"hangs, is slow, or has ended ({str(error).rpartition('] ')[2]}). Its own output shows why. No rank "
-                "has taken this step: restart all of them from the last checkpoint. If a rank is slow, let the others "
-                "wait longer: init_process_group(timeout=…)."
+                f"another rank did not reach the end of {step}: it hangs, is slow, or has ended "
+                f"({str(error).rpartition('] ')[2]}). No rank has taken this step: restart all of them from the last "
+                "checkpoint. If a rank is slow, let the others wait longer: init_process_group(timeout=…)."
             ) from error
+        self.is_lost = bool(votes[0] == _IS_LOST)
+        return votes.tolist()
 
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
         """Replace the gradients by their sum over all ranks, or its mean, as Opacus does (collective)."""
@@ -195,13 +170,15 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Σ over the ranks."""
-        return self._reduced(value, dist.ReduceOp.SUM)
+        value = value.detach().to("cpu", copy=True).contiguous()
+        dist.all_reduce(value, op=operation, group=self._group)
+        return value
 
     def maximum(self, value: Tensor) -> Tensor:
         """The largest over the ranks."""
-        return self._reduced(value, dist.ReduceOp.MAX)
+        return self.sum(value, dist.ReduceOp.MAX)
 
     def each(self, value: Tensor) -> list[Tensor]:
         """The ranks' tensors of one shape, in order."""
@@ -221,11 +198,6 @@ class Ranks:
     def saving_group(self) -> dist.ProcessGroup:
         """The group for checkpoints, which may be written while steps are taken."""
         return dist.new_group(backend="gloo")
-
-    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
-        value = value.detach().to("cpu", copy=True).contiguous()
-        dist.all_reduce(value, op=operation, group=self._group)
-        return value
 
 
 _Booked = tuple[Ledger | None, Tensor | None]  # a ledger and the test matrix of its sketch
@@ -282,15 +254,17 @@ def take_part(
         steps: The number of steps taken.
         generator: This rank's source of probes, set to rank 0's state.
     """
-    ranks.seed, ranks.is_lost = saved["seed"] if saved is not None else ranks.seed, False
-    as_many = saved is not None and len(saved["generators"]) == ranks.size
-    if saved is not None and as_many:
+    ranks.is_lost, booked_by = False, None
+    if saved is not None:
+        ranks.seed = saved["seed"]
+    if saved is not None and len(saved["generators"]) == ranks.size:
         generator.set_state(saved["generators"][ranks.rank].cpu())
+        booked_by = saved.get("booked_by")
     elif ranks.rank > 0:
         generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
     if ledger is not None:
-        booked_by = saved["booked_by"].cpu() if saved is not None and as_many else torch.zeros(ledger.num_examples)
-        ledger.sums.keep_only(booked_by == ranks.rank)
+        owner = torch.zeros(ledger.num_examples) if booked_by is None else booked_by.cpu()
+        ledger.sums.keep_only(owner == ranks.rank)
 
 
 def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
@@ -333,27 +307,25 @@ def check_ranks(
         )
     together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
     module = module.get_submodule("module") if together else module
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if is_sharded(module):
-        check_sharded(module, dist.get_world_size())
+        check_sharded(module, size)
     elif not together:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if size > 1:
             warnings.warn(
-                f"{dist.get_world_size()} processes run, and each trains its own model on all of the data. To train "
-                "one model together: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
+                f"{size} processes run, and each trains its own model on all of the data. To train one model together: "
+                "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
                 stacklevel=3,
             )
         return module, False
 
     # a rank cannot decide by all examples: it knows only those that it drew
-    if rel_error is not None:
-        raise ValueError(
-            f"rel_error={rel_error} chooses probes and steps by what all examples have leaked so far, but "
-            "each rank knows only a part of that; with several processes set num_probes= and fil_rate= instead"
-        )
+    given = f"rel_error={rel_error} needs what all examples have leaked, and a rank knows only a part"
+    require(rel_error is None, f"{given}; with several processes set num_probes= and fil_rate= instead")
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
-        n, size = len(data_loader.dataset), dist.get_world_size()  # type: ignore[arg-type]
-        if not isinstance(sampler, DistributedSampler) or (n % size and not sampler.drop_last):
+        divides = len(data_loader.dataset) % size == 0  # type: ignore[arg-type]
+        if not isinstance(sampler, DistributedSampler) or not (divides or sampler.drop_last):
             raise ValueError(
                 f"without Poisson sampling each of the {size} processes must draw from its own part of the data, and "
                 "nobody twice: an example's gradient could count several times under one draw of noise. Give the "

@@ -21,8 +21,6 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.replica import Replica, is_plain
 
-__all__ = ["ShardedReplica", "check_sharded", "in_parts", "is_sharded", "without_shards"]
-
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -45,16 +43,11 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
         module: A model for which :func:`is_sharded` is True.
         num_ranks: The number of processes; each draws its own examples.
     """
+    remedy = "Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        raise ValueError(
-            "FullyShardedDataParallel (FSDP1) flattens the weights of several layers into one tensor. Use FSDP2: "
-            "torch.distributed.fsdp.fully_shard for each block, then for the model."
-        )
+        raise ValueError(f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}")
     if not any(_fsdp_modules(module)):
-        raise ValueError(
-            "the model's weights are sharded, but not by FSDP: tensor parallel ranks share their examples, but here "
-            "each rank draws its own. Use torch.distributed.fsdp.fully_shard(model)."
-        )
+        raise ValueError(f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}")
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.output_dtype is not None:
@@ -64,26 +57,17 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
             )
         part.reshard()  # a pass without a gradient leaves the outermost weights gathered
     for name, value in module.named_parameters():
-        _check_placement(name, value, num_ranks)
-
-
-def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
-    """Raise unless a weight is sharded over all ranks, or the same on all of them and frozen."""
-    if not isinstance(value, DTensor):
-        if value.requires_grad:
+        fits = not value.requires_grad  # a frozen weight is the same on all ranks
+        if isinstance(value, DTensor):
+            *outer, last = value.placements
+            replicated = all(isinstance(placement, Replicate) for placement in outer)
+            fits = value.device_mesh.size() == num_ranks and replicated and isinstance(last, Shard | Replicate)
+        if not fits:
             raise ValueError(
-                f"{name} is trained but not sharded, so nothing keeps it the same on all ranks: call fully_shard on "
-                "the whole model after its blocks, without ignored_params=, or freeze it (requires_grad_(False))"
+                f"{name} is trained but not sharded over all {num_ranks} ranks, each of which draws its own examples: "
+                "call fully_shard on the whole model after its blocks, without ignored_params=, and without mesh= or "
+                "with a mesh of all ranks in which all dimensions except the last replicate"
             )
-        return
-    mesh, (*outer, last) = value.device_mesh, value.placements
-    replicated = all(isinstance(placement, Replicate) for placement in outer)
-    if mesh.size() != num_ranks or not replicated or not isinstance(last, Shard | Replicate):
-        raise ValueError(
-            f"{name} lies as {value.placements} on {mesh}, but each of the {num_ranks} ranks draws its own examples "
-            "(tensor or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with a mesh of "
-            "all ranks in which all dimensions except the last replicate."
-        )
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchfil.accounting.ids import plain_key
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.loader import BatchTracker, can_remember, emptied, remembering, worker_options
-
-__all__ = ["FILStreamLoader", "IdOf", "ids_of_batch", "is_stream"]
 
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
@@ -55,45 +53,34 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
         >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
         ([7, 9], (tensor([0., 0.]),))
     """
+    found: Any
     if callable(id_of):
-        return _as_keys(id_of(batch)), batch
-    if isinstance(batch, dict | UserDict) and id_of in batch:
+        found, rest = id_of(batch), batch
+    elif isinstance(batch, dict | UserDict) and id_of in batch:
         rest = copy.copy(batch)
-        keys = rest.pop(id_of)
-        return _as_keys(keys), rest
-    if type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
-        place = id_of % len(batch)
-        return _as_keys(batch[place]), type(batch)(part for at, part in enumerate(batch) if at != place)
-    length = len(batch) if isinstance(batch, Sized) else 1
-    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {length} parts"
-    raise ValueError(
-        f"id_of={id_of!r} is not in a batch of type {type(batch).__name__} {held}: give the name or place of the ids, "
-        "or a function from a batch to its ids"
-    )
+        found = rest.pop(id_of)
+    elif type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
+        parts = list(batch)
+        found, rest = parts.pop(id_of), type(batch)(parts)
+    else:
+        names = f" with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else ""
+        where = "give the name or place of the ids, or a function from a batch to its ids"
+        raise ValueError(f"id_of={id_of!r} is not in a batch of type {type(batch).__name__}{names}: {where}")
 
-
-def _as_keys(given: Any) -> list[Hashable]:
-    """The ids of a batch as Python numbers and strings."""
-    listed = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
-    if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-        raise TypeError(
-            f"the ids of a batch are {type(given).__name__} {given!r}; give a list with one for each example"
-        )
-    keys = [plain_key(key) for key in listed]
-    for key in keys:
-        if not isinstance(key, Hashable) or isinstance(key, Tensor):
-            raise TypeError(f"{key!r} cannot be an example's id: give a number or a string for each example")
-    return keys
+    listed = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
+    keys = [plain_key(key) for key in listed] if isinstance(listed, Sequence) else [listed]
+    unusable = [key for key in keys if not isinstance(key, Hashable) or isinstance(key, Tensor)]
+    if unusable or isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise TypeError(f"{found!r} cannot be the examples' ids; give a list with one number or string for each")
+    return keys, rest
 
 
 def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
     """Collate as before, to a batch that remembers its ids, without the part that held them."""
     ids, batch = ids_of_batch(collate_fn(samples), id_of)
     if not can_remember(batch):
-        raise TypeError(
-            f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
-            "tuple, dict or dataclass"
-        )
+        kind = type(batch).__name__
+        raise TypeError(f"the collate function returns {kind}, which cannot carry ids; return a list, tuple or dict")
     return remembering(batch, ids, token)
 
 
@@ -142,6 +129,7 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
     empty: Any = None
     while True:
         batch = next(batches, None)
+        empty = emptied(batch) if empty is None and batch is not None else empty
         told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
         answers = [int(answer) for answer in ranks.each(torch.tensor([told]))]
         if _GOES_ON not in answers:
@@ -151,9 +139,4 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
                 f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all, so the shape of an empty one "
                 f"is unknown: give each of the {ranks.size} ranks some shards"
             )
-        if batch is None:
-            yield empty
-            continue
-        if empty is None:
-            empty = emptied(batch)
-        yield batch
+        yield empty if batch is None else batch

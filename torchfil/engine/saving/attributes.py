@@ -28,8 +28,7 @@ from torchfil.engine.saving.data import DataSpread
 from torchfil.report.policy import nearest
 from torchfil.report.saved_run import Attributes, Spread, Yardsticks
 from torchfil.report.yardsticks import level_shares
-
-__all__ = ["AttributeGroups", "AttributeScales", "AttributeTable", "attribute_table", "baselines", "tracked_table"]
+from torchfil.utils.errors import require
 
 AttributeScales = Mapping[str, tuple[str, float] | tuple[str, float, float]]
 AttributeGroups = Mapping[str, Sequence[str]]
@@ -81,25 +80,17 @@ class AttributeTable:
         Raises:
             ValueError: A column of a group takes more than two values, or several levels hold at once.
         """
-        shares, width = _level_shares(spread), spread.high - spread.low
+        two_values, shares, width = level_shares(spread), _level_shares(spread), spread.high - spread.low
         scales, directions = self.scales.copy(), self.directions.copy()
         for place, own in enumerate(self.columns):
             if len(own) == 1:
                 continue
             where = f"attribute_groups[{self.names[place]!r}]"
-            many = [j for j in own if math.isnan(level_shares(spread)[j]) and width[j] > 0]
-            if many:
-                raise ValueError(
-                    f"{where}: {self.coordinates[many[0]]!r} takes more than two values, between "
-                    f"{spread.low[many[0]]:g} and {spread.high[many[0]]:g}, so it is not a level; leave it out of the "
-                    "group"
-                )
+            many = [self.coordinates[j] for j in own if math.isnan(two_values[j]) and width[j] > 0]
+            require(not many, f"{where}: {', '.join(map(repr, many))} takes more than two values; leave it out")
             together = sum(shares[own].tolist())
-            if together > 1 + _EXACT:
-                raise ValueError(
-                    f"{where}: on average {together:.3g} of its levels hold at once; they are not levels of one "
-                    "attribute. Give them as separate attributes"
-                )
+            one = f"{where}: on average {together:.3g} of its levels hold at once; they are not levels of one attribute"
+            require(together <= 1 + _EXACT, one)
             scales[own] = 1 / np.where(width[own] > 0, width[own], 1.0)
             directions[place] = len(own) - (1 if 1 - together <= _EXACT else 0)
         return replace(self, scales=scales, directions=directions)
@@ -124,9 +115,8 @@ class AttributeTable:
 
             # one coordinate: a negative scale reverses its range
             j, scale = own[0], float(self.scales[own[0]])
-            mean, *ends = (
-                float(values[j]) * scale + self.offsets[j] for values in (spread.mean, spread.low, spread.high)
-            )
+            given = (spread.mean[j], spread.low[j], spread.high[j])
+            mean, *ends = (float(value) * scale + self.offsets[j] for value in given)
             rows.append((mean, float(spread.std[j]) * abs(scale), min(ends), max(ends)))
             if not math.isnan(two_values[j]):
                 share = float(two_values[j])
@@ -139,14 +129,10 @@ class AttributeTable:
         def errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
             """The least errors and their lower ends, [rows, k] each, and which rows are unknown, [rows]."""
             fil = leakage.read_attribute_fil(rows)
-            low = self.errors(fil.interval(0.95)[1].double().square())
+            error, low = (self.errors(eta.double().square()) for eta in (fil.value, fil.interval(0.95)[1]))
             unknown = fil.standard_error.isnan() & ~fil.value.isnan()  # unknown for ids that were not chosen
-            error = self.errors(fil.value.double().square())
-            return {
-                "error": error.float(),
-                "error_low": low.where(~error.isnan(), math.nan).float(),
-                "is_unknown": unknown.any(dim=1),
-            }
+            low = low.where(~error.isnan(), math.nan)
+            return {"error": error.float(), "error_low": low.float(), "is_unknown": unknown.any(dim=1)}
 
         found = leakage.by_parts(errors)
         low = None if found["is_unknown"].any() else found["error_low"]
@@ -168,38 +154,33 @@ def attribute_table(
         TypeError: A scale without its unit.
     """
     for what, given in (("attribute_names", names), ("attribute_units", units)):
-        if given is not None and len(given) != num_coordinates:
-            raise ValueError(
-                f"{what} has {len(given)} entries for {num_coordinates} private coordinates; give one each, in order"
-            )
+        fits = given is None or len(given) == num_coordinates
+        require(fits, f"{what} has {len(given or ())} entries for {num_coordinates} private coordinates; give one each")
     coordinates = list(names) if names is not None else [f"coordinate {j}" for j in range(num_coordinates)]
     own_units = list(units) if units is not None else [""] * num_coordinates
-    group_of = _group_of(groups or {}, coordinates)
+    group_of: dict[int, str] = {}
+    for group, levels in (groups or {}).items():
+        where = f"attribute_groups[{group!r}]"
+        for level in levels:
+            j = _place_of(level, coordinates, where)
+            require(j not in group_of, f"{where} names {level!r}, which {group_of.get(j)!r} already has; leave one out")
+            group_of[j] = group
+
     factors, offsets = np.ones(num_coordinates), np.zeros(num_coordinates)
     for name, scale in (scales or {}).items():
         where = f"attribute_scales[{name!r}]"
-        if name not in coordinates:
-            raise ValueError(f"{where}: there is no such attribute{nearest(str(name), coordinates)}")
-        if name in group_of:
-            raise ValueError(
-                f"{where}: it is a level of {group_of[name]!r}, whose levels are shares; leave it out of "
-                "attribute_scales"
-            )
+        j = _place_of(name, coordinates, where)
+        own = f"{where}: it is a level of {group_of.get(j)!r}, whose levels are shares; leave it out"
+        require(j not in group_of, own)
         if not isinstance(scale, tuple | list) or len(scale) not in (2, 3):
-            raise TypeError(
-                f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset), such as ('years', 14.2)"
-            )
-        j = coordinates.index(name)
+            raise TypeError(f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset): ('years', 14.2)")
         own_units[j], factors[j], offsets[j] = (*scale, 0.0)[:3]
-        if factors[j] == 0 or not np.isfinite([factors[j], offsets[j]]).all():
-            raise ValueError(
-                f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite; it is what the attribute "
-                "was divided by, such as its standard deviation"
-            )
+        usable = factors[j] != 0 and math.isfinite(factors[j]) and math.isfinite(offsets[j])
+        require(bool(usable), f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite")
 
     members: dict[str | int, list[int]] = {}  # by group, or by coordinate
-    for j, name in enumerate(coordinates):
-        members.setdefault(group_of.get(name, j), []).append(j)
+    for j in range(num_coordinates):
+        members.setdefault(group_of.get(j, j), []).append(j)
     return AttributeTable(
         coordinates,
         [key if isinstance(key, str) else coordinates[key] for key in members],
@@ -211,21 +192,11 @@ def attribute_table(
     )
 
 
-def _group_of(groups: AttributeGroups, coordinates: Sequence[str]) -> dict[str, str]:
-    """The group of each coordinate that is a level."""
-    group_of: dict[str, str] = {}
-    for group, levels in groups.items():
-        where = f"attribute_groups[{group!r}]"
-        if len(levels) < 2:
-            raise ValueError(f"{where} has {len(levels)} columns; a group joins two levels or more")
-        for level in levels:
-            if level not in coordinates:
-                hint = nearest(str(level), coordinates)
-                raise ValueError(f"{where} names {level!r}, which is not an attribute{hint}")
-            if level in group_of:
-                raise ValueError(f"{where} names {level!r}, which {group_of[level]!r} already has; each has one group")
-            group_of[level] = group
-    return group_of
+def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
+    """Which coordinate has this name."""
+    if name not in coordinates:
+        raise ValueError(f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
+    return coordinates.index(name)
 
 
 def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool) -> AttributeTable | None:
@@ -242,10 +213,8 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     table = attribute_table(d, *named.values())
     given = [name for name, value in named.items() if value is not None]
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
-        if given:
-            raise ValueError(
-                f"{given[0]} were given, but attributes were not tracked: make_private(track=('diagonal',))"
-            )
+        remedy = "but attributes were not tracked: make_private(track=('diagonal',))"
+        require(not given, f"{', '.join(given)} were given, {remedy}")
         return None
     if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
         warnings.warn(

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,38 +25,18 @@ from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
 from torchfil.engine.reading import Releases, epsilons, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, model_inputs, read_spread
-from torchfil.engine.saving.pictures import pixels_of_coordinates, thumbnails
-from torchfil.engine.saving.words import TokenTexts, exposed_words
+from torchfil.engine.saving.data import data_sha256, read_spread
+from torchfil.engine.saving.shown import exposed_words, pixels_of_coordinates, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Labels", "SaveOptions", "as_average", "build_saved_run"]
-
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
-
-
-class SaveOptions(TypedDict, total=False):
-    """What :meth:`FILPrivacyEngine.save_run` can be told; it describes each."""
-
-    title: str | None
-    attribute_names: Sequence[str] | None
-    attribute_units: Sequence[str] | None
-    attribute_scales: AttributeScales | None
-    attribute_groups: AttributeGroups | None
-    unit_of_inputs: str
-    input_range: tuple[float, float] | None
-    groups: Mapping[str, Labels] | None
-    pictures: int
-    texts: TokenTexts | None
-    attacks: Sequence[AttackResult | BoundComparison]
-    hash_data: bool
-    equalised: Equalised | None
 
 
 def build_saved_run(
@@ -75,7 +55,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    texts: TokenTexts | None = None,
+    texts: Any = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
@@ -85,9 +65,9 @@ def build_saved_run(
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
     over several runs.
     """
-    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
-        raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    looks, ids, d = training.looks, leakage.ids, leakage.num_coordinates
+    finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
+    require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
+    passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
     named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
     table = tracked_table(leakage, named, with_texts=texts is not None)
@@ -100,11 +80,11 @@ def build_saved_run(
     shown = words = None
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
-        spread = read_spread(looks, d, thorough=hash_data)
+        spread = read_spread(passes, d, thorough=hash_data)
         if table is not None and spread is not None:
             table = table.with_levels(spread.coordinates)
-        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(looks, d))
-        if pictures > 0 and looks.dataset is not None:  # a stream cannot be read again
+        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
+        if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, columns, pictures)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
@@ -161,10 +141,8 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
 def _labels(name: str, given: Labels, ids: Sequence[Hashable]) -> np.ndarray:
     """A grouping's labels in the order of the data set, [n]."""
     labels = [given[key] for key in ids if key in given] if isinstance(given, Mapping) else given
-    if len(labels) != len(ids):
-        raise ValueError(
-            f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; give one for each, in order or by id"
-        )
+    fits = f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; give one for each, in order or by id"
+    require(len(labels) == len(ids), fits)
     return np.asarray([str(label) for label in labels], dtype=str)
 
 
@@ -186,8 +164,9 @@ def _columns(
 def _about(
     training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, *, hash_data: bool
 ) -> dict[str, Any]:
-    looks, module = training.looks, training.replica.live
-    inputs = model_inputs(looks, [0]) if looks.dataset is not None else {}
+    passes, module = training.passes, training.replica.live
+    inputs = passes.inputs([0]) if passes.dataset is not None else {}
+    versions = {"torchfil": __version__, "torch": str(torch.__version__), "opacus": metadata.version("opacus")}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
@@ -196,18 +175,13 @@ def _about(
             # the length of the longest text belongs to one example, so a redacted report must not show it
             ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
-            "data_sha256": data_sha256(looks.dataset) if hash_data and looks.dataset is not None else None,
+            "data_sha256": data_sha256(passes.dataset) if hash_data and passes.dataset is not None else None,
         },
         "mechanism": _mechanism(training, leakage),
         "epsilon": float(accountant.get_epsilon(delta)),
         "delta": delta,
         "accountant": accountant.mechanism(),
-        "versions": {
-            "torchfil": __version__,
-            "torch": str(torch.__version__),
-            "opacus": metadata.version("opacus"),
-            "python": platform.python_version(),
-        },
+        "versions": {**versions, "python": platform.python_version()},
         "probe_seed": training.run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.exact,
@@ -230,7 +204,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "poisson": options.sample_rate is not None,
-        "stream": training.looks.dataset is None,
+        "stream": training.passes.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.pace.num_probes,
@@ -270,10 +244,10 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
     """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
-        diameter = input_range[1] - input_range[0]
-        readings = {"replace_one": "replace-one", "paper": "paper"}
-        both = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in readings.items()}
-        bounds["rdp_mse_bound"] = {"diameter": diameter, **both}
+        bounds["rdp_mse_bound"] = {"diameter": input_range[1] - input_range[0]}
+        for name in ("replace-one", "paper"):
+            bound = rdp_bound(releases, num_coordinates, input_range[1] - input_range[0], name)
+            bounds["rdp_mse_bound"][name.replace("-", "_")] = bound
     curve = everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
     return bounds

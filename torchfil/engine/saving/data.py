@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, TensorDataset
 
 from torchfil.bounds import Prior
-from torchfil.engine.loader import split_batch
-from torchfil.engine.looks import DatasetLooks
-from torchfil.private import Examples, as_call
+from torchfil.engine.assembly import DatasetPasses
+from torchfil.private import Examples
 from torchfil.report.saved_run import Spread
 from torchfil.report.yardsticks import counted_spread
+from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
-
-__all__ = ["DataSpread", "data_fingerprint", "data_sha256", "fitted_prior", "model_inputs", "read_spread"]
 
 _BYTES_AT_ONCE = 2**26
 _READ_WHOLE = 2**30  # bytes of a TensorDataset up to which a fingerprint is of all examples, a second's work
@@ -113,24 +111,24 @@ class DataSpread:
     coordinates: Spread
 
 
-def read_spread(looks: DatasetLooks, num_coordinates: int, *, thorough: bool) -> DataSpread | None:
+def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> DataSpread | None:
     """The spread of the run's data; None for streams, and if no private coordinate has a fixed value.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
 
     Args:
-        looks: Reads the data set.
+        passes: Reads the data set.
         num_coordinates: d.
         thorough: Whether many examples may be read.
     """
     d = max(1, num_coordinates)
-    rows = _some_rows(looks, d, thorough=thorough)
-    if looks.dataset is None or not len(rows):
+    rows = _some_rows(passes, d, thorough=thorough)
+    if passes.dataset is None or not len(rows):
         return None
 
     def values() -> Iterator[np.ndarray]:
-        for part in _pieces(looks, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
+        for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
             # outputs of submodules have no values; texts may be laid out differently from batch to batch
             if part.values.shape[1] != num_coordinates or part.values.isnan().all():
                 raise _NoValuesError
@@ -149,7 +147,7 @@ def read_spread(looks: DatasetLooks, num_coordinates: int, *, thorough: bool) ->
     return DataSpread(len(rows), Spread(*map(np.asarray, inputs)), each)
 
 
-def fitted_prior(looks: DatasetLooks) -> tuple[np.ndarray, Prior]:
+def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
     """The rows of the examples that were read, and a normal law of their private values given everything else in them.
 
     Everything else is public: their targets and inputs, with the private coordinates taken out.
@@ -157,44 +155,33 @@ def fitted_prior(looks: DatasetLooks) -> tuple[np.ndarray, Prior]:
     Raises:
         ValueError: It cannot be fitted: a stream, or coordinates without values that could be compared.
     """
-    d = looks.run.leakage.num_coordinates
-    if looks.dataset is None:
-        raise ValueError("the examples of a stream cannot be read again; pass prior=, a law given what is public")
-    rows = _some_rows(looks, d, thorough=True)
-    parts = list(_pieces(looks, rows, 1024))
+    d = passes.run.leakage.num_coordinates
+    remedy = "pass prior=, a law given what is public"
+    require(passes.dataset is not None, f"the examples of a stream cannot be read again; {remedy}")
+    rows = _some_rows(passes, d, thorough=True)
+    parts = list(_pieces(passes, rows, 1024))
     values = [part.values for part in parts]
-    if len({part.form for part in parts}) > 1 or any(part.shape[1] != d or part.isnan().any() for part in values):
-        raise ValueError(
-            "a prior needs private values of one shape, and these are outputs of a submodule, or texts of different "
-            "lengths; pass prior=, a law given what is public"
-        )
+    alike = all(part.shape[1] == d and not part.isnan().any() for part in values)
+    shapes = "a prior needs private values of one shape, not outputs of a submodule or texts of different lengths"
+    require(alike and len({part.form for part in parts}) <= 1, f"{shapes}; {remedy}")
     public = [tensors_of(part.restore(torch.zeros_like(part.z), part.public)[:3]) for part in parts]
     return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
-
-
-def model_inputs(looks: DatasetLooks, rows: Sequence[int]) -> dict[Hashable, Any]:
-    """The model's inputs for these examples, by position and by name, [rows, …] each."""
-    batch = looks.collate_fn([looks.dataset[row] for row in rows])
-    args, kwargs = as_call(split_batch(batch, looks.run.options.batch_to_inputs)[0])
-    inputs: dict[Hashable, Any] = dict(enumerate(args))
-    inputs.update(kwargs)
-    return inputs
 
 
 class _NoValuesError(Exception):
     """Coordinates have no values that could be compared between examples."""
 
 
-def _some_rows(looks: DatasetLooks, d: int, *, thorough: bool) -> np.ndarray:
+def _some_rows(passes: DatasetPasses, d: int, *, thorough: bool) -> np.ndarray:
     """All examples, or as many of them as are read, always the same ones."""
-    count = looks.run.ids.num_examples
+    count = passes.run.ids.num_examples
     most = min(_MOST_ROWS if thorough else _FEW_ROWS, max(_FEW_ROWS, _MOST_VALUES // d))
     if count <= most:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
-def _pieces(looks: DatasetLooks, rows: np.ndarray, size: int) -> Iterator[Examples]:
+def _pieces(passes: DatasetPasses, rows: np.ndarray, size: int) -> Iterator[Examples]:
     """These examples with their private coordinates, ``size`` of them at a time."""
     for start in range(0, len(rows), size):
-        yield looks.examples(rows[start : start + size].tolist())
+        yield passes.examples(rows[start : start + size].tolist())
