@@ -17,8 +17,7 @@ from torchfil.engine.guard import check_copy
 from torchfil.engine.measure import StepValues, Wanted, joined, values_of
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
-from torchfil.fisher.estimators import get_estimator
+from torchfil.fisher.estimators import Draws, get_estimator
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.mechanism import Mechanism

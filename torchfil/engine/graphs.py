@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfil.engine.measure import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
+from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, forward_pass
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
@@ -241,6 +241,6 @@ class _Captured:
         clip, threshold = mechanism.clip, mechanism.max_grad_norm
         jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
-        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
+        draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
         yield values_of(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, mask)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.operator import Jacobian
 from torchfil.private import Examples, as_call, as_given, check_finite
 from torchfil.questions import Alternative, Question
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import concatenated, map_tensors, tensors_of
 
 __all__ = ["Places", "StepValues", "Wanted", "joined", "values_of", "with_alternatives"]
 
@@ -113,7 +113,7 @@ def values_of(
     if wanted.seeds:
         needs = needs_of(wanted.track)
         measurement = batch.measured(
-            [(draws.rows, jacobian)],
+            jacobian,
             needs.quantities,
             wanted.estimator,
             draws,
@@ -152,17 +152,12 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
     """Several passes as one: their examples concatenated, their sums added."""
     if len(parts) == 1:
         return parts[0]
-    measured = [part.additions for part in parts if part.additions is not None]
-    at_outputs = [part.output_gradients for part in parts if part.output_gradients is not None]
-    losses = [part.losses for part in parts if part.losses is not None]
-    return StepValues(
-        torch.cat(losses) if losses else None,
-        torch.cat([part.norm for part in parts]),
-        torch.cat([part.clipped_norm for part in parts]),
-        {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums},
-        {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
-        tuple(map(torch.cat, zip(*at_outputs, strict=True))) if len(at_outputs) == len(parts) else None,
-    )
+    sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
+    parts = [replace(part, sums={}) for part in parts]
+    if any(part.output_gradients is None for part in parts):
+        parts = [replace(part, output_gradients=None) for part in parts]
+    result: StepValues = concatenated(parts)
+    return replace(result, sums=sums)
 
 
 def with_alternatives(

@@ -25,7 +25,7 @@ from torchfil.engine.measure import StepValues, Wanted, joined, with_alternative
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Noise, Run
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism

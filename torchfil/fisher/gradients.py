@@ -202,13 +202,18 @@ class ExampleGradients:
                 stack.enter_context(probes_in(self.probe_precision, reduced=reduced))
             yield
 
-    def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
-        """The batch in pieces such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
+    @property
+    def bytes_per_vector(self) -> int:
+        """The bytes of one vector of length p."""
+        return self.num_parameters * self.dtype.itemsize
 
-        A piece holds at least one example.
-        """
-        bytes_per_example = vectors_per_example * self.num_parameters * self.dtype.itemsize
-        for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
+    def chunks(self, max_memory: int, bytes_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
+        """The batch in pieces that fit in ``max_memory`` bytes, of one example or more; an empty batch is one piece."""
+        count, room = len(self.examples), max(1, max_memory // max(1, bytes_per_example))
+        if count <= room:
+            yield slice(0, count), self
+            return
+        for rows, examples in self.examples.chunks(room):
             yield rows, replace(self, examples=examples)
 
     def double(self) -> ExampleGradients:
