@@ -183,7 +183,9 @@ class PrivateBatch:
             noisy = replace(self, mechanism=some)
             return noisy.measured(jacobian, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
 
-        moments = get_estimator(estimator)(jacobian, self.mechanism, quantities, draws)
+        chosen = get_estimator(estimator)
+        given = chosen.function(jacobian, self.mechanism, quantities, draws)
+        moments = chosen.checked(given, jacobian, quantities)
         products = slope = None
         if susceptibility:
             factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
@@ -227,12 +229,10 @@ class PrivateBatch:
         """
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
-        mechanism, size = self.mechanism, vectors * self.gradients.bytes_per_vector
-        recorded = self.plan is not None and self.plan.reason is None
-        if self.plan is not None and recorded:
-            size = self.plan.bytes_per_example
+        mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
+        size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
         for rows, part in self.gradients.chunks(max_memory, size):
-            if recorded:
+            if recorded is not None:
                 yield rows, RecordedJacobian(part, mechanism.clip, mechanism.max_grad_norm, measured=measured)
             else:
                 yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)

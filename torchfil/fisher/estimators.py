@@ -211,10 +211,29 @@ class Estimator:
         self, jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
         """The requested quantities, all from the same draws."""
-        given = self.function(jacobian, mechanism, quantities, draws)
-        gradients = jacobian.gradients
+        return self.checked(self.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
+
+    def checked(self, given: Any, jacobian: Jacobian, quantities: Sequence[Quantity]) -> dict[Quantity, Moments]:
+        """What the function gave, if it is as it must be.
+
+        Raises:
+            ValueError: A quantity is missing, or has another shape than :func:`shape_of` says.
+        """
         for quantity in quantities:
-            self._check_given(given, quantity, shape_of(quantity, len(gradients), gradients.num_coordinates))
+            moments = given.get(quantity) if isinstance(given, dict) else None
+            if not isinstance(moments, Moments):
+                got = sorted(given) if isinstance(given, dict) else type(given).__name__
+                raise ValueError(
+                    f"estimator {self.name!r} was asked for the {quantity} and gave {got}; it must return a dict with "
+                    f"a torchfil.fisher.estimators.Moments for each of its quantities {list(self.quantities)}"
+                )
+            shape = shape_of(quantity, *jacobian.gradients.examples.z.shape)
+            for part, value in (("mean", moments.mean), ("variance", moments.variance)):
+                if tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"estimator {self.name!r} gave a {quantity} whose {part} has shape {tuple(value.shape)}; it "
+                        f"must be {shape}, by example of the chunk{' and private coordinate' * (len(shape) > 1)}"
+                    )
         return {name: replace(given[name], exact=self.exact or given[name].exact) for name in quantities}
 
     def check_gives(self, quantities: Iterable[Quantity], wish: str = "") -> None:
@@ -231,21 +250,6 @@ class Estimator:
                 f"{f'{wish} needs the {missing[0]}, and ' if wish else ''}estimator={self.name!r} gives the "
                 f"{' and the '.join(self.quantities)} only, not the {missing[0]}; use estimator={able}"
             )
-
-    def _check_given(self, given: Any, quantity: Quantity, shape: tuple[int, ...]) -> None:
-        moments = given.get(quantity) if isinstance(given, dict) else None
-        if not isinstance(moments, Moments):
-            got = sorted(given) if isinstance(given, dict) else type(given).__name__
-            raise ValueError(
-                f"estimator {self.name!r} was asked for the {quantity} and gave {got}; it must return a dict with a "
-                f"torchfil.fisher.estimators.Moments for each of its quantities {list(self.quantities)}"
-            )
-        for part, value in (("mean", moments.mean), ("variance", moments.variance)):
-            if tuple(value.shape) != shape:
-                raise ValueError(
-                    f"estimator {self.name!r} gave a {quantity} whose {part} has shape {tuple(value.shape)}; it must "
-                    f"be {shape}, by example of the chunk{' and private coordinate' * (len(shape) > 1)}"
-                )
 
 
 def exact(
