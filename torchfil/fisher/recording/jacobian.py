@@ -177,17 +177,17 @@ def cut(recording: Recording) -> CutRecording:
     return CutRecording(apart, leaves, origins)
 
 
-def _terms(recording: Recording) -> Iterator[tuple[Call, ...]]:
+def _terms(recording: Recording) -> list[tuple[Call, ...]]:
     """The calls of each term of ‖g‖². If several calls use a parameter, its gradient is summed over them first."""
     uses = Counter([name for call in recording.calls for name in call.shared_names.values()])
-    sharing = []
+    terms: list[tuple[Call, ...]] = []
+    sharing: list[Call] = []
     for call in recording.calls:
-        if max([uses[name] for name in call.shared_names.values()]) == 1:
-            yield (call,)
+        if max(map(uses.__getitem__, call.shared_names.values())) == 1:
+            terms.append((call,))
         else:
             sharing.append(call)
-    if sharing:
-        yield tuple(sharing)
+    return [*terms, tuple(sharing)] if sharing else terms
 
 
 def term_of(recording: Recording, calls: Sequence[Call]) -> Tensor:
