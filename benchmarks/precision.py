@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.loops import MODELS, Model
 from benchmarks.measuring import attempt
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -131,7 +131,7 @@ def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
 def _traces(batch: PrivateBatch, jacobian: ClippedJacobian, seeds: tuple[int, ...]) -> Tensor:
     count = len(batch.gradients)
     draws = Draws(seeds, slice(0, count), count, 1)
-    measurement = batch.measured([(draws.rows, jacobian)], ("trace",), "weight-probes", draws)
+    measurement = batch.measured(jacobian, ("trace",), "weight-probes", draws)
     return measurement.estimates["trace"].value.double()
 
 

@@ -14,7 +14,7 @@ from scipy import optimize, special
 from torch import Tensor
 
 from torchfil import guessing
-from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.mechanism import step_divergence
 from torchfil.fisher.results import Estimate
 from torchfil.guessing import Guess
 

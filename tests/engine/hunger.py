@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.recording.record import _forward
+from torchfil.fisher.recording.record import _run
 
 
 @dataclass
@@ -48,7 +48,7 @@ def room_for(most: int, skipped: int = 0) -> Iterator[Device]:
         return ask
 
     with (
-        mock.patch("torchfil.fisher.recording.record._forward", asking(_forward)),
+        mock.patch("torchfil.fisher.recording.record._run", asking(_run)),
         mock.patch.object(ExampleGradients, "_map", asking(ExampleGradients._map)),
     ):
         yield device

@@ -31,7 +31,7 @@ from torchfil import FILPrivacyEngine
 from torchfil.attribution import PLIS
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
-from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.mechanism import step_divergence
 from torchfil.questions import Absent
 
 WAYS = ["auto", "hooks", "train_step", "physical", "hooks, physical"]

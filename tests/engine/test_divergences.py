@@ -17,7 +17,7 @@ from tests.engine.architectures import ConvNeXt, Encoder
 from tests.engine.brute_force import C, Run, clipped_gradients, images, make, texts, train
 from tests.engine.loops import loader
 from torchfil import FILPrivacyEngine, Private
-from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.mechanism import step_divergence
 from torchfil.questions import Absent, Change, Label, Question, Region, Token
 
 SIGMA = 0.9

@@ -13,7 +13,7 @@ from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import additions
 from torchfil.fisher.batch import Measurement
-from torchfil.fisher.estimators import _probe_moments
+from torchfil.fisher.estimators import RunningMoments
 from torchfil.fisher.results import Estimate
 
 D = 5
@@ -44,7 +44,10 @@ def run(
         if float(torch.rand((), generator=source)) < rate:
             normal = torch.randn(probes, n, rank, generator=source, dtype=torch.float64)
             seen = torch.nn.functional.pad(normal * (trace / rank).sqrt()[:, None], (0, D - rank))
-            moments = _probe_moments(iter(seen), ("trace",), probes)["trace"]
+            total = RunningMoments(spread=2.0)
+            for row in seen:
+                total.add(row.square().sum(dim=1))
+            moments = total.result()
             whole = replace(moments, mean=moments.mean + known * trace, certain=known * trace)
             estimate = whole.estimate(positive=True)
             measurement = Measurement({"trace": estimate}, trace, None, None)

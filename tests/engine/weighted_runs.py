@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.engine.brute_force import C, Run, make, train
 from tests.engine.loops import data, network
 from torchfil.fisher import reference
-from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.mechanism import step_divergence
 from torchfil.questions import Absent, Label, Question
 
 SIGMA = 0.9

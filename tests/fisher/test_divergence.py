@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchfil.fisher import poisson_amplification
-from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.mechanism import step_divergence
 
 RATES = [1e-5, 1e-3, 0.01, 0.05, 0.3, 0.9, 1.0]
 NORMS = [0.0, 0.3, 1.3, 5.0]

@@ -15,7 +15,7 @@ from torchfil import fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws, draw_bits, signs_of
+from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian, plan
 

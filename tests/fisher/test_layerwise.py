@@ -15,11 +15,9 @@ from tests.cases import relative_error
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.divergence import step_divergence
-from torchfil.fisher.draws import Draws
-from torchfil.fisher.estimators import get_estimator
+from torchfil.fisher.estimators import Draws, get_estimator
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.mechanism import Mechanism, step_divergence
 from torchfil.fisher.operator import ClippedJacobian
 
 LIMITS = [0.3, 0.8, 0.1, 2.0]

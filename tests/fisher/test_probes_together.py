@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.cases import CASES, DEVICE, build, relative_error
 from tests.fisher.recorded_cases import BATCH, LAYERS, Flat
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws, draw_bits, signs_of
+from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian, plan

@@ -12,9 +12,8 @@ from torch import Tensor
 from tests.cases import DEVICE, build, relative_error
 from torchfil.clipping import check_clip_weights, get_clip
 from torchfil.fisher import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace, reference
-from torchfil.fisher.divergence import step_divergence
 from torchfil.fisher.gradients import ExampleGradients, flatten
-from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.mechanism import Mechanism, step_divergence
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian
 from torchfil.fisher.recording.graphs import signature

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from tests.cases import grouped, relative_error
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.fisher.draws import draw_bits, signs_of
-from torchfil.fisher.estimators import register_estimator, weight_probes
+from torchfil.fisher.estimators import draw_bits, register_estimator, signs_of, weight_probes
 from torchfil.private import Examples, Private
 from torchfil.private.submodules import embeddings_to_protect
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -397,6 +398,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
             f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
         )
     _REGISTRY[quantity.name] = quantity
+    needs_of.cache_clear()
 
 
 def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
@@ -407,7 +409,8 @@ def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
     return tuple([quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track])
 
 
-def needs_of(track: Collection[Track]) -> Needs:
+@cache
+def needs_of(track: tuple[Track, ...]) -> Needs:
     """What must be measured at a step of a run that tracks these."""
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(

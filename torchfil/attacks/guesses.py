@@ -21,8 +21,8 @@ from torch.func import vmap
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import make_generator, with_progress
 from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
-from torchfil.fisher.divergence import step_divergence
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
+from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
 from torchfil.private import Private
 from torchfil.questions import Question

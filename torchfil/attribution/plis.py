@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,12 +79,11 @@ def susceptibility(
     batch_plan = batch_plan if batch_plan is not None else plan(gradients)
     parts = []
     if batch_plan.reason is None:
-        rows_at_once = max(1, max_memory // max(1, batch_plan.bytes_per_example))
-        chunks = gradients.examples.chunks(rows_at_once)
+        chunks = gradients.chunks(max_memory, batch_plan.bytes_per_example)
         with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
-            parts = [recorded_pass(replace(gradients, examples=examples)) for _, examples in chunks]
+            parts = [recorded_pass(part) for _, part in chunks]
     if not parts:
-        for _, part in gradients.chunks(max_memory, _WORKING_VECTORS):
+        for _, part in gradients.chunks(max_memory, _WORKING_VECTORS * gradients.bytes_per_vector):
             g = part.gradients()
             parts.append(NormGradient(g.square().sum(dim=1), 2 * part.vjp(g)))
     square = torch.cat([part.square for part in parts])

@@ -29,7 +29,7 @@ from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
 from torchfil.fisher.models import check_modules, check_unweighted_mean

@@ -1,59 +1,58 @@
 """Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples.
 
-Passes that run out of memory are discarded and repeated in pieces of half the size.
+On a GPU, recorded passes are CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchfil.engine.graphs import CapturedPasses, StartedGraph
 from torchfil.engine.guard import check_copy
-from torchfil.engine.measure import StepValues, Wanted, joined, values_of
+from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, values_of
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
-from torchfil.fisher.estimators import get_estimator
+from torchfil.fisher.estimators import Draws, draw_bits, get_estimator, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import Jacobian
-from torchfil.fisher.recording import (
-    Plan,
-    RecordedForward,
-    RecordedJacobian,
-    UnsupportedCallError,
-    forward_pass,
-    plan,
-)
-from torchfil.fisher.recording.graphs import release_memory
+from torchfil.fisher.recording import Plan, RecordedForward, RecordedJacobian, UnsupportedCallError, forward_pass, plan
+from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
-from torchfil.utils.trees import form_of, tensors_of
-
-__all__ = ["Executor", "PassMemory", "Started"]
+from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
 Cut = Callable[[int], Passes]  # from a limit in bytes
+Half = RecordedForward | StartedGraph | None  # a forward pass that the loop has run
 
 _MOST_PLANS = 256
 _LENGTHS_TO_TRY = 4  # of texts of which others lie between
+_MOST_GRAPHS = 48
+_GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
+_USES_BEFORE_CAPTURING = 3  # of further ones
+_MOST_ASKED = 256
+_DEVIATIONS = (-1, 0, 1, 3)  # of a Poisson draw's size from its mean, in standard deviations
 
 
 class Started:
     """The loop's forward pass, to be completed once: a second attempt must not keep its tensors in memory."""
 
-    def __init__(self, half: RecordedForward | StartedGraph | None) -> None:
+    def __init__(self, half: Half) -> None:
         self._half = half
 
-    def take(self) -> RecordedForward | StartedGraph | None:
+    def take(self) -> Half:
         """The pass; None from the second call on."""
         half, self._half = self._half, None
         return half
@@ -71,13 +70,7 @@ class Executor:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        expected_batch: int,
-        max_memory: int,
-        *,
-        cuda_graphs: bool,
-        recorded: bool = True,
+        self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, recorded: bool = True
     ) -> None:
         self.replica = replica
         self.memory = PassMemory(max_memory)
@@ -150,9 +143,6 @@ class Executor:
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
         batch = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried)
 
-        def cut(limit: int) -> Passes:
-            return _passes_within(limit, batch, wanted)
-
         before = self.memory.limit
         while True:
             try:
@@ -162,7 +152,7 @@ class Executor:
                     raise
                 reason = str(error)
             # only here is the error gone, whose traceback held everything that the pass had allocated
-            if not self.memory.halve(cut, reason):
+            if not self.memory.halve(lambda limit: _passes_within(limit, batch, wanted), reason):
                 self.memory.limit = before
                 raise torch.OutOfMemoryError(
                     f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
@@ -170,22 +160,20 @@ class Executor:
                     "(num_probes=)."
                 )
 
-    def _evaluated(
-        self,
-        batch: PrivateBatch,
-        tried: Plan,
-        wanted: Wanted,
-        forward: RecordedForward | StartedGraph | None,
-        *,
-        few: bool,
-    ) -> StepValues:
+    def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
         """By a recorded pass as far as one serves; other estimators use their own products with each J."""
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if not tried.fits or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
         try:
-            values = self._recorded(batch, tried, recorded, forward, few=few)
+            values = self._from_graph(batch, tried, recorded, forward, few=few)
+            if values is None:
+                count, limit, seeds = len(batch.gradients.examples), self.memory.limit, recorded.seeds
+                chunks = self._completed(batch, forward, measured=bool(seeds))
+                chunks = chunks or batch.chunks(limit, 1, measured=bool(seeds))
+                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), limit))
+                values = values_of(batch, chunks, recorded, draws, wanted.rate)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
             self._plans[self._key(batch.gradients)] = found
@@ -196,6 +184,42 @@ class Executor:
         measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
         check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
         return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
+
+    def _from_graph(
+        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
+    ) -> StepValues | None:
+        """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be completed."""
+        if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
+            return None
+        room, graphs = self._room(tried), self._captured_passes()
+        if few:  # graphs over this many examples keep a GPU busy only if all probes are processed at once
+            if self._graphs_of_few is None:
+                count = max(1, len(batch.gradients))
+                at_once = max(1, min(len(wanted.seeds), room // count))
+                self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
+            graphs = self._graphs_of_few
+        return graphs.run(batch, wanted, room, self.replica.key, forward)
+
+    def _completed(
+        self, batch: PrivateBatch, forward: Half, *, measured: bool
+    ) -> Iterable[tuple[slice, Jacobian]] | None:
+        """The loop's own forward pass, completed; None if there is none, or if it cannot be completed."""
+        if not isinstance(forward, RecordedForward):
+            return None
+        mechanism, live = batch.mechanism, replace(batch.gradients, model=self.replica.live)
+        try:
+            jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward, measured=measured)
+        except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
+            self._not_recorded_live.add(self._key(batch.gradients))
+            return None
+        return [(slice(0, len(live)), jacobian)]
+
+    def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
+        """With gradients mapped over examples, in chunks."""
+        columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
+        batch, count = replace(batch, plan=None), len(batch.gradients)
+        draws = Draws(wanted.seeds, slice(0, count), count, columns)
+        return values_of(batch, batch.chunks(self.memory.limit, vectors), wanted, draws, wanted.rate)
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
@@ -232,42 +256,6 @@ class Executor:
         tried = self.plan(gradients)
         return not tried.fits or len(gradients) > self._room(tried)
 
-    def _recorded(
-        self,
-        batch: PrivateBatch,
-        tried: Plan,
-        wanted: Wanted,
-        forward: RecordedForward | StartedGraph | None,
-        *,
-        few: bool,
-    ) -> StepValues:
-        """By a CUDA graph if the batch fits one, by completing the loop's pass, or by a separate pass."""
-        gradients, mechanism, count = batch.gradients, batch.mechanism, len(batch.gradients)
-        begun, forward = (forward, None) if isinstance(forward, StartedGraph) else (None, forward)
-        if forward is None and self._uses_graphs(gradients.examples):
-            room = self._room(tried)
-            graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
-            values = graphs.run(batch, wanted, room, self.replica.key, begun)
-            if values is not None:
-                return values
-
-        measured, chunks = bool(wanted.seeds), None
-        if forward is not None:
-            live = replace(gradients, model=self.replica.live)
-            try:
-                jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward, measured=measured)
-                chunks = [(slice(0, count), jacobian)]
-            except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
-                self._not_recorded_live.add(self._key(gradients))
-        at_once = batch.probes_at_once(len(wanted.seeds), self.memory.limit)
-        return _values(batch, chunks or batch.chunks(self.memory.limit, 1, measured=measured), wanted, 1, at_once)
-
-    def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
-        """With gradients mapped over examples, in chunks."""
-        columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
-        batch = replace(batch, plan=None)
-        return _values(batch, batch.chunks(self.memory.limit, vectors), wanted, columns)
-
     def _captured_passes(self) -> CapturedPasses:
         """The graphs for the model's current state; graphs for earlier states are freed."""
         if self._graphs is None or self._graphs_made_at != self.replica.changes:
@@ -276,13 +264,6 @@ class Executor:
             self._graphs.works, self._graphs_made_at = works, self.replica.changes
             self._graphs_of_few = None
         return self._graphs
-
-    def _captured_passes_of_few(self, count: int, wanted: Wanted, room: int) -> CapturedPasses:
-        """Graphs over this many examples, which keep a GPU busy only if all probes are processed at once."""
-        if self._graphs_of_few is None:
-            at_once = max(1, min(len(wanted.seeds), room // max(1, count)))
-            self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
-        return self._graphs_of_few
 
     def _uses_graphs(self, examples: Examples) -> bool:
         """Whether passes over such examples are captured; not if buffers are written, because their copies move."""
@@ -304,6 +285,193 @@ class Executor:
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
+
+
+class CapturedPasses:
+    """Runs batches through recorded passes that are CUDA graphs.
+
+    A graph needs fixed shapes: a batch is padded with copies of its first example to one of a few sizes around the
+    expected one (:meth:`size_for`), and the copies are masked out of the sum.
+
+    Args:
+        expected_batch: The mean batch size.
+        probes_at_once: How many probes to process together.
+        varies: Whether batches differ in size, as Poisson draws do.
+
+    Attributes:
+        works: False once capturing has failed.
+    """
+
+    def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
+        deviation = expected_batch**0.5
+        usual = {math.ceil(expected_batch + k * deviation) for k in _DEVIATIONS}
+        self._sizes = sorted({*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch})
+        self._step = max(1, expected_batch // 8)
+        self.probes_at_once = probes_at_once
+        self.works = True
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
+        self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
+        self._replays = 0
+        self._asked: Counter[tuple[Hashable, int]] = Counter()
+
+    def size_for(self, count: int, room: int) -> int:
+        """The size that a batch of ``count`` examples, at most ``room``, is padded to.
+
+        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson draws, gives b/2,
+        b − √b, b, b + √b and b + 3√b; a larger batch has a multiple of b/8.
+        """
+        usual = [size for size in self._sizes if count <= size <= room]
+        return usual[0] if usual else min(room, -(-count // self._step) * self._step)
+
+    def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> StartedGraph | None:
+        """Replay the forward half of an existing graph for such examples; None: there is no such graph.
+
+        Args:
+            gradients: The examples, with their masks.
+            room: As in :meth:`run`.
+            mode: As in :meth:`run`.
+        """
+        size, own = self.size_for(len(gradients), room), signature(gradients)
+        if len(gradients) > room:
+            return None
+        for (kind, its_size), captured in reversed(self._captured.items()):
+            if its_size == size and kind[:2] == (own, mode):  # type: ignore[index]
+                outputs = captured.begin(gradients.examples)
+                self._replays += 1
+                return None if outputs is None else StartedGraph(captured, self._replays, outputs)
+        return None
+
+    def run(
+        self, batch: PrivateBatch, wanted: Wanted, room: int, mode: Hashable, begun: StartedGraph | None = None
+    ) -> StepValues | None:
+        """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites the result.
+
+        A batch that is too large for one graph is run in pieces of equal size.
+
+        Args:
+            batch: At least one example.
+            wanted: What the pass computes.
+            room: How many examples a pass can hold in memory.
+            mode: The state of the model that is built into the pass; a graph serves one state.
+            begun: The result of :meth:`begin` for these examples, if it was called.
+        """
+        count = len(batch.gradients)
+        if count <= room:
+            return self._run(batch, wanted, self.size_for(count, room), mode, begun)
+        at_once = -(-count // -(-count // room))
+        parts = []
+        for start in range(0, count, at_once):
+            examples = batch.gradients.examples[slice(start, start + at_once)]
+            piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
+            values = self._run(piece, wanted, self.size_for(at_once, room), mode)
+            if values is None:
+                return None
+            parts.append(values.kept(sums=True))  # the next replay overwrites them
+        return joined(parts)
+
+    def _run(
+        self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, begun: StartedGraph | None = None
+    ) -> StepValues | None:
+        kind = (signature(batch.gradients), mode, wanted.kind, batch.mechanism)
+        if not self.works or self._comes_too_rarely(kind, size):
+            return None
+
+        # A failed capture would fail again, and may have damaged the memory that the graphs share.
+        captured, problem = None, ""
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            captured = self._captured.pop((kind, size), None)
+            captured = captured or _Captured(batch, size, wanted, self._pool, probes_at_once=self.probes_at_once)
+            self._captured[kind, size] = captured  # the latest comes last
+            if len(self._captured) > _MOST_GRAPHS:  # each value of noise or threshold needs its own graph
+                del self._captured[next(iter(self._captured))]
+        except RuntimeError as error:
+            captured, problem = None, str(error)
+        if captured is None:  # outside the handler, because its error holds the pass's tensors
+            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
+            self.works = False
+            self._captured.clear()
+            self._pool = None
+            release_memory()
+            return None
+
+        # The loop's forward pass is valid only if no other graph has overwritten its results.
+        ready = begun is not None and begun.captured is captured and begun.replays == self._replays
+        self._replays += 1
+        return captured.replay(batch.gradients.examples, wanted, begun=ready)
+
+    def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
+        """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
+        if (kind, size) in self._captured or len(self._captured) < _GRAPHS_AT_ONCE:
+            return False
+        if len(self._asked) >= _MOST_ASKED:  # a noise that changes at each step would need new graphs forever
+            self._asked.clear()
+        self._asked[kind, size] += 1
+        return self._asked[kind, size] < _USES_BEFORE_CAPTURING
+
+
+class _Captured:
+    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits, batch size and rate.
+
+    Attributes:
+        size: How many examples it takes.
+        probes_at_once: How many probes it processes together.
+    """
+
+    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int = 1) -> None:
+        gradients, device = batch.gradients, batch.gradients.device
+        self.batch, self.wanted, self.size = batch, wanted, size
+        self.probes_at_once = probes_at_once
+
+        # Inputs that change between replays stay at the addresses that the graph reads.
+        self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
+        self.source = torch.Generator(device=device)
+        self.places = torch.arange(size, device=device)
+        self.count = torch.full((), size, dtype=torch.long, device=device)
+        self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
+
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2)
+
+    def begin(self, examples: Examples) -> Any:
+        """The model's outputs for these examples, safe from later replays; None if some have no rows."""
+        outputs = self.captured.begin(examples)
+        leaves, _ = flattened(outputs)
+        if not all(isinstance(leaf, Tensor) and leaf.shape[:1] == (self.size,) for leaf in leaves):
+            return None
+        return map_tensors(lambda leaf: leaf[: len(examples)].clone(), outputs)
+
+    def replay(self, examples: Examples, wanted: Wanted, *, begun: bool = False) -> StepValues:
+        """The pass over these examples; the next replay overwrites the result.
+
+        Args:
+            examples: The examples.
+            wanted: The probes' seeds and the rate; everything else is built in.
+            begun: Whether :meth:`begin` was the last replay, for these examples.
+        """
+        count = len(examples)
+        self.count.fill_(count)
+        if wanted.rate < 1:
+            self.rate.fill_(wanted.rate)
+        for bits, seed in zip(self.bits, wanted.seeds, strict=True):
+            draw_bits(seed, bits, self.source)
+        *_, values = self.captured.replay(examples, begun=begun)
+        result: StepValues = values.first(count)
+        return result
+
+    def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
+        """The outputs, then everything."""
+        mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
+        gradients = replace(gradients, twice=measured)
+        forward = forward_pass(gradients, z.requires_grad_() if measured else z)
+        yield map_tensors(Tensor.detach, forward.outputs)
+
+        clip, threshold = mechanism.clip, mechanism.max_grad_norm
+        jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
+        probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
+        draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
+        mask = (self.places < self.count).to(gradients.dtype)
+        batch = replace(self.batch, gradients=gradients)
+        yield values_of(batch, [(draws.rows, jacobian)], self.wanted, draws, self.rate, mask)
 
 
 class PassMemory:
@@ -363,21 +531,6 @@ class PassMemory:
         return True
 
 
-def _values(
-    batch: PrivateBatch,
-    chunks: Iterable[tuple[slice, Jacobian]],
-    wanted: Wanted,
-    columns: int,
-    probes_at_once: int = 1,
-) -> StepValues:
-    """The wanted values, chunk by chunk."""
-    parts = []
-    for rows, jacobian in chunks:
-        draws = Draws(wanted.seeds, rows, len(batch.gradients), columns, probes_at_once)
-        parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
-    return joined(parts)
-
-
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
     gradients, passes = batch.gradients, []
@@ -385,7 +538,7 @@ def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
         passes.append(_recorded_pass_within(limit, len(gradients), batch.plan))
     if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
         vectors = batch.working_vectors(wanted.estimator, limit)[1]
-        size = vectors * gradients.num_parameters * gradients.dtype.itemsize
+        size = vectors * gradients.bytes_per_vector
         passes.append((min(len(gradients), max(1, limit // size)), size))
     return passes
 

@@ -19,9 +19,9 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.losses import NO_TARGETS, LossInside, ModelCall
+from torchfil.engine.measure import StartedGraph
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks

@@ -5,21 +5,20 @@ For questions, a batch has alternatives: its examples as the questions of the ru
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.operator import Jacobian
 from torchfil.private import Examples, as_call, as_given, check_finite
 from torchfil.questions import Alternative, Question
-from torchfil.utils.trees import map_tensors, tensors_of
-
-__all__ = ["Places", "StepValues", "Wanted", "joined", "values_of", "with_alternatives"]
+from torchfil.utils.trees import concatenated, map_tensors, tensors_of
 
 Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
 
@@ -89,43 +88,47 @@ class Wanted:
     @property
     def kind(self) -> Hashable:
         """Everything that a captured pass depends on."""
-        return (
-            self.track,
-            self.estimator,
-            len(self.seeds),
-            self.rate < 1,
-            self.summed,
-            self.test_matrix is None,
-            self.questions,
-        )
+        measured = self.track, self.estimator, len(self.seeds), self.rate < 1, self.test_matrix is None
+        return *measured, self.summed, self.questions
+
+
+@dataclass(frozen=True)
+class StartedGraph:
+    """The forward half of a captured pass, which a training loop has run.
+
+    Attributes:
+        captured: The pass.
+        replays: How many replays of graphs that share its memory there had been at that time.
+        outputs: The model's outputs.
+    """
+
+    captured: Any
+    replays: int
+    outputs: Any
 
 
 def values_of(
     batch: PrivateBatch,
-    jacobian: Jacobian,
+    chunks: Iterable[tuple[slice, Jacobian]],
     wanted: Wanted,
     draws: Draws,
     rate: float | Tensor,
     mask: Tensor | None = None,
 ) -> StepValues:
-    """The wanted values for one chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
-    added = None
-    if wanted.seeds:
-        needs = needs_of(wanted.track)
-        measurement = batch.measured(
-            [(draws.rows, jacobian)],
-            needs.quantities,
-            wanted.estimator,
-            draws,
-            wanted.test_matrix,
-            needs.susceptibility,
-        )
-        added = additions(measurement, rate, skipping=wanted.rate < 1, track=wanted.track)
-    if wanted.questions:
-        added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
-    sums = jacobian.clipped_sum(mask) if wanted.summed else {}
-    losses = jacobian.losses  # at no extra cost
-    return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
+    """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    parts, needs = [], needs_of(wanted.track)
+    for rows, jacobian in chunks:
+        added = None
+        if wanted.seeds:
+            own, omega = replace(draws, rows=rows), wanted.test_matrix
+            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, omega, needs.susceptibility)
+            added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
+        if wanted.questions:
+            added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
+        sums = jacobian.clipped_sum(mask) if wanted.summed else {}
+        norms = jacobian.norm, jacobian.clipped_norm
+        parts.append(StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients))
+    return joined(parts)
 
 
 def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
@@ -152,17 +155,12 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
     """Several passes as one: their examples concatenated, their sums added."""
     if len(parts) == 1:
         return parts[0]
-    measured = [part.additions for part in parts if part.additions is not None]
-    at_outputs = [part.output_gradients for part in parts if part.output_gradients is not None]
-    losses = [part.losses for part in parts if part.losses is not None]
-    return StepValues(
-        torch.cat(losses) if losses else None,
-        torch.cat([part.norm for part in parts]),
-        torch.cat([part.clipped_norm for part in parts]),
-        {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums},
-        {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
-        tuple(map(torch.cat, zip(*at_outputs, strict=True))) if len(at_outputs) == len(parts) else None,
-    )
+    sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
+    parts = [replace(part, sums={}) for part in parts]
+    if any(part.output_gradients is None for part in parts):
+        parts = [replace(part, output_gradients=None) for part in parts]
+    result: StepValues = concatenated(parts)
+    return replace(result, sums=sums)
 
 
 def with_alternatives(

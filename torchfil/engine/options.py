@@ -221,7 +221,7 @@ class Accounting:
     @property
     def needs(self) -> Needs:
         """What has to be measured at each step."""
-        return needs_of(self.track)
+        return needs_of(tuple(self.track))
 
     def bytes_per_example(self, num_coordinates: int) -> int:
         """The bytes that the ledger and the norm history keep for an example that was drawn.

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from torchfil.engine.executor import Executor, Started
 from torchfil.engine.forward import ForwardPass, Observer
-from torchfil.engine.graphs import StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossInside, LossMismatchError
-from torchfil.engine.measure import StepValues, Wanted, joined, with_alternatives
+from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Noise, Run
-from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism

@@ -6,7 +6,7 @@ The public functions of :mod:`torchfil.fisher.fim` and the training engine both 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
-from torchfil.fisher.draws import Draws
-from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
+from torchfil.fisher.estimators import Draws, Quantity, get_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.moments import Moments
 from torchfil.fisher.operator import ClippedJacobian, Jacobian
 from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError
 from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
+from torchfil.utils.trees import concatenated
 
 __all__ = ["Measurement", "PrivateBatch"]
 
@@ -157,60 +156,47 @@ class PrivateBatch:
 
         at_once = batch.probes_at_once(num_probes, max_memory)
         draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns, at_once)
+
+        def measured(batch: PrivateBatch) -> Any:
+            parts = []
+            for rows, jacobian in batch.chunks(max_memory, vectors):
+                own = replace(draws, rows=rows)
+                parts.append(batch.measured(jacobian, quantities, estimator, own, test_matrix, susceptibility))
+            return concatenated(parts)
+
         try:
-            return batch.measured(
-                batch.chunks(max_memory, vectors), quantities, estimator, draws, test_matrix, susceptibility
-            )
+            return measured(batch)
         except UnsupportedCallError:  # of a batch that is not as the trial's
-            mapped = replace(self, plan=None).chunks(max_memory, vectors)
-            return self.measured(mapped, quantities, estimator, draws, test_matrix, susceptibility)
+            return measured(replace(self, plan=None))
 
     def measured(
         self,
-        chunks: Iterable[tuple[slice, Jacobian]],
+        jacobian: Jacobian,
         quantities: Sequence[Quantity],
         estimator: str,
         draws: Draws,
         test_matrix: Tensor | None = None,
         susceptibility: bool = False,
     ) -> Measurement:
-        """:meth:`measure` over given chunks of the batch, with given draws."""
+        """:meth:`measure` for one chunk of the batch, with given draws."""
         if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             some = replace(self.mechanism, noise_multiplier=1.0, amplification=NoAmplification())
             noisy = replace(self, mechanism=some)
-            return noisy.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
+            return noisy.measured(jacobian, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
 
-        chosen, gradients = get_estimator(estimator), self.gradients
-        parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
-        norms, products, slopes = [], [], []
-        for rows, jacobian in chunks:
-            for quantity, moments in chosen(jacobian, self.mechanism, quantities, replace(draws, rows=rows)).items():
-                parts[quantity].append(moments)
-            norms.append(jacobian.norm)
-            if susceptibility:
-                factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
-                slopes.append(factor[:, None] * jacobian.clipped_norm_gradient())
-            if test_matrix is not None:
-                matvec = self._fim_matvec(jacobian)
-                columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
-                products.append(torch.stack(columns_of, dim=2))
-
-        empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device) if not norms else norms[0]
-        estimates: dict[Quantity, Estimate] = {}
-        for quantity in quantities:
-            if norms:
-                moments = parts[quantity][0] if len(norms) == 1 else Moments.joined(parts[quantity])
-                estimates[quantity] = moments.estimate(positive=quantity != "matrix")
-            else:
-                value = empty.reshape(shape_of(quantity, 0, gradients.num_coordinates))
-                estimates[quantity] = Estimate(value, value, "exact" if chosen.exact else "estimate")
-        return Measurement(
-            estimates,
-            _joined(norms) if norms else empty,
-            _joined(products) if products else None,
-            _joined(slopes or [empty.reshape(0, gradients.num_coordinates)]) if susceptibility else None,
-            len(draws.seeds) != 1,
-        )
+        chosen = get_estimator(estimator)
+        given = chosen.function(jacobian, self.mechanism, quantities, draws)
+        moments = chosen.checked(given, jacobian, quantities)
+        products = slope = None
+        if susceptibility:
+            factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
+            slope = factor[:, None] * jacobian.clipped_norm_gradient()
+        if test_matrix is not None:
+            matvec = self._fim_matvec(jacobian)
+            columns = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
+            products = torch.stack(columns, dim=2)
+        estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
+        return Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
         """How many weight probes to process together: several if they fit and this is known to be faster.
@@ -234,10 +220,8 @@ class PrivateBatch:
         z = self.gradients.examples.z
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
-        values = [z.new_zeros(0, dtype=self.gradients.dtype)]
-        for rows, jacobian in replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS):
-            values.append(solve(self._fim_matvec(jacobian), start[rows], iterations))
-        return torch.cat(values)
+        chunks = replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS)
+        return torch.cat([solve(self._fim_matvec(jacobian), start[rows], iterations) for rows, jacobian in chunks])
 
     def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
         """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
@@ -246,16 +230,13 @@ class PrivateBatch:
         """
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
-        gradients, mechanism = self.gradients, self.mechanism
-        if self.plan is None or not self.plan.fits:
-            for rows, part in gradients.chunks(max_memory, vectors):
+        mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
+        size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
+        for rows, part in self.gradients.chunks(max_memory, size):
+            if recorded is not None:
+                yield rows, RecordedJacobian(part, mechanism.clip, mechanism.max_grad_norm, measured=measured)
+            else:
                 yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
-            return
-        count, room = len(gradients), max(1, max_memory // max(1, self.plan.bytes_per_example))
-        pieces = [(slice(0, count), gradients.examples)] if count <= room else gradients.examples.chunks(room)
-        for rows, examples in pieces:
-            part = gradients if count <= room else replace(gradients, examples=examples)
-            yield rows, RecordedJacobian(part, mechanism.clip, mechanism.max_grad_norm, measured=measured)
 
     def _fim_matvec(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
         """v ↦ Iv for the examples of a chunk."""
@@ -273,11 +254,6 @@ class PrivateBatch:
         """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
         if not get_estimator(estimator).exact:
             return 1, _WORKING_VECTORS
-        vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
-        room = max_memory // vector - _WORKING_VECTORS
+        room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -21,22 +21,25 @@ k probes has the limit M/k instead of M, which says more than the spread of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.fisher.draws import Draws
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.moments import Moments, RunningMoments
 from torchfil.fisher.operator import ClippedJacobian, Jacobian
+from torchfil.fisher.results import Estimate
 
 __all__ = [
+    "Draws",
     "Estimator",
     "EstimatorFunction",
+    "Moments",
     "Quantity",
+    "RunningMoments",
     "available_estimators",
     "get_estimator",
     "names_of_estimators",
@@ -57,6 +60,114 @@ _OF_ROW: dict[Quantity, Callable[[Tensor], Tensor]] = {  # of r rᵀ, for rows r
 def shape_of(quantity: Quantity, batch: int, num_coordinates: int) -> tuple[int, ...]:
     """The shape of a quantity: [batch] for the trace, [batch, d] for the diagonal, [batch, d, d] for the matrix."""
     return (batch, *(num_coordinates,) * get_args(Quantity).index(quantity))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The randomness of one call; it does not depend on how the batch is cut into chunks.
+
+    Attributes:
+        seeds: One seed per probe.
+        rows: Which examples of the batch the current chunk holds.
+        batch: The number of examples of the whole batch.
+        columns_at_once: How many columns of J the exact estimator may hold.
+        probes_at_once: How many weight probes may be processed together, if the Jacobian supports it.
+        probes: The probes themselves, if they exist already: in passes that are captured once and replayed.
+    """
+
+    seeds: tuple[int, ...]
+    rows: slice
+    batch: int
+    columns_at_once: int
+    probes_at_once: int = 1
+    probes: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def seeds_from(cls, num_probes: int, generator: torch.Generator | None) -> tuple[int, ...]:
+        """Seeds for ``num_probes`` probes from a generator (None: torch's global one)."""
+        device = generator.device if generator is not None else torch.device("cpu")
+        return tuple(torch.randint(2**62, (num_probes,), generator=generator, device=device).tolist())
+
+    def signs(self, *shape: int, like: Tensor) -> Iterator[Tensor]:
+        """For each probe, a tensor of ±1 of that shape, with ``like``'s dtype and device."""
+        yield from self.probes
+        for seed in () if self.probes else self.seeds:
+            yield signs_of(draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)), like.dtype)
+
+
+def draw_bits(seed: int, bits: Tensor, source: torch.Generator | None = None) -> Tensor:
+    """Fill ``bits`` with the zeros and ones of that seed; on a CPU, each random number gives 64 of them.
+
+    ``source`` is seeded again; None: a new generator.
+    """
+    source = (source or torch.Generator(device=bits.device)).manual_seed(seed)
+    if bits.device.type != "cpu":
+        return bits.random_(0, 2, generator=source)
+    words = torch.empty(-(-bits.numel() // 64), dtype=torch.int64).random_(-(2**63), None, generator=source)
+    drawn = np.unpackbits(words.numpy().view(np.uint8), count=bits.numel())
+    return bits.copy_(torch.from_numpy(drawn).reshape(bits.shape))
+
+
+def signs_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """±1 for ones and zeros."""
+    return bits.to(dtype).mul_(2).sub_(1)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A mean over draws and the variance of that mean, with the degrees of freedom of the variance.
+
+    ``limit`` is another variance, which on average is not too small, whatever is sampled; None if unknown. ``certain``
+    is the part of the mean that was not sampled; None: 0.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    degrees_of_freedom: float
+    exact: bool = False
+    limit: Tensor | None = None
+    certain: Tensor | None = None
+
+    def estimate(self, *, positive: bool) -> Estimate:
+        """The mean, with everything known about its error."""
+        if self.exact:
+            return Estimate.exact(self.mean)
+        error = self.variance.clamp(min=0).sqrt()
+        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, self.certain, self.limit)
+
+
+class RunningMoments:
+    """The mean of samples and its variance (Welford), in memory independent of their number.
+
+    ``spread`` is M, where Var X ≤ M (EX)².
+    """
+
+    def __init__(self, spread: float | None) -> None:
+        self.spread = spread
+        self.chi_square = False
+        self.count = 0
+        self.mean = torch.zeros(())
+        self.squares = torch.zeros(())
+
+    def add(self, sample: Tensor) -> None:
+        """One more sample."""
+        self.count += 1
+        if self.count == 1:
+            self.mean, self.squares = sample, torch.zeros_like(sample)
+            return
+        delta = sample - self.mean
+        self.mean = self.mean + delta / self.count
+        self.squares = self.squares + delta * (sample - self.mean)
+
+    def result(self) -> Moments:
+        """The mean of the samples and its variance, from their spread or, for a single sample, from its limit."""
+        limit = None
+        if self.spread is not None:
+            largest = self.spread / self.count
+            limit = (largest if self.chi_square else largest / (1 + largest)) * self.mean.square()
+        if self.count == 1 and self.spread is not None:
+            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), 1.0, limit=limit)
+        return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0, limit=limit)
 
 
 class EstimatorFunction(Protocol):
@@ -100,10 +211,29 @@ class Estimator:
         self, jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
         """The requested quantities, all from the same draws."""
-        given = self.function(jacobian, mechanism, quantities, draws)
-        gradients = jacobian.gradients
+        return self.checked(self.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
+
+    def checked(self, given: Any, jacobian: Jacobian, quantities: Sequence[Quantity]) -> dict[Quantity, Moments]:
+        """What the function gave, if it is as it must be.
+
+        Raises:
+            ValueError: A quantity is missing, or has another shape than :func:`shape_of` says.
+        """
         for quantity in quantities:
-            self._check_given(given, quantity, shape_of(quantity, len(gradients), gradients.num_coordinates))
+            moments = given.get(quantity) if isinstance(given, dict) else None
+            if not isinstance(moments, Moments):
+                got = sorted(given) if isinstance(given, dict) else type(given).__name__
+                raise ValueError(
+                    f"estimator {self.name!r} was asked for the {quantity} and gave {got}; it must return a dict with "
+                    f"a torchfil.fisher.estimators.Moments for each of its quantities {list(self.quantities)}"
+                )
+            shape = shape_of(quantity, *jacobian.gradients.examples.z.shape)
+            for part, value in (("mean", moments.mean), ("variance", moments.variance)):
+                if tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"estimator {self.name!r} gave a {quantity} whose {part} has shape {tuple(value.shape)}; it "
+                        f"must be {shape}, by example of the chunk{' and private coordinate' * (len(shape) > 1)}"
+                    )
         return {name: replace(given[name], exact=self.exact or given[name].exact) for name in quantities}
 
     def check_gives(self, quantities: Iterable[Quantity], wish: str = "") -> None:
@@ -120,21 +250,6 @@ class Estimator:
                 f"{f'{wish} needs the {missing[0]}, and ' if wish else ''}estimator={self.name!r} gives the "
                 f"{' and the '.join(self.quantities)} only, not the {missing[0]}; use estimator={able}"
             )
-
-    def _check_given(self, given: Any, quantity: Quantity, shape: tuple[int, ...]) -> None:
-        moments = given.get(quantity) if isinstance(given, dict) else None
-        if not isinstance(moments, Moments):
-            got = sorted(given) if isinstance(given, dict) else type(given).__name__
-            raise ValueError(
-                f"estimator {self.name!r} was asked for the {quantity} and gave {got}; it must return a dict with a "
-                f"torchfil.fisher.moments.Moments for each of its quantities {list(self.quantities)}"
-            )
-        for part, value in (("mean", moments.mean), ("variance", moments.variance)):
-            if tuple(value.shape) != shape:
-                raise ValueError(
-                    f"estimator {self.name!r} gave a {quantity} whose {part} has shape {tuple(value.shape)}; it must "
-                    f"be {shape}, by example of the chunk{' and private coordinate' * (len(shape) > 1)}"
-                )
 
 
 def exact(
@@ -189,12 +304,24 @@ def weight_probes(
     jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
     """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe; the batch shares the signs u."""
+    single = len(draws.seeds) == 1
+    if single and "matrix" in quantities:
+        raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
     probes = draws.signs(jacobian.gradients.num_parameters, like=like)
-    if len(draws.seeds) == 1:
-        return _probe_moments([jacobian.folded_row(mechanism, next(probes))], quantities, 1)
-    rows = jacobian.perpendicular_rows(probes, draws.probes_at_once)
-    return _with_parallel_part(jacobian, mechanism, _probe_moments(rows, quantities, len(draws.seeds)))
+    rows: Iterable[Tensor]
+    if single:
+        rows = [jacobian.folded_row(mechanism, next(probes))]
+    else:
+        rows = jacobian.perpendicular_rows(probes, draws.probes_at_once)
+
+    totals = {name: RunningMoments(None if name == "matrix" else _PROBE_SPREAD) for name in quantities}
+    for r in rows:
+        for name, total in totals.items():
+            total.chi_square = name == "diagonal" or r.shape[1] == 1  # one squared number per probe, no sum of many
+            total.add(_OF_ROW[name](r))
+    moments = {name: total.result() for name, total in totals.items()}
+    return moments if single else _with_parallel_part(jacobian, mechanism, moments)
 
 
 def _with_parallel_part(
@@ -213,20 +340,6 @@ def _with_parallel_part(
         limit = factor * moments.limit if moments.limit is not None else None
         result[name] = replace(moments, mean=mean, variance=factor * moments.variance, limit=limit, certain=certain)
     return result
-
-
-def _probe_moments(
-    rows: Iterable[Tensor], quantities: Sequence[Quantity], num_probes: int = 1
-) -> dict[Quantity, Moments]:
-    """The moments of ‖r‖², r⊙r and r rᵀ over rows r, [batch, d] each, one per probe."""
-    if "matrix" in quantities and num_probes == 1:
-        raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
-    totals = {name: RunningMoments(None if name == "matrix" else _PROBE_SPREAD) for name in quantities}
-    for r in rows:
-        for name, total in totals.items():
-            total.chi_square = name == "diagonal" or r.shape[1] == 1  # one squared number per probe, no sum of many
-            total.add(_OF_ROW[name](r))
-    return {name: total.result() for name, total in totals.items()}
 
 
 _REGISTRY: dict[str, Estimator] = {}

@@ -115,12 +115,7 @@ class ExampleGradients:
 
     @classmethod
     def build(
-        cls,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        inputs: Inputs,
-        targets: Any,
-        private: Private | None = None,
+        cls, model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, private: Private | None = None
     ) -> ExampleGradients:
         """Check the model and the batch, and bind them together, with autocast as it is now.
 
@@ -202,13 +197,18 @@ class ExampleGradients:
                 stack.enter_context(probes_in(self.probe_precision, reduced=reduced))
             yield
 
-    def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
-        """The batch in pieces such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
+    @property
+    def bytes_per_vector(self) -> int:
+        """The bytes of one vector of length p."""
+        return self.num_parameters * self.dtype.itemsize
 
-        A piece holds at least one example.
-        """
-        bytes_per_example = vectors_per_example * self.num_parameters * self.dtype.itemsize
-        for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
+    def chunks(self, max_memory: int, bytes_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
+        """The batch in pieces that fit in ``max_memory`` bytes, of one example or more; an empty batch is one piece."""
+        count, room = len(self.examples), max(1, max_memory // max(1, bytes_per_example))
+        if count <= room:
+            yield slice(0, count), self
+            return
+        for rows, examples in self.examples.chunks(room):
             yield rows, replace(self, examples=examples)
 
     def double(self) -> ExampleGradients:
@@ -336,35 +336,29 @@ class ExampleGradients:
         """``one`` over all examples together, or one after the other if torch.func does not run the model.
 
         It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
+        An empty batch gives an empty tensor of that trailing shape.
         """
+        examples = self.examples
+        if len(examples) == 0:
+            return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         if not self.facts.unmapped:
+            in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
+            mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
             try:
-                return self._mapped_together(one, extra, shape)
+                with self._mapping_state(), replayed_masks(examples.masks):
+                    return wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
             except RuntimeError as error:
                 if ran_out(error):
                     raise
                 self.facts.unmapped = True
         rows = []
-        for i in range(len(self)):
-            example = self.examples[slice(i, i + 1)]
+        for i in range(len(examples)):
+            example = examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
             with explain_derivatives(), self._mapping_state(), replayed_masks(example.masks):
                 rows.append(wide(one(example.z[0], public, *more).detach()))
-        return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
-
-    def _mapped_together(
-        self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
-    ) -> Tensor:
-        """``one`` over all examples by ``vmap``; an empty batch gives an empty tensor of that trailing shape."""
-        if len(self) == 0:
-            return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
-        in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
-        arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
-        randomness = "different" if self.examples.masks else "error"
-        with self._mapping_state(), replayed_masks(self.examples.masks):
-            result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
-        return wide(result.detach())
+        return torch.stack(rows)
 
     @contextlib.contextmanager
     def _mapping_state(self) -> Iterator[None]:
@@ -389,12 +383,10 @@ def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Calla
         leaves = tensors_of(given)
         with torch.enable_grad():
             value = function(*args[:argnum], given, *args[argnum + 1 :])
-            moving = (
-                value if value.requires_grad else 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
-            )  # constant
-            parts = iter(
-                torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-            )
+            constant = 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
+            moving = value if value.requires_grad else constant
+            found = torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+            parts = iter(found)
         return map_tensors(lambda _: next(parts), given), value
 
     return run
@@ -405,9 +397,15 @@ def flatten(tree: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1) for value in tree.values()])
 
 
-@contextlib.contextmanager
-def differentiable_twice() -> Iterator[None]:
+def differentiable_twice() -> contextlib.AbstractContextManager[None]:
     """Inside, attention uses plain kernels, because fused ones have no second derivative."""
+    cuda = torch.backends.cuda
+    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    return _plain_attention() if fused or torch.backends.mha.get_fastpath_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -103,17 +103,16 @@ def product_precision() -> str:
     return torch.backends.cuda.matmul.fp32_precision
 
 
-def products_in(precision: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
     """Inside, products of float32 matrices on GPUs have this precision.
 
     "tf32" keeps every digit of numbers that come from bfloat16 or float16, and sums in float32.
     """
-    before = product_precision()
-    return contextlib.nullcontext() if precision == before else _products_in(precision, before)
-
-
-@contextlib.contextmanager
-def _products_in(precision: str, before: str) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    if before == precision:
+        yield
+        return
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield

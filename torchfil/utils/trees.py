@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -105,6 +106,19 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return dict(zip(tree, mapped, strict=True)) if kind is dict else kind(mapped)
     leaves, structure = flattened(tree)
     return pytree.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def concatenated(trees: Sequence[Any]) -> Any:
+    """Several trees of one structure as one: their tensors one after the other, everything else from the first.
+
+    Example:
+        >>> concatenated([{"x": torch.zeros(1), "k": 3}, {"x": torch.ones(1), "k": 3}])
+        {'x': tensor([0., 1.]), 'k': 3}
+    """
+    if len(trees) == 1:
+        return trees[0]
+    joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, trees), strict=True)])
+    return map_tensors(lambda _: next(joined), trees[0])
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -29,8 +29,7 @@ from tests.cases import grouped
 from tests.engine.brute_force import SIGMA, C, random_state_kept, set_random_state
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.fisher.draws import draw_bits, signs_of
-from torchfil.fisher.estimators import register_estimator, weight_probes
+from torchfil.fisher.estimators import draw_bits, register_estimator, signs_of, weight_probes
 from torchfil.utils.trees import map_tensors, tensors_of
 
 from .model import Model, seeded

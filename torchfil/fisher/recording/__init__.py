@@ -1,7 +1,6 @@
 """The recorded pass: norms of per-example gradients and their derivatives, for a whole batch, without the gradients."""
 
-from torchfil.fisher.recording.cut import NormGradient, norm_gradient
-from torchfil.fisher.recording.jacobian import RecordedJacobian
+from torchfil.fisher.recording.jacobian import NormGradient, RecordedJacobian, norm_gradient
 from torchfil.fisher.recording.plan import Plan, plan
 from torchfil.fisher.recording.record import RecordedForward, Recording, forward_pass, losses_of, record
 from torchfil.fisher.rules.base import UnsupportedCallError

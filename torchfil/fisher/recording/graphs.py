@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples
 
-__all__ = ["CapturedPass", "release_memory", "signature"]
-
 _LARGEST_SHARE = 0.5  # share of the free memory that graphs may keep; other passes and the loop need some, too
 
 

@@ -1,11 +1,16 @@
-"""The clipped Jacobian's products with weight probes, from one recorded pass over the batch."""
+"""The clipped Jacobian's products with weight probes, from one recorded pass over the batch.
+
+The recording is cut off from the graph that leads to z. ‖g‖² and ⟨g, u⟩ are functions of each layer's input and δ,
+which are leaves there; one backward pass from the leaves' origins then gives the derivatives with respect to z.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +21,231 @@ from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import Jacobian, safe_reciprocal
-from torchfil.fisher.recording.cut import Cotangents, cut, gradient_products, squared_norm, weighted_sum
-from torchfil.fisher.recording.record import RecordedForward, backward_pass, forward_pass, record
-from torchfil.fisher.rules.base import UnsupportedCallError
-
-__all__ = ["RecordedJacobian"]
+from torchfil.fisher.precision import probes_are_narrow, wide
+from torchfil.fisher.recording.record import RecordedForward, Recording, backward_pass, forward_pass, record
+from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
+from torchfil.utils.trees import map_tensors
 
 logger = logging.getLogger(__name__)
+
+Cotangents = dict[int, Tensor]  # by the leaf's id
+Term = Callable[[Recording, Sequence[Call]], Tensor]
+
+
+@dataclass(frozen=True)
+class CutRecording:
+    """A recording whose calls begin at leaves, so that the results of rules are differentiated only that far.
+
+    Attributes:
+        recording: The calls, with leaves as their inputs and δ.
+        leaves: The leaves of each call, by the call's id.
+        origins: By the leaf's id, the tensor that it replaces, still attached to z.
+    """
+
+    recording: Recording
+    leaves: dict[int, tuple[Tensor, ...]]
+    origins: dict[int, Tensor]
+
+    def squared_norm(self, counted: Term | None = None) -> SquaredNorm:
+        """‖g‖² of every example, with its derivatives at the leaves.
+
+        Each term is differentiated in turn, so that only one layer's graph is in memory; light graphs are kept.
+        ``counted`` evaluates the terms in place of :func:`term_of`.
+        """
+        total = torch.zeros_like(self.recording.losses)
+        derivatives: list[tuple[tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...]]] = []
+        for calls in _terms(self.recording):
+            with torch.enable_grad():
+                value = (counted or term_of)(self.recording, calls)
+            total = total + value.detach()
+            if not value.requires_grad:
+                continue
+            leaves = self.leaves[id(calls[0])]
+            if len(calls) > 1:
+                leaves = tuple(dict.fromkeys(leaf for call in calls for leaf in self.leaves[id(call)]))
+            first, light = calls[0], False
+            if counted is None and len(calls) == 1 and not self.recording.narrow:
+                light = first.rule.squares_lightly(first)
+            derivatives.append((leaves, value if light else _derivatives(value, leaves)))
+        return SquaredNorm(self, total, derivatives)
+
+    def inner_products(self, direction: Mapping[str, Tensor]) -> tuple[Tensor, Cotangents]:
+        """⟨g, u⟩ of every example, [batch], for u by parameter name, and the derivative of its sum at the leaves."""
+        total = torch.zeros_like(self.recording.losses)
+        cotangents: Cotangents = {}
+        for call in self.recording.calls:
+            part = {local: direction[name] for local, name in call.shared_names.items()}
+            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probes_are_narrow())
+            widened = call if as_recorded else call.wide()
+            value, derivatives = call.rule.inner(widened, part)
+            total = total + value
+            for leaf, derivative in derivatives:
+                self.put(cotangents, leaf if as_recorded else widened.origin(leaf), derivative)
+        return total, cotangents
+
+    def put(self, cotangents: Cotangents, leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None) -> None:
+        """Add a gradient, times weights [batch], at the leaf's place; do nothing if the leaf does not depend on z."""
+        place = id(leaf)
+        if gradient is None or place not in self.origins:
+            return
+        before = cotangents.get(place)
+        if weight is None:
+            cotangents[place] = gradient if before is None else before + gradient
+            return
+        each = weight.reshape(-1, *[1] * (gradient.ndim - 1))
+        if before is not None and before.dtype == each.dtype == gradient.dtype:
+            cotangents[place] = torch.addcmul(before, each, gradient)
+        else:
+            cotangents[place] = each * gradient if before is None else before + each * gradient
+
+    def pulled_back(self, cotangents: Cotangents) -> Tensor:
+        """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for further calls."""
+        z, origins, given = self.recording.z, [], []
+        for place, origin in self.origins.items():
+            if place in cotangents:
+                origins.append(origin)
+                given.append(cotangents[place].to(origin.dtype))
+        if not origins:
+            return wide(torch.zeros_like(z))
+        (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
+        return wide(result)
+
+
+@dataclass(frozen=True)
+class SquaredNorm:
+    """‖g‖² of every example, [batch], and what is needed for its derivatives.
+
+    Attributes:
+        attached: The cut at which the derivatives end.
+        total: ‖g‖².
+        derivatives: For each term, its leaves, with its derivatives there or its value with the graph that leads there.
+    """
+
+    attached: CutRecording
+    total: Tensor
+    derivatives: Sequence[tuple[tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...]]]
+
+    def add_derivative(self, cotangents: Cotangents, weight: Tensor | None = None) -> None:
+        """Add Σ_i weight_i ∂‖g_i‖²/∂leaf, for weights [batch] (None: 1); term by term."""
+        for leaves, known in self.derivatives:
+            if isinstance(known, Tensor):
+                for leaf, derivative in zip(leaves, _derivatives(known, leaves, weight), strict=True):
+                    self.attached.put(cotangents, leaf, derivative)
+                continue
+            for leaf, derivative in zip(leaves, known, strict=True):
+                self.attached.put(cotangents, leaf, derivative, weight)
+
+
+def _derivatives(value: Tensor, leaves: tuple[Tensor, ...], weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """∂(Σ_i weight_i value_i)/∂leaf; the graph is kept."""
+    weight = torch.ones_like(value) if weight is None else weight.to(value.dtype)
+    return torch.autograd.grad(value, leaves, weight, retain_graph=True, allow_unused=True)
+
+
+def cut(recording: Recording) -> CutRecording:
+    """The recording, cut off from the graph that leads to z.
+
+    Raises:
+        UnsupportedCallError: The first dimension of an input that depends on z does not run over the examples.
+    """
+    batch = recording.losses.shape
+    by_origin: dict[int, Tensor] = {}
+
+    def leaf(value: Tensor) -> Tensor:
+        if not value.requires_grad:
+            return value
+        if value.shape[:1] != batch:
+            raise UnsupportedCallError(f"{call.name}: an input of shape {tuple(value.shape)} is not one per example")
+        if id(value) not in by_origin:
+            by_origin[id(value)] = value.detach().requires_grad_()
+            origins[id(by_origin[id(value)])] = value
+        own.append(by_origin[id(value)])
+        return by_origin[id(value)]
+
+    leaves: dict[int, tuple[Tensor, ...]] = {}
+    origins: dict[int, Tensor] = {}
+    calls = []
+    for call in recording.calls:
+        own: list[Tensor] = []
+        if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor):
+            args, kwargs = (leaf(call.args[0]),), call.kwargs
+        else:
+            args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
+        calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
+        leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
+    apart = replace(recording, calls=tuple(calls), losses=recording.losses.detach())
+    return CutRecording(apart, leaves, origins)
+
+
+def _terms(recording: Recording) -> list[tuple[Call, ...]]:
+    """The calls of each term of ‖g‖². If several calls use a parameter, its gradient is summed over them first."""
+    uses = Counter([name for call in recording.calls for name in call.shared_names.values()])
+    terms: list[tuple[Call, ...]] = []
+    sharing: list[Call] = []
+    for call in recording.calls:
+        if max(map(uses.__getitem__, call.shared_names.values())) == 1:
+            terms.append((call,))
+        else:
+            sharing.append(call)
+    return [*terms, tuple(sharing)] if sharing else terms
+
+
+def term_of(recording: Recording, calls: Sequence[Call]) -> Tensor:
+    """One term of ‖g‖², [batch]."""
+    if len(calls) == 1 and len(set(calls[0].shared_names.values())) == len(calls[0].shared_names):
+        call = calls[0].wide() if recording.narrow else calls[0]
+        square: Tensor = call.rule.squared_norm(call)
+        return square
+    summed: dict[str, Tensor] = {}
+    for call in calls:
+        _add_gradients(summed, call)
+    return total_square(summed.values(), recording.losses)
+
+
+def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
+    for local, gradient in call.rule.gradients(call.wide()).items():
+        name = call.shared_names[local]
+        summed[name] = summed[name] + gradient if name in summed else gradient
+
+
+def squared_norm(recording: Recording) -> Tensor:
+    """‖g‖² of every example, [batch], without derivatives."""
+    with torch.no_grad():
+        return sum((term_of(recording, calls) for calls in _terms(recording)), torch.zeros_like(recording.losses))
+
+
+def gradient_products(own: Recording, other: Recording) -> Tensor:
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], from a pass over the examples and one over changed examples.
+
+    Raises:
+        UnsupportedCallError: The model did not call the same layers in both passes.
+    """
+    if [call.name for call in own.calls] != [call.name for call in other.calls]:
+        raise UnsupportedCallError(
+            "the model calls other layers for an alternative answer than for the original examples"
+        )
+    uses = Counter(name for call in own.calls for name in call.shared_names.values())
+    total = own.losses.new_zeros(3, len(own.losses))
+    shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    with torch.no_grad():
+        for pair in zip(own.calls, other.calls, strict=True):
+            if all(uses[name] == 1 for name in pair[0].shared_names.values()):
+                total = total + pair[0].rule.products(*(call.wide() for call in pair))
+                continue
+            for call, summed in zip(pair, shared, strict=True):
+                _add_gradients(summed, call)
+        return total + products_of(*shared, own.losses)
+
+
+def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
+    """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
+    result: dict[str, Tensor] = {}
+    for call in recording.calls:
+        widened = call.wide() if recording.narrow else call
+        for local, part in call.rule.weighted_sum(widened, weight).items():
+            name = call.shared_names[local]
+            result[name] = result[name] + part if name in result else part
+    return result
 
 
 class RecordedJacobian(Jacobian):
@@ -168,3 +391,26 @@ def _maps_that_pay() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
+
+
+@dataclass(frozen=True)
+class NormGradient:
+    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
+
+    square: Tensor
+    gradient: Tensor
+
+
+def norm_gradient(gradients: ExampleGradients) -> NormGradient:
+    """‖g‖² and its gradient with respect to z: a forward pass, a backward pass, and a backward pass through both.
+
+    Raises:
+        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` finds out beforehand.
+    """
+    z = gradients.examples.z.detach().requires_grad_()
+    with torch.enable_grad(), gradients.backward_state():
+        attached = cut(record(gradients, z))
+        square = attached.squared_norm()
+        cotangents: Cotangents = {}
+        square.add_derivative(cotangents)
+        return NormGradient(square.total, attached.pulled_back(cotangents).detach())

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.gradients import ExampleGradients, ModelFacts
-from torchfil.fisher.recording.cut import Cotangents, cut, term_of, weighted_sum
+from torchfil.fisher.recording.jacobian import Cotangents, cut, term_of, weighted_sum
 from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule
-
-__all__ = ["Plan", "plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +227,7 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
         with held.counting():
             recording = record(part, z)
         attached = cut(recording)
-        square = attached.squared_norm(held)
+        square = attached.squared_norm(held.term)
         held.total += held.largest + sum(leaf.numel() * leaf.itemsize for leaf in attached.origins.values())
         cotangents: Cotangents = {}
         square.add_derivative(cotangents)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,17 +33,6 @@ from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FastFunctions, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
-
-__all__ = [
-    "RecordedForward",
-    "Recording",
-    "backward_pass",
-    "forward_pass",
-    "learn_layouts",
-    "losses_of",
-    "record",
-    "watch_parameters",
-]
 
 
 @dataclass(frozen=True)
@@ -150,7 +140,16 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
         if layers.dropout is not None and not (once or gradients.examples.masks):
             raise UnsupportedCallError(f"{layers.dropout}: active dropout draws one mask for a batch")
         with torch.enable_grad(), gradients.forward_state():
-            forward = _forward(gradients, z, layers, once)
+            overwrites = gradients.facts.overwrites
+            uses = Uses(len(z), clone=overwrites, layouts=gradients.facts.layouts)
+            outputs, targets, watched = _run(gradients, z, layers, uses)
+
+            # One output may be made from another, and the loss may overwrite it.
+            if isinstance(outputs, Tensor):
+                outputs = outputs.clone() if overwrites else outputs.view_as(outputs)
+            else:
+                outputs = map_tensors(Tensor.clone if overwrites else lambda leaf: leaf.view_as(leaf), outputs)
+        forward = RecordedForward(gradients, z, outputs, targets, uses, watched, layers, once)
         if not _shows_something_new(forward):
             return forward
         if once:
@@ -288,19 +287,6 @@ def learn_layouts(gradients: ExampleGradients) -> bool:
             facts.layouts = layouts
             return True
         _learn_watched(gradients, without)  # watch where their parameters meet the examples later
-
-
-def _forward(gradients: ExampleGradients, z: Tensor, layers: _Layers, once: bool) -> RecordedForward:
-    facts = gradients.facts
-    uses = Uses(len(z), clone=facts.overwrites, layouts=facts.layouts)
-    outputs, targets, watched = _run(gradients, z, layers, uses)
-
-    # One output may be made from another, and the loss may overwrite it.
-    if isinstance(outputs, Tensor):
-        outputs = outputs.clone() if facts.overwrites else outputs.view_as(outputs)
-    else:
-        outputs = map_tensors(Tensor.clone if facts.overwrites else lambda leaf: leaf.view_as(leaf), outputs)
-    return RecordedForward(gradients, z, outputs, targets, uses, watched, layers, once)
 
 
 def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) -> tuple[Any, Any, WatchedParameters]:
@@ -458,56 +444,52 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
 def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
     """The calls of the layers, from their uses and δ at each use's output."""
     gradients, batch, uses = forward.gradients, len(forward.z), forward.uses.noted
-    layers, leaves = forward.layers, forward.watched.leaves
-    calls = []
+    leaves, calls = forward.watched.leaves, []
     for use, delta in zip(uses, deltas, strict=False):
         rows = by_example(delta, use.dim, batch)
+        inputs = use.inputs_by_example(batch)
         if use.values:
-            calls.append(_call_of_operation(gradients, use, rows, leaves))
-        else:
-            calls.append(_call_of_module(gradients, use, rows, layers.by_module[use.module]))
+            calls.append(_call_of_operation(gradients, use, inputs[0], rows, leaves))
+            continue
+        layer = forward.layers.by_module[use.module]
+        names, constants = layer.parameters, layer.constants
+        if use.reported is not None:  # it concerns only some of the module's parameters
+            names, constants = {local: names[name] for local, name in use.reported.items() if name in names}, {}
+        calls.append(_call(gradients, use.name, use.module, use.rule or layer.rule, inputs, rows, names, constants))
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
         rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
         rows = by_example(delta, meeting.dim, batch)
-        calls.append(_call_of_parameters(gradients, gradients.model, rule, (), rows, meeting.names))
+        names = dict(zip(meeting.names, meeting.names, strict=True))
+        calls.append(_call(gradients, ", ".join(names), gradients.model, rule, ((), {}), rows, names))
     return tuple([call for call in calls if call.parameters])
 
 
-def _call_of_module(gradients: ExampleGradients, use: Use, delta: Tensor, layer: _Layer) -> Call:
-    """The call of a module with its parameters that are not watched; a reported use concerns only some of them."""
-    names, constants = layer.parameters, {}
-    if use.reported is not None:
-        names = {local: names[name] for local, name in use.reported.items() if name in names}
-    else:
-        for local, key in layer.constants.items():
-            constants[local] = gradients.constants[key] if key in gradients.constants else gradients.parameters[key]
-    parameters = {local: gradients.parameters[name] for local, name in names.items()}
-    args, kwargs = use.inputs_by_example(len(delta))
-    return Call(use.name, use.module, use.rule or layer.rule, args, kwargs, delta, parameters, constants, names)
-
-
-def _call_of_operation(gradients: ExampleGradients, use: Use, delta: Tensor, leaves: Mapping[str, Tensor]) -> Call:
+def _call_of_operation(
+    gradients: ExampleGradients, use: Use, args: Any, delta: Tensor, leaves: Mapping[str, Tensor]
+) -> Call:
     """The call of an operation with watched weights; if these are parameters, its layer's rule serves it directly."""
-    args, _ = use.inputs_by_example(len(delta))
     by_id = {id(leaf): name for name, leaf in leaves.items()}
     assert use.rule is not None
-    names = {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
-    if len(names) == len(use.values):
-        parameters = {local: gradients.parameters[name] for local, name in names.items()}
-        return Call(use.name, use.module, use.rule, args, {}, delta, parameters, {}, names)
-    own = {name: leaves[name] for name in use.name.split(", ")}
-    rule = ReparametrisedRule(use.rule, use.values, own)
-    return _call_of_parameters(gradients, use.module, rule, args, delta, tuple(own))
+    rule, names = use.rule, {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
+    if len(names) < len(use.values):  # functions of parameters: gradients by the model's names
+        names = {name: name for name in use.name.split(", ")}
+        rule = ReparametrisedRule(use.rule, use.values, {name: leaves[name] for name in names})
+    return _call(gradients, use.name, use.module, rule, (args, {}), delta, names)
 
 
-def _call_of_parameters(
+def _call(
     gradients: ExampleGradients,
+    name: str,
     module: nn.Module,
     rule: LayerRule,
-    args: tuple[Any, ...],
+    inputs: tuple[Any, Any],
     delta: Tensor,
-    names: tuple[str, ...],
+    names: dict[str, str],
+    constants: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
-    """A call whose rule gives gradients by the model's names."""
-    parameters = {name: gradients.parameters[name] for name in names}
-    return Call(", ".join(names), module, rule, args, {}, delta, parameters, {}, dict(zip(names, names, strict=True)))
+    """A call; ``names`` and ``constants`` give the model's names of the weights by the rule's names."""
+    parameters = {local: gradients.parameters[key] for local, key in names.items()}
+    fixed = {}
+    for local, key in constants.items():
+        fixed[local] = gradients.constants[key] if key in gradients.constants else gradients.parameters[key]
+    return Call(name, module, rule, *inputs, delta, parameters, fixed, names)

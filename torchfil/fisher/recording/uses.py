@@ -23,8 +23,6 @@ from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.parameters import Operation, operation_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["Layouts", "ParameterUse", "Use", "Uses", "WatchedParameters", "by_example", "layouts_of"]
-
 Layouts = Mapping[str, tuple[int | None, ...]]  # by layer, the examples' dimension in each call's output; None: none
 
 _ELEMENTWISE = frozenset(
@@ -144,8 +142,8 @@ class Uses:
     def note(self, use: Use) -> None:
         """Note a use with the versions of its tensors."""
         one = len(use.args) == 1 and not use.kwargs and isinstance(use.args[0], Tensor)
-        tensors = use.args if one else tensors_of((use.args, use.kwargs))
-        use.versions = [(tensor, tensor._version) for tensor in (use.output, *tensors)]
+        for tensor in (use.output, *(use.args if one else tensors_of((use.args, use.kwargs)))):
+            use.versions.append((tensor, tensor._version))
         self.noted.append(use)
 
     def overwritten(self) -> bool:
@@ -245,14 +243,11 @@ class WatchedParameters(TorchFunctionMode):
                 if others and not tensor.requires_grad and not _takes_the_shape_only(func.__name__):
                     self._of_examples[tensor] = True
                 elif ours and not others and tensor.requires_grad:
-                    self._keep(tensor, ours)
+                    self._functions[id(tensor)] = tensor, self._names(ours)
         return result
 
     def _depends_on_examples(self, tensor: Tensor) -> bool:
         return tensor.requires_grad or tensor in self._of_examples
-
-    def _keep(self, tensor: Tensor, sources: list[Tensor]) -> None:
-        self._functions[id(tensor)] = tensor, self._names(sources)
 
     def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
         """The names of the parameters that these tensors are functions of."""
