@@ -82,11 +82,6 @@ class ForwardPass:
         leaves = tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
         return next((len(leaf) for leaf in leaves if leaf.ndim), len(self.ids or ()))
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a backward pass has reached the outputs."""
-        return bool(self.output_grads)
-
     def add_gradient(self, k: int, gradient: Tensor) -> None:
         """Add ∂loss/∂output k of a backward pass."""
         earlier = self.output_grads.get(k)  # from another backward pass through the same output
@@ -142,12 +137,12 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = [forward for forward in self.pending if not forward.has_backward]
+        self.pending = [forward for forward in self.pending if not forward.output_grads]
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
         """The forward passes that went backward and are still kept."""
-        return [forward for forward in self.pending if forward.has_backward]
+        return [forward for forward in self.pending if forward.output_grads]
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
@@ -435,7 +430,7 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(forward.has_backward for forward in self.observer.pending):
+        if all(forward.output_grads for forward in self.observer.pending):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
         self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice

@@ -32,6 +32,8 @@ from torchfil.fisher.precision import wide
 from torchfil.fisher.recording import losses_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
+__all__ = ["GhostCriterion", "IdentifiedLoss", "LossMismatchError", "TokenMean"]
+
 LossFunction = Callable[[Any, Any], Tensor]
 NO_TARGETS = object()  # a call without labels: the targets are the batch's
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -170,7 +170,7 @@ class Replica:
             self._inputs_without_mask = layout.inputs_without_mask
         elif self._inputs_without_mask and layout.inputs_without_mask != self._inputs_without_mask:
             logger.warning(
-                "batches differ in length, and nothing shows what is padding: all positions count as private, so the "
+                "batches differ in length, and nothing shows which positions are padding: all are private, so the "
                 "MSE bound of short examples is too large. Name the mask, or pass private=Private(lengths=…)"
             )
             self._inputs_without_mask = {}
