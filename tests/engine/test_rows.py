@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, loader
 from torchfil import FILPrivacyEngine
-from torchfil.engine.row_mixing import how_rows_mix
+from torchfil.engine.guard import how_rows_mix
 
 ROWS = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 

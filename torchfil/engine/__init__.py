@@ -1,6 +1,5 @@
 """Fisher accounting in an Opacus training loop; the only place that knows Opacus."""
 
-import torchfil.engine.layers  # noqa: F401  (registers Opacus's layers)
 from torchfil.engine.check import ModelCheck, check
 from torchfil.engine.engine import FILPrivacyEngine
 from torchfil.engine.loader import FILDataLoader

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.distributed.shards import is_sharded
 from torchfil.engine.executor import Executor
-from torchfil.engine.forward import ForwardPass
+from torchfil.engine.forward import ForwardPass, LossInside
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
-from torchfil.engine.losses import IdentifiedLoss, LossInside, likely_loss
+from torchfil.engine.losses import IdentifiedLoss, likely_loss
 from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
@@ -251,8 +251,8 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
     assert call.ids is not None
     tracker.take(call.ids, call.batch)
     if losses:
-        own = inside.call(call.args, call.kwargs, call.outputs, call.masks)
-        forward = ForwardPass.of_call(tracker, own, call.outputs, masks=call.masks, autocast=call.autocast)
+        forward = inside.forward_pass(tracker, call.args, call.kwargs, call.outputs, call.masks)
+        forward.autocast = call.autocast
         forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
         loss = guard.identified_loss(forward)
         forward = forward.with_labels() if loss.is_models_own else forward

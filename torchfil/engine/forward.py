@@ -9,42 +9,34 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from torchfil.engine.loader import BatchTracker, make_current, plain
-from torchfil.engine.losses import NO_TARGETS, LossInside, ModelCall
+from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
+from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.measure import StartedGraph
-from torchfil.engine.replica import Replica
+from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
-from torchfil.fisher.models import without_checkpoints
-from torchfil.fisher.precision import autocast_as, autocast_now
+from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
+from torchfil.fisher.models import call_with, trainable_and_constant, without_checkpoints
+from torchfil.fisher.precision import autocast_as, autocast_now, is_reduced
 from torchfil.fisher.recording import RecordedForward
-from torchfil.private import Examples
-from torchfil.utils.trees import flattened, map_tensors, tensors_of
-
-__all__ = [
-    "ForwardPass",
-    "HookedForward",
-    "LoopForward",
-    "Observer",
-    "RecordedModule",
-    "is_in_training",
-    "without_compiler",
-]
+from torchfil.private import Examples, decoder_tokens
+from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
 _in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently private
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
+_HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not taken."
+_SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
 _MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
 
 
@@ -64,11 +56,10 @@ class ForwardPass:
         recorded: The graph of this call, if it was recorded, or the CUDA graph that replaced it.
         examples: The private examples of this call, if it was recorded.
         autocast: The dtype of autocast under which the model ran; None: no autocast.
-        output_grads: ∂loss/∂output by the output's place, once ``backward()`` has reached it.
-        loss_grads: For the place of a loss among the outputs, ∂loss/∂output of the outputs that it was made from.
-        places: The outputs' new places after such a loss is left out, by their old places; empty: unchanged.
+        output_grads: ∂loss/∂output by the output's place among the tensors that the loop received, once ``backward()``
+            has reached it.
+        loss_grads: For the place of a loss that is made from the rest, ∂loss/∂output by these outputs' places.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
-        divided_by: The number by which the loop has divided its loss, because it accumulates over that many batches.
     """
 
     ids: list[int] | None
@@ -83,78 +74,47 @@ class ForwardPass:
     autocast: torch.dtype | None = None
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
-    places: Mapping[int, int] = field(default_factory=dict)
     whole: tuple[dict[str, Any], Any] | None = None
-    divided_by: int = 1
-
-    @classmethod
-    def of_call(cls, tracker: BatchTracker, call: ModelCall, outputs: Any, **more: Any) -> ForwardPass:
-        """A call of the model that gave these outputs."""
-        leaves, structure = flattened(outputs)
-        rest = pytree.tree_unflatten(
-            [None if k in call.loss_grads else leaf for k, leaf in enumerate(leaves)], structure
-        )
-        if call.loss_grads:  # some kinds of outputs leave out None, so that places change
-            now = {id(leaf): k for k, leaf in enumerate(flattened(rest)[0])}
-            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.loss_grads}
-        whole = (call.labelled, outputs) if call.loss_grads else None
-        parts = plain((call.args, call.kwargs, rest, call.targets, whole))
-        args, kwargs, rest, targets, whole = map_tensors(Tensor.detach, parts)
-        return cls(
-            tracker.ids, tracker.batch, args, kwargs, rest, targets, loss_grads=call.loss_grads, whole=whole, **more
-        )
 
     @property
     def num_rows(self) -> int:
         """How many examples went through the model, or would have gone."""
-        sizes = [
-            len(leaf)
-            for leaf in tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
-            if leaf.ndim
-        ]
-        return sizes[0] if sizes else len(self.ids or ())
+        leaves = tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
+        return next((len(leaf) for leaf in leaves if leaf.ndim), len(self.ids or ()))
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a backward pass has reached the outputs."""
-        return bool(self.output_grads)
+    def add_gradient(self, k: int, gradient: Tensor) -> None:
+        """Add ∂loss/∂output k of a backward pass."""
+        earlier = self.output_grads.get(k)  # from another backward pass through the same output
+        self.output_grads[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     @property
     def ended_at_loss(self) -> bool:
         """Whether the only gradient is at the model's own loss, and this loss cannot be computed from other outputs."""
-        if not self.output_grads or any(k in self.loss_grads for k in self.output_grads):
+        if not self.output_grads or self.loss_grads:
             return False
-        leaves = flattened(self.outputs)[0]
+        leaves = tensors_of(self.outputs)
         return all(leaves[k].ndim == 0 for k in self.output_grads)
 
     @property
-    def uses_own_loss_alone(self) -> bool:
-        """Whether the only gradient is at the model's own loss."""
-        return bool(self.output_grads) and (self.ended_at_loss or all(k in self.loss_grads for k in self.output_grads))
-
-    @property
-    def output_gradients(self) -> Any:
-        """∂loss/∂outputs in the outputs' structure; zero if backward did not reach it, None for anything but a tensor.
+    def output_gradients(self) -> list[Tensor]:
+        """∂loss/∂output for every tensor of the outputs; zero if backward did not reach it.
 
         A gradient γ at a loss that was made from other outputs counts at these outputs, as γ ∂loss/∂output.
         """
-        total = {self.places.get(k, k): value for k, value in self.output_grads.items() if k not in self.loss_grads}
-        for loss, parts in self.loss_grads.items():
-            for k, part in parts.items() if loss in self.output_grads else ():
-                place = self.places.get(k, k)
-                total[place] = total.get(place, 0) + self.output_grads[loss] * part
-        leaves, structure = flattened(self.outputs)
-        filled = [
-            total.get(k, torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None) for k, leaf in enumerate(leaves)
-        ]
-        return pytree.tree_unflatten(filled, structure)
+        total: dict[int, Any] = {k: value for k, value in self.output_grads.items() if k not in self.loss_grads}
+        for loss in self.loss_grads.keys() & self.output_grads.keys():
+            for k, part in self.loss_grads[loss].items():
+                total[k] = total.get(k, 0) + self.output_grads[loss] * part
+        leaves = tensors_of(self.outputs)
+        places = [k for k in range(len(leaves) + len(self.loss_grads)) if k not in self.loss_grads]
+        return [total[k] if k in total else torch.zeros_like(leaf) for k, leaf in zip(places, leaves, strict=True)]
 
     def with_labels(self) -> ForwardPass:
         """The same call with its labels as inputs, and the model's loss as the output that counts."""
         if self.whole is None:
             return self
         kwargs, outputs = self.whole
-        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, loss_grads={}, places={}, whole=None)
+        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, loss_grads={}, whole=None)
 
 
 class Observer:
@@ -177,12 +137,12 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = [forward for forward in self.pending if not forward.has_backward]
+        self.pending = [forward for forward in self.pending if not forward.output_grads]
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
         """The forward passes that went backward and are still kept."""
-        return [forward for forward in self.pending if forward.has_backward]
+        return [forward for forward in self.pending if forward.output_grads]
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
@@ -198,12 +158,9 @@ class Observer:
         if self.touched:
             names = ", ".join(sorted(self.touched))
             raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {names} directly (a penalty on "
-                "the weights? use the optimizer's weight_decay). Opacus would drop that part silently."
-                if finished
-                else "the loss did not come from a training pass of the model that make_private returned: its gradient "
-                f"reached {names} directly. Call model.train(), and call the returned model."
-                " optimizer.zero_grad() drops this gradient. This step was not taken."
+                f"part of the loss does not go through the model's output: it reached {names} directly. It may be a "
+                "penalty on the weights (use weight_decay), a pass in eval mode, or one of the model that you passed: "
+                f"call model.train(), and call the returned model. {_HOW_TO_DROP}"
             )
         if not finished:
             raise RuntimeError(
@@ -215,33 +172,28 @@ class Observer:
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
             raise ValueError(
-                "the model was called several times on one batch since the last step, but each example's gradient must "
-                "be clipped once, over all its calls. Pass one module to make_private that calls it and returns all "
-                "outputs, with criterion=<function(outputs, targets)>. optimizer.zero_grad() drops these passes. This "
-                "step was not taken."
+                "the model was called several times on one batch since the last step, but an example's gradient is "
+                "clipped once, over all calls. Pass one module to make_private that calls it and returns all outputs, "
+                f"with criterion=<function(outputs, targets)>. {_HOW_TO_DROP}"
             )
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             raise ValueError(
-                f"accumulation_steps={parts}, but the {len(finished)} backward passes since the last step are not over "
-                f"the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the loader, "
-                "counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
-                "optimizer.zero_grad() drops these passes. This step was not taken."
+                f"the {len(finished)} backward passes since the last step are not over the {parts} batches of one draw "
+                f"(accumulation_steps={parts}): use each batch once, and call optimizer.step() after every {parts}-th, "
+                f"counted from the start of a pass over the loader. {_HOW_TO_DROP}"
             )
         if parts == 1 and len(finished) > 1 and not self.accumulates:
             raise ValueError(
-                f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch "
-                "independently, so an example could be in several of them, and the accountant's ε would be wrong. "
-                f"Pass accumulation_steps={len(finished)} to make_private, and batches are parts of one draw; or use a "
-                "larger batch_size with opacus.utils.batch_memory_manager.BatchMemoryManager."
+                f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch on its own, "
+                f"so an example could be in several, and ε would be wrong. Pass accumulation_steps={len(finished)} to "
+                "make_private (parts of one draw), or use Opacus's BatchMemoryManager with a larger batch_size."
             )
 
-    def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:
-        """Note a forward pass, and watch for gradients that arrive at its outputs."""
-        forward = ForwardPass.of_call(self.tracker, call, outputs, **more)
-        leaves = flattened(outputs)[0]
-        watched = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    def watch(self, forward: ForwardPass, outputs: Any) -> None:
+        """Note a forward pass, and watch for gradients that arrive at its outputs, as the loop receives them."""
+        watched = [(k, leaf) for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad]
         for k, leaf in watched:
-            leaf.register_hook(_recorder(forward, k))
+            leaf.register_hook(partial(forward.add_gradient, k))
         if not watched:
             return
 
@@ -249,6 +201,132 @@ class Observer:
         for earlier in self.pending:
             earlier.recorded = None
         self.pending = [*self.pending[-_MOST_PENDING:], forward]
+
+
+class LossInside:
+    """Separates labels and loss in calls of a model that computes its loss itself; analyses each kind of call once.
+
+    A loss with a term that does not go through the outputs is used as it is, on each example alone.
+
+    Args:
+        replica: The model.
+
+    Attributes:
+        made_from: By kind of call, for the place of each loss the places of the outputs that it is made from; empty if
+            labels and losses cannot be separated. Cleared, it is analysed again.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.made_from: dict[Hashable, dict[int, list[int]]] = {}
+
+    def losses_in(self, outputs: Any) -> list[int]:
+        """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
+        return [k for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad and leaf.ndim == 0]
+
+    def forward_pass(
+        self,
+        tracker: BatchTracker,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        masks: tuple[Tensor, ...] = (),
+    ) -> ForwardPass:
+        """The call on the current batch that gave these outputs (with their graph), with labels and loss separated."""
+        args, kwargs = plain((args, kwargs))
+        losses, loss_grads = self.losses_in(outputs), {}
+        without, targets = self.without_labels(kwargs) if losses else (kwargs, NO_TARGETS)
+        if targets is not NO_TARGETS:
+            kind = (form_of((args, kwargs)), form_of(outputs))
+            if kind not in self.made_from:
+                copied, weights = self._outputs_of_copy(args, kwargs)
+                sources = {k: _sources(copied, weights, k) for k in losses}
+                separable = all(sources.values()) and self._gives_the_same(args, without, outputs, masks)
+                self.made_from[kind] = sources if separable else {}
+            leaves = tensors_of(outputs)
+            loss_grads = {
+                k: dict(zip(places, _gradients([leaves[k]], [leaves[j] for j in places]), strict=True))
+                for k, places in self.made_from[kind].items()
+            }
+        args, kwargs, outputs = map_tensors(Tensor.detach, plain((args, kwargs, outputs)))
+        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks)
+        if loss_grads:  # otherwise labels stay among the inputs
+            own = {id(leaf) for k, leaf in enumerate(tensors_of(outputs)) if k in loss_grads}
+            forward.outputs = map_tensors(lambda leaf: None if id(leaf) in own else leaf, outputs)
+            forward.kwargs, forward.targets = map_tensors(Tensor.detach, (without, targets))
+            forward.loss_grads, forward.whole = loss_grads, (kwargs, outputs)
+        return forward
+
+    def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Keyword inputs without labels, and the labels: a tensor or a dict of several; NO_TARGETS: there are none."""
+        labels = {key: value for key, value in kwargs.items() if is_target_name(key) and isinstance(value, Tensor)}
+        if not labels:
+            return kwargs, NO_TARGETS
+        rest = {key: value for key, value in kwargs.items() if key not in labels}
+
+        # A decoder reads the labels, shifted one place to the right.
+        if "labels" in labels and rest.get("decoder_input_ids") is None:
+            tokens = decoder_tokens(self.replica.live, labels["labels"])
+            rest |= {} if tokens is None else {"decoder_input_ids": tokens}
+        return rest, next(iter(labels.values())) if len(labels) == 1 else labels
+
+    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""
+        self.replica.follow()
+        trainable, constant = trainable_and_constant(self.replica.live)
+        weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
+        weights |= {name: value.clone() for name, value in constant.items()}
+        with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
+            outputs = call_with(self.replica.template, weights, args, kwargs)
+        return tensors_of(outputs), [weights[name] for name in trainable]
+
+    def _gives_the_same(self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]) -> bool:
+        """Whether the other outputs are the same without labels."""
+        live: nn.Module = self.replica.live
+        try:
+            with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(masks):
+                others = tensors_of(live(*args, **without))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it needs its labels
+            return False
+        return _alike(others, [leaf.detach() for leaf in tensors_of(outputs) if leaf.ndim])
+
+
+def _sources(leaves: list[Tensor], weights: list[Tensor], place: int) -> list[int]:
+    """The places of the outputs that a loss is made from: one of them, or all that it depends on; [] if there is more.
+
+    It is made from them if it depends on the weights through them alone: ∂loss/∂w = Σ ∂loss/∂output · ∂output/∂w. A
+    penalty on the weights, or an auxiliary loss of something that is not returned, has another path to them.
+    """
+    others = [k for k, leaf in enumerate(leaves) if leaf.requires_grad and leaf.ndim]
+    at_others = dict(zip(others, _gradients([leaves[place]], [leaves[k] for k in others]), strict=True))
+    reached = [k for k in others if bool(at_others[k].any())]
+    at_weights = _gradients([leaves[place]], weights)
+    tolerance = 3e-2 if is_reduced(leaves[place].dtype) else _SAME
+    for places in [*([k] for k in reached), reached]:
+        through = _gradients([leaves[k] for k in places], weights, [at_others[k] for k in places])
+        if _alike(through, at_weights, tolerance):
+            return places
+    return []
+
+
+def _gradients(of: list[Tensor], inputs: list[Tensor], weights: list[Tensor] | None = None) -> tuple[Tensor, ...]:
+    """∂⟨of, weights⟩/∂input for each input; zeros if it does not depend on it."""
+    if not (of and inputs):
+        return tuple(map(torch.zeros_like, inputs))
+    with torch.enable_grad():
+        return torch.autograd.grad(of, inputs, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _alike(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float = _SAME) -> bool:
+    """Whether they have the same number and shapes, and differ by at most the tolerance times the largest number."""
+    if [a.shape for a in some] != [b.shape for b in others]:
+        return False
+    sizes = [float(b.abs().max()) if b.numel() else 0.0 for b in others]
+    allowed = [tolerance * (size + 1e-2 * max(sizes)) for size in sizes]
+    pairs = zip(some, others, allowed, strict=True)
+    return all(torch.allclose(a, b, tolerance, within, equal_nan=True) for a, b, within in pairs)
 
 
 class LoopForward:
@@ -313,10 +391,10 @@ class LoopForward:
         gave_loss, self._gives_loss = self._gives_loss, any(leaf.ndim == 0 for leaf in tensors_of(outputs))
         if self._gives_loss and not (gave_loss or with_graph):
             return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
-        call = self._inside.call(args, kwargs, outputs, masks)
+        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
+        call.recorded, call.examples, call.autocast = forward, examples, autocast_now(device)
         leaves = map_tensors(_as_leaf, outputs)
-        autocast = autocast_now(device)
-        self.observer.watch(call, leaves, masks=masks, recorded=forward, examples=examples, autocast=autocast)
+        self.observer.watch(call, leaves)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
 
 
@@ -352,7 +430,7 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(forward.has_backward for forward in self.observer.pending):
+        if all(forward.output_grads for forward in self.observer.pending):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
         self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
@@ -370,10 +448,10 @@ class HookedForward:
             return None
         # An output may be made from another; the loss is differentiated with respect to each alone.
         args, kwargs = self.replica.examples_first((args, kwargs))
-        call = self._inside.call(args, kwargs, outputs, tuple(self._masks))
+        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, tuple(self._masks))
+        call.autocast = autocast_now(self.replica.device)
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
-        autocast = autocast_now(self.replica.device)
-        self.observer.watch(call, apart, masks=tuple(self._masks), autocast=autocast)
+        self.observer.watch(call, apart)
         return apart
 
 
@@ -398,7 +476,7 @@ class RecordedModule(AbstractGradSampleModule):
         self._run = torch.compiler.disable(loop_forward.__call__)  # a compiled call must not trace the engine's passes
         _in_training.add(m)
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._note(name))
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self._observer.touched.add(name))
             for part in {m, loop_forward.replica.live}  # two if the module is sharded
             for name, p in part.named_parameters()
             if p.requires_grad
@@ -414,8 +492,8 @@ class RecordedModule(AbstractGradSampleModule):
             return self._module(*args, **kwargs)
         if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
             raise ValueError(
-                "an input of the model requires a gradient, but with grad_sample_mode='auto' none arrives there: the "
-                "loop's backward pass ends at the model's outputs. Detach the input, or use grad_sample_mode='hooks'."
+                "an input of the model requires a gradient, but with grad_sample_mode='auto' backward() ends at the "
+                "model's outputs: detach the input, or use grad_sample_mode='hooks'"
             )
         return self._run(args, kwargs)
 
@@ -465,9 +543,6 @@ class RecordedModule(AbstractGradSampleModule):
         super()._close()
         self.remove_hooks()
 
-    def _note(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._observer.touched.add(name)
-
 
 def is_in_training(module: nn.Module) -> bool:
     """Whether a :class:`RecordedModule` is currently training this module."""
@@ -509,14 +584,6 @@ def _forget_failed_passes(module: nn.Module) -> None:
         activations = part.__dict__.get("activations")
         if isinstance(activations, list):
             activations.clear()
-
-
-def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:
-    def record(gradient: Tensor) -> None:
-        earlier = forward.output_grads.get(k)  # from another backward pass through the same output
-        forward.output_grads[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
-
-    return record
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

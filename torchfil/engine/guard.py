@@ -7,7 +7,6 @@ more rarely.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
@@ -25,6 +24,7 @@ from torchfil.engine.losses import (
     WEIGHTED_BY_TOKENS,
     IdentifiedLoss,
     LossMismatchError,
+    TokenMean,
     check_equal_weights,
     check_loss,
     identify_loss,
@@ -32,7 +32,6 @@ from torchfil.engine.losses import (
 )
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.row_mixing import how_rows_mix
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
@@ -40,9 +39,7 @@ from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import flattened, map_tensors, tensors_of
-
-__all__ = ["OTHER_OWN_LOSS", "Flag", "Flags", "Guard", "check_copy"]
+from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +49,7 @@ _FAR_APART = 5  # times the tolerance: more than lower precision can explain
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _LOOSE_TOLERANCE = 0.1  # half precision
 
+_NOT_TAKEN = "This step was not taken."
 _NOT_FINITE = (
     "the gradient of an example in this batch is NaN or infinite, though its inputs are finite: is there a function "
     "whose derivative is not finite there, such as sqrt at 0? {}"
@@ -60,33 +58,27 @@ _DIVERGED = (
     "the model's outputs on this batch are NaN or infinite: training has diverged. Go back to earlier weights with a "
     "smaller learning rate, or look for an overflow in the model. {}"
 )
-_NOT_TAKEN = "This step was not taken."
 _NOTHING_LEARNED = (
-    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, its examples have Fisher "
-    "information 0, and bounds on an attacker's error are infinite, which says nothing about a model that does train. "
-    "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
-    "labels are ignored (-100), and whether a part before the output is frozen or detached."
+    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, whose examples have Fisher "
+    "information 0 and infinite error bounds. Check the loss (cross-entropy of a single output is always 0), whether "
+    "all labels are ignored (-100), and whether a part before the output is frozen or detached."
 )
 _WEIGHTED_BY_OPACUS = (
-    "some examples of this batch have more targets that count (not -100) than others, and Opacus's hooks formed "
-    "gradients of a mean over all of them, which depend on other examples. Use grad_sample_mode='auto', where each "
-    "example's loss is the mean over its own targets, or a loss with reduction='sum' and loss_reduction='sum'. This "
-    "step was not taken."
+    "some examples have more targets that count (not -100) than others, and Opacus's hooks formed gradients of a mean "
+    "over all targets of the batch, which depend on other examples. Use grad_sample_mode='auto', or a loss with "
+    f"reduction='sum' and loss_reduction='sum'. {_NOT_TAKEN}"
 )
 OTHER_OWN_LOSS = (
-    "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
-    "which criterion= does not have or which was added during training. Leave criterion= out, and give every term a "
-    "weight that is not 0 from the start. This step was not taken."
+    "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss). "
+    f"Leave criterion= out, and give every term a weight that is not 0 from the start. {_NOT_TAKEN}"
 )
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
-    "or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step was not "
-    "taken."
+    f"or text, changes the output. Move it into a module's forward(). {_NOT_TAKEN}"
 )
 _EARLIER_BATCH = (
-    "the step got a batch that was read before the last one, and would be recorded for the last one's examples: was "
-    "another batch read meanwhile (a prefetcher, an evaluation on the same loader)? Read a batch, take its step, then "
-    "read the next. This step was not taken."
+    "the step got a batch that was read before the last one, and would be recorded for the last one's examples. Read "
+    f"a batch, take its step, then read the next, without a prefetcher. {_NOT_TAKEN}"
 )
 
 
@@ -155,7 +147,6 @@ class Guard:
         self.until_look = 0
         self._looks = self._until_rows = self._row_looks = 0
         self._opaque_changes = 0
-        self._divisor = 1  # how the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
         self._late: list[Flag] = []  # about the last step, which a GPU was still computing
 
@@ -184,7 +175,7 @@ class Guard:
     def _tolerance(self, values: Tensor, call: ForwardPass) -> float:
         """How much such values may differ, relative to their size."""
         reduced = call.autocast is not None or is_reduced(next(self.replica.live.parameters()).dtype)
-        return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
+        return _tolerance(values, reduced=reduced)
 
     # ------------------------------------------------------------------ the batch
 
@@ -200,11 +191,7 @@ class Guard:
         failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
 
         def error() -> Exception | None:  # infinite masks are fine
-            try:
-                check_finite(call.args, call.kwargs, targets)
-            except ValueError as found:
-                return found
-            return None
+            return _error_of(lambda: check_finite(call.args, call.kwargs, targets))
 
         return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], error)
 
@@ -255,18 +242,14 @@ class Guard:
             how = how_rows_mix(given, rows)
             if how is not None:
                 raise RuntimeError(
-                    f"the model's inputs are {how}: an example then enters another example's row, its gradient is "
-                    "not bounded by max_grad_norm, and what leaks about it is not accounted for. Make each row of "
-                    "the model's inputs from its own example alone; augmentations of single examples are fine. "
-                    "This step was not taken."
+                    f"the model's inputs are {how}: an example in another one's row has a gradient that is not bounded "
+                    "by max_grad_norm, and leaks what is not accounted for. Make each row from its own example alone; "
+                    f"augmentations of single examples are fine. {_NOT_TAKEN}"
                 )
         self._row_looks += 1
         self._until_rows = min(2**self._row_looks, _STEPS_BETWEEN_LOOKS)
-        if (
-            self._row_looks == 1
-            and _with_rows(call.batch)
-            and not any(torch.equal(given, rows) for given, rows in pairs)
-        ):
+        same = any(torch.equal(given, rows) for given, rows in pairs)
+        if self._row_looks == 1 and _with_rows(call.batch) and not same:
             logger.info("the model's inputs are not the loader's rows: the numbers are about the views that it saw")
 
     def look_at_first_call(self, call: ForwardPass) -> None:
@@ -299,59 +282,24 @@ class Guard:
             return self.moved(call.targets)
         return self.moved(split_batch(call.batch, self.options.batch_to_inputs)[1])
 
-    def observed(self, call: ForwardPass) -> Any:
-        """∂ℓ_i/∂output_i in the training loop, in the outputs' structure."""
-        factor = call.divided_by * (len(call.ids or ()) if self.options.loss_reduction == "mean" else 1)
-
-        def scaled(gradient: Tensor) -> Tensor:  # the gradient at the model's own loss is 1, whatever the batch size
-            return gradient * (factor if gradient.ndim else call.divided_by)
-
-        return map_tensors(scaled, call.output_gradients)
-
-    def note_division(self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, passes: int) -> None:
-        """Note whether the loop has divided its loss by the number of batches that it accumulates over.
-
-        The optimizer already takes the mean over accumulated batches, so such a division changes nothing. In a last,
-        shorter round, the number of batches of an earlier full round is accepted, too.
-        """
-        divisors = dict.fromkeys((1, passes, self._divisor))  # more likely, the loss was not divided
-        if len(divisors) == 1:
-            return
-        for divisor in divisors:
-            for call in calls:
-                call.divided_by = divisor
-            if self._is_loss_of(calls[0], loss):
-                self._divisor = max(self._divisor, divisor)
-                return
-        for call in calls:
-            call.divided_by = 1
-
-    def _is_loss_of(self, call: ForwardPass, loss: IdentifiedLoss | None) -> bool:
-        """Whether the gradient at the outputs is that of this loss; for None, of a loss that is identified."""
-        with contextlib.suppress(LossMismatchError):
-            if loss is None:
-                self.identified_loss(call)
-            else:
-                check_loss(loss, call.outputs, self.targets(call), self.observed(call))
-            return True
-        return False
+    def observed(self, call: ForwardPass) -> list[Tensor]:
+        """∂ℓ_i/∂output_i in the training loop, for every tensor of the outputs."""
+        factor = len(call.ids or ()) if self.options.loss_reduction == "mean" else 1
+        # the gradient at the model's own loss is 1, whatever the batch size
+        return [gradient * factor if gradient.ndim else gradient for gradient in call.output_gradients]
 
     def identified_loss(self, call: ForwardPass) -> IdentifiedLoss:
-        """The loss whose gradient reached the model's output."""
+        """The loss whose gradient reached the model's output; if none fits, the model's own on each example alone."""
         _check_finite_outputs(call)
-        if call.ended_at_loss:
-            return self.own_loss(call)
-        try:
-            return identify_loss(call.outputs, self.targets(call), self.observed(call), self.options.loss_reduction)
-        except LossMismatchError:
-            if not call.uses_own_loss_alone:
-                raise
-        return self.own_loss(call.with_labels())
-
-    def own_loss(self, call: ForwardPass) -> IdentifiedLoss:
-        """The model's own loss, on each example alone."""
-        leaves = flattened(call.outputs)[0]
-        return IdentifiedLoss.of_model(call.outputs, next(k for k in call.output_grads if leaves[k].ndim == 0))
+        if not call.ended_at_loss:
+            try:
+                return identify_loss(call.outputs, self.targets(call), self.observed(call), self.options.loss_reduction)
+            except LossMismatchError:
+                if not call.output_grads.keys() <= call.loss_grads.keys():  # other outputs have a gradient, too
+                    raise
+            call = call.with_labels()
+        leaves = tensors_of(call.outputs)
+        return IdentifiedLoss.of_model(next(k for k in call.output_grads if leaves[k].ndim == 0))
 
     def check_loss(self, call: ForwardPass, loss: IdentifiedLoss, *, by_opacus: bool) -> None:
         """Raise unless the gradient that reached the model's output is that of the loss.
@@ -369,8 +317,11 @@ class Guard:
 
     def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
-        uneven = None if WEIGHTED_BY_TOKENS[:20] in self._warned else loss.weighs_unevenly(targets)
-        return None if uneven is None else Flag(uneven, lambda: UserWarning(WEIGHTED_BY_TOKENS))
+        function, told = loss.function, WEIGHTED_BY_TOKENS[:20] in self._warned
+        weights = None if told or not isinstance(function, TokenMean) else loss.weightings(targets)[-1]
+        if not (isinstance(weights, Tensor) and isinstance(function, TokenMean) and function.mean):
+            return None
+        return Flag((weights != weights[:1]).any(), lambda: UserWarning(WEIGHTED_BY_TOKENS))
 
     # ------------------------------------------------------------------ what the engine computed
 
@@ -386,14 +337,11 @@ class Guard:
             apart = float(differences.min())
             if apart <= tolerance:  # with the weights of a mean over tokens
                 return LossMismatchError(_WEIGHTED_BY_OPACUS) if by_opacus else UserWarning(WEIGHTED_BY_TOKENS)
-            try:
-                self.check_loss(call, loss, by_opacus=by_opacus)  # a more specific error, if the loss is the cause
-            except (LossMismatchError, RuntimeError) as found:
+            found = _error_of(lambda: self.check_loss(call, loss, by_opacus=by_opacus))  # if the loss is the cause
+            if found is not None or (math.isfinite(apart) and apart <= _FAR_APART * tolerance):  # lower precision
                 return found
             if not math.isfinite(apart):
                 return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
-            if apart <= _FAR_APART * tolerance:  # lower precision explains it
-                return None
             theirs = f"a gradient at the outputs that differs by {apart:.3g}, relative to the largest"
             return RuntimeError(_COPY_DIFFERS.format(theirs))
 
@@ -405,55 +353,52 @@ class Guard:
             return self._compare_own_loss(call, loss, ours)
         with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
             theirs = losses_of(loss, call.outputs, self.targets(call))
-        distances = _distances([(ours.to(theirs), theirs)])
+        distance = _distance(ours, theirs)
 
         def error() -> Exception:
-            apart, size = distances[0].tolist()
-            if math.isfinite(apart) and math.isfinite(size):
+            apart, size = distance.tolist()
+            if math.isfinite(apart + size):
                 return _alone_differs(apart, size)
             finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
             return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
 
-        return Flag(_far(distances, self._tolerance(theirs, call)), error)
+        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
 
     def _compare_own_loss(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
         """Is the mean of ℓ of each example alone, [batch], the model's loss on the batch?"""
         whole = loss(call.outputs, None)
-        alone = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
-        distances = _distances([(alone.to(whole), whole)])
+        distance = _distance(ours.mean() if self.options.loss_reduction == "mean" else ours.sum(), whole)
 
         def error() -> Exception:
-            apart = float(distances[0, 0])
-            if not math.isfinite(apart):
+            if not math.isfinite(float(distance[0])):
                 return RuntimeError(_DIVERGED.format(_NOT_TAKEN))
             return UserWarning(
-                f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
-                "the model weights examples by others of the batch, or mixes them. Training and accounting use "
-                "the model's loss on each example alone, every example with the same weight."
+                f"the model's own loss on this batch differs by {float(distance[0]):.3g} from the mean over its "
+                "examples alone: the model weights examples by others of the batch, or mixes them. Training and "
+                "accounting use its loss on each example alone, with equal weights."
             )
 
-        return Flag(_far(distances, self._tolerance(whole, call)), error)
+        return Flag(_is_far(distance, self._tolerance(whole, call)), error)
 
     def compare_norms(self, measured: Tensor, released: Tensor, calls: Sequence[ForwardPass]) -> Flag:
         """Are ‖g‖ and the norms of the gradients that Opacus has formed in these passes the same, [batch] each?"""
-        distances = _distances([(measured.to(released), released)])
+        distance = _distance(measured, released)
         tolerance = self._tolerance(released, calls[0])
 
         def error() -> Exception:
-            apart, largest = distances[0].tolist()
-            if not (math.isfinite(apart) and math.isfinite(largest)):
+            apart, largest = distance.tolist()
+            if not math.isfinite(apart + largest):
                 return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if apart <= tolerance * largest:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError(
                 "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                f"up to {apart:.3g}, the largest being {largest:.3g}). Either part of the loss does not go through the "
-                "model's output, or the model mixes examples, or Opacus's rule for a layer is wrong here, as that for "
-                "convolutions is if their input is channels last in memory. grad_sample_mode='auto' needs none of its "
-                "rules. This step was not taken."
+                f"up to {apart:.3g}, the largest being {largest:.3g}): part of the loss does not go through the "
+                "model's output, the model mixes examples, or Opacus's rule for a layer is wrong here (convolutions "
+                f"with channels last in memory). grad_sample_mode='auto' needs none of its rules. {_NOT_TAKEN}"
             )
 
-        return Flag(_far(distances, tolerance) | (distances[0, 1] == 0), error)
+        return Flag(_is_far(distance, tolerance) | (distance[1] == 0), error)
 
     def check_norms(self, norms: Tensor, losses: Tensor, flags: Flags) -> None:
         """Is ‖g‖, [batch], finite and not all 0? A GPU, which is still computing it, answers at the next step.
@@ -461,16 +406,13 @@ class Guard:
         If it is not finite, the losses ℓ, [batch], show whether the training has diverged.
         """
         late = norms.device.type == "cuda"
-        consequence = "It was the batch of the last step, which was taken: go back to earlier weights."
-        total = norms.sum()
-        finite = losses.sum().isfinite()
+        taken = "It is the batch of the last step, which was taken: go back to earlier weights." if late else _NOT_TAKEN
+        total, finite = norms.sum(), losses.sum().isfinite()
 
         def error() -> Exception:
             if bool(total == 0):
                 return UserWarning(_NOTHING_LEARNED)
-            return RuntimeError(
-                (_NOT_FINITE if bool(finite) else _DIVERGED).format(consequence if late else _NOT_TAKEN)
-            )
+            return RuntimeError((_NOT_FINITE if bool(finite) else _DIVERGED).format(taken))
 
         (flags.later if late else flags.pending).append(Flag(~total.isfinite() | (total == 0), error))
 
@@ -490,29 +432,22 @@ class Guard:
             return
         self.until_look = 0  # check again at the next step, unless this check passes
 
-        live, device = self.replica.live, self.replica.device
-        kept = buffers_kept(live), replayed_masks(call.masks)
-        with torch.no_grad(), differentiable_twice(), kept[0], kept[1], autocast_as(call.autocast, device):
+        live, autocast = self.replica.live, autocast_as(call.autocast, self.replica.device)
+        with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(call.masks), autocast:
             outputs = live(*call.args, **call.kwargs)
         if loss.is_models_own:
-            flags = Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)])
-            self.raise_if_any(flags)
+            self.raise_if_any(Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)]))
             return
-        few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
-        with torch.no_grad(), autocast_as(call.autocast, device):
-            losses = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
-        if not bool(losses.isfinite().all()):
+        few = [_one_example((outputs, targets), i) for i in range(min(len(ours), _EXAMPLES_TO_LOOK_AT))]
+        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
+            losses = torch.stack([loss(*example).reshape(()) for example in few])
+        apart, size = _distance(ours[: len(few)], losses).tolist()
+        if not math.isfinite(size):
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-        apart, size = float((losses - ours[: len(few)]).abs().max()), float(losses.abs().max())
         if apart > self._tolerance(ours, call) * size:
-            theirs = f"some that differ by up to {apart:.3g}"
-            raise (
-                _alone_differs(apart, size)
-                if now
-                else RuntimeError(
-                    f"the model's losses on this batch are at most {size:.4g}, {_COPY_DIFFERS.format(theirs)}"
-                )
-            )
+            theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
+            message = f"the model's losses on this batch are at most {size:.4g}, {theirs}"
+            raise _alone_differs(apart, size) if now else RuntimeError(message)
         if check_equal_weights(loss, outputs, targets):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
@@ -524,29 +459,40 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
 
     ``reduced`` says whether the model computes with fewer digits than float32 has.
     """
-    apart, size = _distances([(ours, loops)])[0].tolist()
-    if apart > (_LOOSE_TOLERANCE if reduced else _TOLERANCE.get(loops.dtype, _LOOSE_TOLERANCE)) * size:
+    apart, size = _distance(ours, loops).tolist()
+    if apart > _tolerance(loops, reduced=reduced) * size:
         theirs = f"some that differ by up to {apart:.3g}"
         raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
+
+
+def _error_of(check: Callable[[], None]) -> Exception | None:
+    """What a check raises."""
+    try:
+        check()
+    except (ValueError, RuntimeError) as found:
+        return found
+    return None
 
 
 def _alone_differs(apart: float, size: float) -> RuntimeError:
     return RuntimeError(
         f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest being "
-        f"{size:.3g}). Either the model mixes examples, so that no gradient belongs to one of them, or "
-        + _COPY_DIFFERS.format("other outputs")
+        f"{size:.3g}). Either the model mixes examples, or {_COPY_DIFFERS.format('other outputs')}"
     )
 
 
-def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """For each pair (a, b), max |a − b| and max |b|, float64 [pairs, 2]."""
-    extremes = [torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs]
-    return torch.stack([part.to(extremes[0].device) for part in extremes])
+def _tolerance(values: Tensor, *, reduced: bool) -> float:
+    return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
 
 
-def _far(distances: Tensor, tolerance: float) -> Tensor:
+def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """max |a − b| and max |b|, float64 [2]."""
+    return torch.stack([(ours.to(theirs) - theirs).abs().max(), theirs.abs().max()]).double()
+
+
+def _is_far(distance: Tensor, tolerance: float) -> Tensor:
     """Whether a distance is above the tolerance, relative to the size, or not finite, bool []."""
-    return ~((distances[:, 0] <= tolerance * distances[:, 1]) & distances.isfinite().all(dim=1)).all()
+    return ~((distance[0] <= tolerance * distance[1]) & distance.isfinite().all())
 
 
 def _check_finite_outputs(call: ForwardPass) -> None:
@@ -576,3 +522,101 @@ def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -
     ]
     alike = [(a == b).all() & (a != a.flatten()[0]).any() for a, b in pairs]
     return torch.stack(alike).any() if alike else torch.zeros((), dtype=torch.bool, device=device)
+
+
+# ---------------------------------------------------------------------- rows that are made from several examples
+
+# Accounting and differential privacy require that an example enters its own row of the model's input and no other.
+# Mixup, CutMix, a shuffled batch and statistics of the batch violate this, and leave traces in the numbers: a row is a
+# blend, a patchwork or a copy of *other* rows, or the batch's mean is exactly 0. An augmentation of each row on its own
+# (noise, flips, crops) leaves no such trace.
+
+_MOST_ROWS = 32  # rows of the input that are compared with all rows of the batch
+_FEWEST_NUMBERS = 8  # numbers in a row that say something even if they are categories
+_EXACT = 1e-5  # relative, in float32
+_SHARE = 1e-2  # of another row, from which on it counts
+
+
+def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
+    """How the rows of an input, [batch, …], were made from several rows of the loader's batch; None: they were not.
+
+    It says nothing about batches of one, about rows of fewer than eight numbers that repeat (categories), or about
+    blends of rows of one or two numbers.
+
+    Example:
+        >>> rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+        >>> how_rows_mix(rows + 0.1, rows), how_rows_mix(0.6 * rows + 0.4 * rows.flip(0), rows)
+        (None, 'blends of two rows (mixup?)')
+    """
+    batch, numbers = len(rows), rows[0].numel() if len(rows) else 0
+    if batch < 2 or not numbers or torch.equal(given, rows):
+        return None
+    if numbers < _FEWEST_NUMBERS and 2 * rows.unique().numel() < rows.numel():  # equal or dependent by chance
+        return None
+    x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
+    if not bool((x + t).isfinite().all()):  # reported with the rows' numbers
+        return None
+    changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
+    if len(changed) > 1 and _are_copies(x[changed], t, changed):
+        return "rows in another order than the loader gave them, so they would be recorded for other examples"
+    if given.is_floating_point():
+        if _are_blends(x[changed], t, changed):
+            return "blends of two rows (mixup?)"
+        if _are_centred(x) and not _are_centred(t):
+            return "centred by statistics of the batch"
+    if _are_patchworks(x[changed[:8]], t, changed[:8]):
+        return "patchworks of two rows (CutMix?)"
+    return None
+
+
+def _are_copies(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether every row of x, [k, numbers], equals a row of t, [batch, numbers], but not its own row ``own``, [k]."""
+    alike = torch.cdist(x, t) == 0
+    alike[torch.arange(len(own), device=own.device), own] = False
+    return bool(alike.any(dim=1).all())
+
+
+def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether at least half of x's rows are a·(own row) + b·(another), b ≠ 0: least squares with all other rows.
+
+    Mixup may leave some rows almost unchanged. Constant rows (a change of brightness is a blend with one), and rows
+    that are all blends of a few others, say nothing.
+    """
+    mine, count, first = t[own], len(own), t[:8]
+    if t.shape[1] < 3 or int(torch.linalg.matrix_rank(first)) < min(len(first), t.shape[1], 4):
+        return False
+    tt, mm = t.square().sum(dim=1)[None], mine.square().sum(dim=1)[:, None]  # [1, batch], [k, 1]
+    mt, xt, xm = mine @ t.T, x @ t.T, (x * mine).sum(dim=1)[:, None]
+    determinant = mm * tt - mt.square()
+    usable = (determinant > 1e-6 * mm * tt) & (t != t[:, :1]).any(dim=1)
+    usable[torch.arange(count, device=own.device), own] = False
+    determinant = torch.where(usable, determinant, 1.0)
+    a, b = (tt * xm - mt * xt) / determinant, (mm * xt - mt * xm) / determinant
+
+    # The closed form loses digits, so the best candidate of each row is checked directly.
+    left = x.square().sum(dim=1)[:, None] - a * xm - b * xt
+    best = torch.where(usable, left, torch.inf).argmin(dim=1)
+    rows = torch.arange(count, device=own.device)
+    rest = x - a[rows, best][:, None] * mine - b[rows, best][:, None] * t[best]
+    small = rest.norm(dim=1) <= _EXACT * x.norm(dim=1)
+    return bool((small & usable[rows, best] & (b[rows, best].abs() > _SHARE)).double().mean() >= 0.5)
+
+
+def _are_patchworks(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether each row of x combines numbers from its own row with several numbers from another row."""
+    for row, k in zip(x, own.tolist(), strict=True):
+        other = row != t[k]
+        alike = (t[:, other] == row[other]).all(dim=1)
+        alike[k] = False
+        if int(other.sum()) < _FEWEST_NUMBERS or not bool(alike.any()) or not bool((row[other] != row[other][0]).any()):
+            return False
+    return len(x) > 0
+
+
+def _are_centred(x: Tensor) -> bool:
+    """Whether every column, or all numbers together, have mean 0 up to rounding, though they are not all 0."""
+    size = x.square().mean(dim=0).sqrt()
+    columns = size > 0
+    by_column = (x.mean(dim=0).abs() <= _EXACT * size)[columns]
+    together = x.mean().abs() <= 1e-7 * x.square().mean().sqrt()
+    return bool(columns.any()) and (bool(by_column.all()) or bool(together))

@@ -20,50 +20,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfil.engine.loader import is_target_name, plain
-from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.models import call_with, trainable_and_constant
 from torchfil.fisher.precision import wide
 from torchfil.fisher.recording import losses_of
-from torchfil.private import decoder_tokens
-from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
+from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = [
-    "NO_TARGETS",
-    "WEIGHTED_BY_TOKENS",
-    "GhostCriterion",
-    "IdentifiedLoss",
-    "LossInside",
-    "LossMismatchError",
-    "ModelCall",
-    "TokenMean",
-    "check_equal_weights",
-    "check_loss",
-    "identify_loss",
-    "likely_loss",
-    "relative_differences",
-]
+__all__ = ["GhostCriterion", "IdentifiedLoss", "LossMismatchError", "TokenMean"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 NO_TARGETS = object()  # a call without labels: the targets are the batch's
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOOSE_TOLERANCE = 3e-2  # half precision
-_SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
 
 WEIGHTED_BY_TOKENS = (
-    "the loss is a mean over all targets of a batch that count (not -100), which weights an example by how many "
-    "targets others have. Training and accounting use each example's mean over its own targets, with equal weights. "
-    "Use sums (reduction='sum', loss_reduction='sum') if long examples should weigh more."
+    "the loss is a mean over all targets of a batch that count (not -100), which weights an example by others. "
+    "Training and accounting use each example's mean over its own targets, with equal weights; if long ones should "
+    "weigh more, use sums: reduction='sum', loss_reduction='sum'."
 )
 _NOT_IDENTIFIED = (
     "the loss in the training loop is not one of those that are identified by themselves (CrossEntropyLoss, "
@@ -151,9 +130,8 @@ class IdentifiedLoss:
         return cls(name, criterion)
 
     @classmethod
-    def of_model(cls, outputs: Any, leaf: int) -> IdentifiedLoss:
-        """The model's own loss, which is that leaf of its outputs."""
-        place = len(tensors_of(flattened(outputs)[0][:leaf]))
+    def of_model(cls, place: int) -> IdentifiedLoss:
+        """The model's own loss, which is at that place among the tensors of its outputs."""
         return cls("the model's own loss on each example alone", lambda loss, _: loss, place, is_models_own=True)
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -175,13 +153,6 @@ class IdentifiedLoss:
         ignored = getattr(getattr(self.function, "criterion", None), "ignore_index", -100)
         counted = [(part != ignored).reshape(len(part), -1).sum(dim=1) for part in parts]
         return [1.0, *(n * len(n) / n.sum().clamp(min=1) for n in counted)]
-
-    def weighs_unevenly(self, targets: Any) -> Tensor | None:
-        """Whether it is a mean over tokens, and such a mean over this batch has uneven weights; None: certainly not."""
-        if not (isinstance(self.function, TokenMean) and self.function.mean):
-            return None
-        weights = self.weightings(targets)[-1]
-        return (weights != weights[:1]).any() if isinstance(weights, Tensor) else None
 
 
 # ---------------------------------------------------------------------- compare gradients at the outputs
@@ -205,9 +176,8 @@ def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[T
         found = iter(torch.autograd.grad(total, moving, allow_unused=True, materialize_grads=True))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise LossMismatchError(
-            f"the criterion ({loss.name}) fails on one example of this batch: {error}. It is called as "
-            "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
-            "batch_to_inputs= says otherwise."
+            f"the criterion ({loss.name}) fails on one example, as criterion(outputs, targets): {error}. Targets are "
+            "the batch's last item unless batch_to_inputs= says otherwise."
         ) from error
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in tensors_of(outputs)]
 
@@ -265,8 +235,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     reached = [k for k, gradient in enumerate(gradients) if bool(gradient.any())] or [0]
     if len(reached) == 1 and isinstance(targets, Tensor):
         output, at_output = tensors_of(outputs)[reached[0]], gradients[reached[0]]
-        alone_too = () if _one_sided(output, targets) else _losses_of_outputs(reduction)
-        for loss in itertools.chain(_candidates(output, targets, reduction), alone_too):
+        for loss in itertools.chain(_candidates(output, targets, reduction), _losses_of_outputs(reduction)):
             with contextlib.suppress(LossMismatchError):
                 alone = output_gradients(loss, output, targets)
                 if any(_agreements(loss, alone, at_output, targets)):
@@ -286,10 +255,7 @@ def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
         for loss in _candidates(outputs, targets, "mean"):
             return loss
-    raise LossMismatchError(
-        f"no standard loss takes these outputs ({type(outputs).__name__}) and targets ({type(targets).__name__}): pass "
-        "criterion=, and batch_to_inputs= if the targets are not the batch's last item or its labels"
-    )
+    raise LossMismatchError(_not_identified(outputs, targets, 1, ""))
 
 
 def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> bool:
@@ -306,8 +272,8 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     raise LossMismatchError(
         f"the gradient at the model's output differs from that of the engine's loss ({loss.name}): the training loop "
         "uses another loss, or one that mixes examples (class weights with reduction='mean' do). "
-        f"{'' if factor is None else _scaled(factor)}Pass the loss you use to make_private as criterion=, and make it "
-        "sum or average over examples with equal weight. This step was not taken; nothing was recorded."
+        f"{'' if factor is None else _scaled(factor)}Pass the loop's loss, a sum or mean over examples, as criterion=. "
+        "This step was not taken."
     )
 
 
@@ -339,10 +305,9 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
         if any(agrees):
             return not agrees[0]
     raise LossMismatchError(
-        f"the criterion ({loss.name}) has another gradient on this batch than the mean or the sum of its values on "
-        "single examples: it weights examples by others of the batch, as class weights with reduction='mean' do, or "
-        "mixes them, so no example has its own loss. Use reduction='sum' (divided by the expected batch size if you "
-        "like). This step was not taken."
+        f"the criterion ({loss.name}) has another gradient on this batch than the mean or sum of its values on single "
+        "examples: it mixes examples, or weights them by others, as class weights with reduction='mean' do, so no "
+        "example has its own loss. Use reduction='sum'. This step was not taken."
     )
 
 
@@ -375,24 +340,18 @@ def _reshaped(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
     return result
 
 
-def _one_sided(outputs: Tensor, targets: Tensor) -> bool:
-    """Whether all targets lie on one side: absolute errors then have the gradient of a loss of the outputs alone."""
-    if not targets.is_floating_point() or targets.numel() != outputs.numel():
-        return False
-    signs = (targets.reshape(outputs.shape) - outputs).sign()
-    return bool((signs == 1).all() | (signs == -1).all())
-
-
 def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
     """± the sum or the mean of an example's outputs, whatever its targets, as ``out.sum()`` and ``-out.mean()``."""
-    for summed, (sign, minus), kind in itertools.product((False, True), ((1, ""), (-1, "minus ")), ("sum", "mean")):
-        name = f"{minus}the {kind} of an example's outputs" + ", added up over the batch" * summed
+    for summed, sign, kind in itertools.product((False, True), (1, -1), (Tensor.sum, Tensor.mean)):
+        name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
         if not summed or reduction == "mean":
-            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
+            yield IdentifiedLoss(
+                name + ", added up over the batch" * summed, partial(_signed, sign, kind), summed=summed
+            )
 
 
-def _signed(sign: int, kind: str, outputs: Tensor, _: Any) -> Tensor:
-    return sign * (outputs.mean() if kind == "mean" else outputs.sum())
+def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: Any) -> Tensor:
+    return sign * kind(outputs)
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:
@@ -422,146 +381,6 @@ def _not_identified(outputs: Any, targets: Any, reached: int, hint: str) -> str:
         line=f"lambda outputs, targets: {' + '.join(terms[:2])}",
         split="(batch[0], (batch[1], batch[2]))",
     )
-
-
-# ---------------------------------------------------------------------- a loss inside the model's outputs
-
-
-@dataclass(frozen=True)
-class ModelCall:
-    """How the engine calls the model if the loop calls it with labels.
-
-    Attributes:
-        args: Positional inputs.
-        kwargs: Keyword inputs, without labels if the model's outputs do not depend on them.
-        targets: The labels; NO_TARGETS: the call has none, or they must stay because the outputs depend on them.
-        loss_grads: ∂loss/∂output, by the place of the loss among the outputs and the place of the other output.
-        labelled: Keyword inputs with the labels, as the loop gave them.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    targets: Any = NO_TARGETS
-    loss_grads: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    labelled: dict[str, Any] = field(default_factory=dict)
-
-
-class LossInside:
-    """Separates labels and loss in calls of a model that computes its loss itself; analyses each kind of call once.
-
-    A loss with a term that does not go through the outputs is used as it is, on each example alone.
-
-    Args:
-        replica: The model.
-
-    Attributes:
-        made_from: By kind of call, for the place of each loss the places of the outputs that it is made from; empty if
-            labels and losses cannot be separated. Cleared, it is analysed again.
-    """
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.made_from: dict[Hashable, dict[int, list[int]]] = {}
-
-    def losses_in(self, outputs: Any) -> list[int]:
-        """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
-        return [k for k, leaf in enumerate(flattened(outputs)[0]) if _has_graph(leaf) and leaf.ndim == 0]
-
-    def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...] = ()
-    ) -> ModelCall:
-        """The call that gave these outputs (with their graph), with labels and loss separated."""
-        args, kwargs = plain((args, kwargs))
-        leaves, losses = flattened(outputs)[0], self.losses_in(outputs)
-        without, targets = self.without_labels(kwargs) if losses else (kwargs, NO_TARGETS)
-        if targets is NO_TARGETS:
-            return ModelCall(args, kwargs)
-        kind = (form_of((args, kwargs)), form_of(outputs))
-        if kind not in self.made_from:
-            copied, weights = self._outputs_of_copy(args, kwargs)
-            sources = {k: _sources(copied, weights, k) for k in losses}
-            separable = all(sources.values()) and self._gives_the_same(args, without, outputs, masks)
-            self.made_from[kind] = sources if separable else {}
-        loss_grads = {
-            k: dict(zip(places, _gradients([leaves[k]], [leaves[j] for j in places]), strict=True))
-            for k, places in self.made_from[kind].items()
-        }
-        return ModelCall(args, without, targets, loss_grads, kwargs) if loss_grads else ModelCall(args, kwargs)
-
-    def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Keyword inputs without labels, and the labels: a tensor or a dict of several; NO_TARGETS: there are none."""
-        labels = {key: value for key, value in kwargs.items() if is_target_name(key) and isinstance(value, Tensor)}
-        if not labels:
-            return kwargs, NO_TARGETS
-        rest = {key: value for key, value in kwargs.items() if key not in labels}
-
-        # A decoder reads the labels, shifted one place to the right.
-        if "labels" in labels and rest.get("decoder_input_ids") is None:
-            tokens = decoder_tokens(self.replica.live, labels["labels"])
-            rest |= {} if tokens is None else {"decoder_input_ids": tokens}
-        return rest, next(iter(labels.values())) if len(labels) == 1 else labels
-
-    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Tensor]]:
-        """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""
-        self.replica.follow()
-        trainable, constant = trainable_and_constant(self.replica.live)
-        weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
-        weights |= {name: value.clone() for name, value in constant.items()}
-        with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
-            outputs = call_with(self.replica.template, weights, args, kwargs)
-        return flattened(outputs)[0], [weights[name] for name in trainable]
-
-    def _gives_the_same(self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]) -> bool:
-        """Whether the other outputs are the same without labels."""
-        live: nn.Module = self.replica.live
-        try:
-            with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(masks):
-                others = tensors_of(live(*args, **without))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # it needs its labels
-            return False
-        return _alike(others, [leaf.detach() for leaf in tensors_of(outputs) if leaf.ndim])
-
-
-def _sources(leaves: list[Any], weights: list[Tensor], place: int) -> list[int]:
-    """The places of the outputs that a loss is made from: one of them, or all that it depends on; [] if there is more.
-
-    It is made from them if it depends on the weights through them alone: ∂loss/∂w = Σ ∂loss/∂output · ∂output/∂w. A
-    penalty on the weights, or an auxiliary loss of something that is not returned, has another path to them.
-    """
-    others = [k for k, leaf in enumerate(leaves) if _has_graph(leaf) and leaf.ndim]
-    at_others = dict(zip(others, _gradients([leaves[place]], [leaves[k] for k in others]), strict=True))
-    reached = [k for k in others if bool(at_others[k].any())]
-    at_weights = _gradients([leaves[place]], weights)
-    tolerance = _SAME if leaves[place].dtype in _TOLERANCE else _LOOSE_TOLERANCE
-    for places in [*([k] for k in reached), reached]:
-        through = _gradients([leaves[k] for k in places], weights, [at_others[k] for k in places])
-        if _alike(through, at_weights, tolerance):
-            return places
-    return []
-
-
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _gradients(of: list[Tensor], inputs: list[Tensor], weights: list[Tensor] | None = None) -> tuple[Tensor, ...]:
-    """∂⟨of, weights⟩/∂input for each input; zeros if it does not depend on it."""
-    if not (of and inputs):
-        return tuple(map(torch.zeros_like, inputs))
-    with torch.enable_grad():
-        return torch.autograd.grad(of, inputs, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
-
-
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float = _SAME) -> bool:
-    """Whether they have the same number and shapes, and differ by at most the tolerance times the largest number."""
-    if [a.shape for a in some] != [b.shape for b in others]:
-        return False
-    sizes = [float(b.abs().max()) if b.numel() else 0.0 for b in others]
-    allowed = [tolerance * (size + 1e-2 * max(sizes)) for size in sizes]
-    pairs = zip(some, others, allowed, strict=True)
-    return all(torch.allclose(a, b, tolerance, within, equal_nan=True) for a, b, within in pairs)
 
 
 # ---------------------------------------------------------------------- the criterion of ghost clipping

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
@@ -31,21 +32,19 @@ from torchfil.fisher.models import (
     turned,
     with_examples_first,
 )
+from torchfil.fisher.rules.recurrent import run_recurrent
+from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
 from torchfil.private.batches import named_inputs
 from torchfil.private.choice import floating_inputs
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
-
-__all__ = ["Replica", "buffers_kept", "is_plain"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
 _CHANGES_OF_INTEGERS = 8  # changes that rebuild a recorded pass; an attribute that changes more often is a counter
 _PLAIN = (int, float, bool, str, type(None))
-_OPAQUE = object()
-_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
-_Attributes = tuple[dict[str, Any], int, list[tuple[str, Any]]]
+_PLAIN_OR_FUNCTION = frozenset((*_PLAIN, FunctionType, partial))
 
 
 class Replica:
@@ -74,10 +73,15 @@ class Replica:
         self.opaque_changes = 0
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
         self._flags = tuple(live.training for live, _ in self._pairs)
+        self._attributes = _plain_attributes(self._pairs)  # of the live modules, as last taken over
         self._dropouts = [live for live, _ in self._pairs if may_drop(live)]
-        self._parts = _parts(module)
+        self._parts = [
+            (holder, key, part, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in module.named_modules()
+            for holder in (owner._modules, owner._parameters)
+            for key, part in holder.items()
+        ]
         self._num_hooks: int | None = None  # on the live modules, as last seen
-        self._attributes: list[_Attributes] = []  # of the live modules, as last taken over
         self._changed_integers = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
@@ -166,9 +170,8 @@ class Replica:
             self._inputs_without_mask = layout.inputs_without_mask
         elif self._inputs_without_mask and layout.inputs_without_mask != self._inputs_without_mask:
             logger.warning(
-                "batches differ in length, and nothing shows which positions are padding: all count as private, so d, "
-                "and with it the MSE bound, is too large for short examples. Name the mask, or give a function of the "
-                "inputs: private=Private(lengths=…)"
+                "batches differ in length, and nothing shows which positions are padding: all are private, so the "
+                "MSE bound of short examples is too large. Name the mask, or pass private=Private(lengths=…)"
             )
             self._inputs_without_mask = {}
 
@@ -183,21 +186,18 @@ class Replica:
             with self.random_state_kept(), buffers_kept(self.live):
                 integers = not all(leaf.is_floating_point() for leaf in tensors_of((args, kwargs)))
                 self._embeddings = embeddings_to_protect(self.live, args, kwargs) if integers else ()
-            names = " and ".join(map(repr, self._embeddings))
+            names = list(self._embeddings)
             if names and floating:
                 logger.warning(
                     "only the floating-point inputs are private: the integers that %s takes count as known to the "
                     "attacker. To protect them as well: private=Private(inputs=%r, submodule=%r)",
-                    names,
-                    floating,
-                    list(self._embeddings),
+                    *(" and ".join(map(repr, names)), floating, names),
                 )
             elif names:
                 logger.warning(
                     "no input is floating-point, so the output of the embedding %s is private: confirm it with "
                     "private=Private(submodule=%r), or name another submodule",
-                    names,
-                    self._embeddings[0] if len(self._embeddings) == 1 else list(self._embeddings),
+                    *(" and ".join(map(repr, names)), names[0] if len(names) == 1 else names),
                 )
         return private if floating else replace(private, submodule=self._embeddings or None)
 
@@ -258,53 +258,39 @@ class Replica:
             RuntimeError: A module or a parameter was replaced.
         """
         self._check_parts()
-        if self._attributes and _are_as(self._attributes):
+        now, before = _plain_attributes(self._pairs), self._attributes
+        if now == before:
             return
         flags = tuple(live.training for live, _ in self._pairs)
         if flags != self._flags:
             check_modules(self.live, allow_dropout=True)
             self._flags = flags
 
-        changed = counted = False
-        for live, copied in self._pairs:
-            other, integer = self._take_over(live.__dict__, copied.__dict__)
-            changed, counted = changed or other, counted or integer
-        self._changed_integers += counted
-        self._attributes = [_attributes(live) for live, _ in self._pairs]
-        self.changes += changed or (counted and self._changed_integers <= _CHANGES_OF_INTEGERS)
+        kinds: set[type] = set()  # of the attributes that changed
+        for (live, copied), old, new in zip(self._pairs, before, now, strict=True):
+            for name in old.keys() - new.keys():
+                if name in vars(live):
+                    self.opaque_changes += 1
+                else:
+                    kinds.add(type(vars(copied).pop(name)))
+            changed = {name: value for name, value in new.items() if name not in old or old[name] != value}
+            vars(copied).update(changed)
+            kinds |= {type(value) for name, value in changed.items() if name != "training"}
+        self._attributes = now
+        self._changed_integers += int in kinds
+        self.changes += bool(kinds - {int}) or (int in kinds and self._changed_integers <= _CHANGES_OF_INTEGERS)
 
     def _check_parts(self) -> None:
         """Raise if a child or a parameter was replaced, and note added or removed hooks."""
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
                 raise RuntimeError(
-                    f"{name} was replaced after make_private: the optimizer and the accounting know the old one, and "
-                    "the new one would not be trained. Change the model before make_private, or make a new engine and "
-                    "optimizer."
+                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
+                    "one: change the model before make_private, or make a new engine and optimizer"
                 )
-        num_hooks = 0
-        for live, _ in self._pairs:
-            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
+        num_hooks = sum([len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs])
         self.opaque_changes += self._num_hooks not in (None, num_hooks)
         self._num_hooks = num_hooks
-
-    def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
-        """Set one module's plain attributes; return whether a non-integer changed, and whether an integer changed."""
-        live = {name: value for name, value in live.items() if name != HOOKS_INSTALLED}  # each has its own hooks
-        gone = [name for name, value in copied.items() if is_plain(value) and name not in {*live, HOOKS_INSTALLED}]
-        for name in gone:
-            del copied[name]
-
-        changed, counted = bool(gone), False
-        for name, value in live.items():
-            kind, own = type(value), copied.get(name, copied)
-            if is_plain(value) and own is not value and (type(own) is not kind or own != value):
-                changed = changed or (kind is not int and name != "training")
-                counted = counted or kind is int
-                copied[name] = value
-            elif not is_plain(value) and is_plain(own):
-                self.opaque_changes += 1
-        return changed, counted
 
     def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The constants with copies of all buffers, so that a trial shows which of them a pass writes into."""
@@ -350,27 +336,13 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
             holder.update(entries)
 
 
-def _parts(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:
-    """Every child and parameter: the dict that holds it, its key, the object and its full name."""
-    return [
-        (holder, key, part, f"{prefix}.{key}" if prefix else key)
-        for prefix, owner in module.named_modules()
-        for holder in (owner._modules, owner._parameters)
-        for key, part in holder.items()
-    ]
-
-
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """The place of each parameter, then of each buffer (once if shared): full name, dict and key."""
     places: list[tuple[str, dict[str, Any], str]] = []
-    for kind in ("_parameters", "_buffers"):
-        seen: set[int] = set()
-        for prefix, part in module.named_modules():
-            holder: dict[str, Any] = getattr(part, kind)
-            for key, value in holder.items():
-                if value is not None and id(value) not in seen:
-                    seen.add(id(value))
-                    places.append((f"{prefix}.{key}" if prefix else key, holder, key))
+    for kind, named in (("_parameters", module.named_parameters()), ("_buffers", module.named_buffers())):
+        for name, _ in named:
+            prefix, _, key = name.rpartition(".")
+            places.append((name, getattr(module.get_submodule(prefix), kind), key))
     return places
 
 
@@ -390,20 +362,36 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _attributes(module: nn.Module) -> _Attributes:
-    """A module's own attributes: their dict, their number, and their plain values (others as _OPAQUE)."""
-    live = module.__dict__
-    own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
-    return live, len(live), [(name, value if is_plain(value) else _OPAQUE) for name, value in own]
+def _plain_attributes(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> list[dict[str, Any]]:
+    """The plain attributes of each live module, by name; whether a model has hooks of its own is not one."""
+    return [
+        {
+            name: value
+            for name, value in live.__dict__.items()
+            if (kind := type(value)) in _PLAIN_OR_FUNCTION
+            and name != HOOKS_INSTALLED
+            and (kind in _PLAIN or is_plain(value))
+        }
+        for live, _ in pairs
+    ]
 
 
-def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
-    """Whether the plain attributes of all modules are unchanged."""
-    for live, size, attributes in attributes_of_modules:
-        if len(live) != size:
-            return False
-        for name, before in attributes:
-            now = live.get(name, live)
-            if now is not before and (before is not _OPAQUE or is_plain(now)):
-                return False
-    return True
+# ---------------------------------------------------------------------- Opacus's recurrent layers
+
+
+def recurrent_forward(module: Any) -> Callable[..., Any]:
+    """The substitute for the forward pass of Opacus's layer, whose dropout applies to every state before its next use.
+
+    A recorded pass computes these layers as torch's.
+    """
+    modes = {DPLSTM: "LSTM", DPGRU: "GRU"}
+    mode = modes.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
+
+    def forward(sequences: Any, state_init: Any = None) -> Any:
+        return run_recurrent(module, mode, sequences, state_init, drops_states=True)
+
+    return forward
+
+
+for _kind in (DPLSTM, DPGRU, DPRNN):
+    register_substitute(_kind, recurrent_forward, reports_uses=True)

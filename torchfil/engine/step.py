@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from torchfil.engine.executor import Executor, Started
-from torchfil.engine.forward import ForwardPass, Observer
+from torchfil.engine.forward import ForwardPass, LossInside, Observer
 from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
-from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossInside, LossMismatchError
+from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
 from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
@@ -171,8 +171,6 @@ class Step:
 
             # what the batches are, and which loss the loop uses
             calls = [call for call in calls if call.ids]  # a part of a draw may be empty
-            if norms is None and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
-                guard.note_division(calls, run.loss, passes)
             examples = self._examples_of(calls, flags)
             if loss is None and (norms is None or not run.paused):
                 loss = self._identified(calls[0])
@@ -407,9 +405,8 @@ class Step:
                 "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
                 "that computes its loss itself"
             )
-        call = self._inside.call(args, kwargs, outputs, masks)
-        autocast = autocast_now(self.replica.device)
-        forward = ForwardPass.of_call(self.observer.tracker, call, outputs, masks=masks, autocast=autocast)
+        forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
+        forward.autocast = autocast_now(self.replica.device)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
 
