@@ -20,24 +20,6 @@ PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
 
 REDUCED = frozenset({torch.bfloat16, torch.float16})  # fewer digits than float32
 
-__all__ = [
-    "PROBE_PRECISIONS",
-    "REDUCED",
-    "ProbePrecision",
-    "autocast_as",
-    "autocast_inputs",
-    "autocast_now",
-    "is_reduced",
-    "normalised_dtype",
-    "probe_inputs",
-    "probes_are_narrow",
-    "probes_in",
-    "product_precision",
-    "products_in",
-    "wide",
-    "wide_dtype",
-]
-
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
     """The current dtype of autocast on this device; None: no autocast.
@@ -103,17 +85,13 @@ def product_precision() -> str:
     return torch.backends.cuda.matmul.fp32_precision
 
 
-def products_in(precision: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
     """Inside, products of float32 matrices on GPUs have this precision.
 
     "tf32" keeps every digit of numbers that come from bfloat16 or float16, and sums in float32.
     """
     before = product_precision()
-    return contextlib.nullcontext() if precision == before else _products_in(precision, before)
-
-
-@contextlib.contextmanager
-def _products_in(precision: str, before: str) -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield

@@ -13,8 +13,6 @@ from torch import Tensor
 from torchfil.fisher.precision import product_precision, products_in
 from torchfil.fisher.rules.substitutes import Function, is_served, register_function
 
-__all__ = ["batched_product", "convolution_precision", "gram", "products_of_patches"]
-
 
 def convolution_precision(tensor: Tensor) -> str:
     """The precision that the user has set for convolutions of such tensors, for :func:`products_in`.
