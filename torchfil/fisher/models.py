@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_uses_replaced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -289,13 +287,12 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
         >>> torch.autograd.grad(y, x, create_graph=True)[0]
         tensor([0.1667])
     """
-    if model not in _uses_replaced:
-        _uses_replaced[model] = any(
-            isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
-            or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
-            for module in model.modules()
-        )
-    return _Replaced() if _uses_replaced[model] else contextlib.nullcontext()
+    uses_replaced = any(
+        isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
+        or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
+        for module in model.modules()
+    )
+    return _Replaced() if uses_replaced else contextlib.nullcontext()
 
 
 class _Replaced(TorchFunctionMode):

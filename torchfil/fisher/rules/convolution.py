@@ -188,6 +188,8 @@ class _Transposed(Function):
     @staticmethod
     def forward(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
+        if delta.device.type == "cpu" and _has_phases(weight, geometry):
+            return _by_phases(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
             columns = weight.flatten(1).mT @ delta.flatten(2)
             return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
@@ -206,6 +208,35 @@ class _Transposed(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
+
+
+def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
+    """Whether :func:`_by_phases` is faster than torch's own: if the kernel's size is a multiple of the stride."""
+    stride, padding, dilation, groups = geometry
+    whole = all(
+        size % step == 0 and pad < size for size, step, pad in zip(weight.shape[2:], stride, padding, strict=True)
+    )
+    return weight.ndim == 4 and groups == 1 and set(dilation) == {1} and whole and weight.shape[1] >= _MANY_CHANNELS
+
+
+def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
+    """Wᵀ ∗ δ as one plain convolution, for which CPUs have a fast kernel.
+
+    Along an axis of stride s, the outputs at s·q + φ − padding are δ convolved with every s-th weight from the φ-th on:
+    s convolutions side by side, whose outputs are interleaved.
+    """
+    (step_y, step_x), padding = geometry[0], geometry[1]
+    outputs, channels, height, width = weight.shape
+    rows, columns = height // step_y, width // step_x
+    phases = weight.reshape(outputs, channels, rows, step_y, columns, step_x).flip(2, 4).permute(1, 3, 5, 0, 2, 4)
+    kernel = phases.reshape(-1, outputs, rows, columns)
+    if step_y == step_x == 1:
+        return F.conv2d(delta, kernel, padding=(rows - 1 - padding[0], columns - 1 - padding[1]))
+    phased = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
+    phased = phased.reshape(len(delta), channels, step_y, step_x, *phased.shape[2:]).permute(0, 1, 4, 2, 5, 3)
+    phased = phased.reshape(len(delta), channels, phased.shape[2] * step_y, -1)
+    ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, phased.shape[2:], strict=True)]
+    return F.pad(phased, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
 def convolve(module: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

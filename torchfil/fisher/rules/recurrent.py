@@ -10,18 +10,15 @@ changes, with coefficients that need no sweep:
 
 * The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ (:func:`_swept_back`).
 * The derivative of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩ with respect to γ is a forward sweep, ḣ(u) (:func:`_swept_on`).
-* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. It is a source at the cells' inputs, which
-  also needs no sweep (:func:`_curvature`), and one more backward sweep takes the sources to x.
-
-A cell is a function of its gates and its memory. Coefficients and sources are its first and second derivative, which
-torch computes at all time steps together.
+* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. Each cell adds a source at its inputs, which
+  also needs no sweep (``Cell.curvature``), and one more backward sweep takes the sources to x.
 
 Time is the first dimension: [T, batch, gates·H] outside, [T, probes, batch, gates, H] inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,8 +66,10 @@ class _Sequences:
         """[batch, T, …], with zeros after the ends."""
         if self.packed is None:
             return data if self.batch_first else data.transpose(0, 1)
-        filled, order = self._filled, self.packed.unsorted_indices
-        rows = data.new_zeros(*filled.shape, data.shape[1]).index_put((filled,), data)
+        sizes, order = self.packed.batch_sizes, self.packed.unsorted_indices
+        places = self._filled.flatten().nonzero()[:, 0]
+        rows = data.new_zeros(len(sizes) * int(sizes[0]), data.shape[1]).index_copy(0, places, data)
+        rows = rows.reshape(len(sizes), -1, data.shape[1])
         return (rows if order is None else rows[:, order]).transpose(0, 1)
 
     def put_back(self, values: Tensor) -> Any:
@@ -221,7 +220,7 @@ class _Run(Function):
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell) -> Any:
-        seen = _swept(cell, gates, h, m, weight, drop)
+        seen = cell.run(gates, h, m, weight, drop)
         ctx.save_for_backward(gates, h, m, weight, drop, *seen)
         ctx.cell = cell
         ctx.set_materialize_grads(False)
@@ -229,16 +228,16 @@ class _Run(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        gates, h, m, weight, drop, *seen = ctx.saved_tensors
         to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
         if to_h is None and to_m is None:
             return (None,) * 6
-        gates, h, m, weight, drop, *seen = ctx.saved_tensors
-        slopes, found = _slopes(ctx.cell, seen, drop), None
+        found: Any
         if torch.is_grad_enabled():
-            found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, slopes, *seen)
+            found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
         else:  # the last derivative, which may be mapped over probes
-            found = _ForProbes.apply(_back, (to_h, to_m), weight, ctx.cell, slopes)
-        to_gates, to_state, to_memory, *_ = found
+            found = _ForProbes.apply(_back, (to_h, to_m), weight, drop, ctx.cell, *seen)
+        to_gates, to_state, to_memory = found
         return to_gates, to_state, to_memory if ctx.cell.has_memory else None, None, None, None
 
 
@@ -247,14 +246,16 @@ class _Pulled(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Tensor, drop: Any, *given: Any
-    ) -> tuple[Tensor, ...]:
-        cell, slopes, *seen = given
-        *found, dh, dm = _ForProbes.forward(_back, (to_h, to_m), weight, cell, slopes)
+        ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Any, drop: Any, cell: Cell, *seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slopes = cell.slopes(seen, drop)
+        one = tuple(None if value is None else value[:, None] for value in (to_h, to_m))
+        delta, dh, dm = _swept_back(slopes, weight, cell.gates, *one)
         ctx.save_for_backward(weight, drop, dh, dm, *seen)
-        ctx.cell, ctx.slopes = cell, slopes
+        ctx.cell = cell
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        to_state, to_memory = (value[0] for value in _to_start(cell, slopes, weight, delta, dm))
+        return delta.reshape(gates.shape), to_state, to_memory
 
     @staticmethod
     @once_differentiable
@@ -263,7 +264,7 @@ class _Pulled(Function):
         needs = ctx.needs_input_grad
         if all(u is None for u in gradients):
             return (None,) * len(needs)
-        found: Any = _ForProbes.apply(_twice, gradients, weight, drop, dh, dm, ctx.cell, ctx.slopes, *seen)
+        found: Any = _ForProbes.apply(_twice, gradients, weight, drop, dh, dm, ctx.cell, *seen)
         to_h, to_m, to_gates, to_state, to_memory = found
         by_memory = (to_m if needs[1] else None, to_memory if needs[4] else None)
         return to_h, by_memory[0], to_gates, to_state, by_memory[1], *[None] * (len(needs) - 5)
@@ -293,28 +294,19 @@ class _ForProbes(Function):
         return function(*each, *rest), 0
 
 
-def _back(to_h: Any, to_m: Any, weight: Tensor, cell: Cell, slopes: Slopes) -> tuple[Tensor, ...]:
-    """δ at x, h_0 and c_0, and dh and dm at every step, with probes first, in and out."""
+def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Tensor) -> tuple[Tensor, ...]:
+    """As :class:`_Pulled`, with probes first, in and out."""
+    slopes = cell.slopes(seen, drop)
     by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
-    delta, dh, dm = _swept_back(slopes, weight, cell.gates, *by_time)
-    to_start = _to_start(cell, slopes, weight, delta, dm)
-    return delta.flatten(3).transpose(0, 1), *to_start, dh.transpose(0, 1), dm.transpose(0, 1)
+    delta, _, dm = _swept_back(slopes, weight, cell.gates, *by_time)
+    return delta.flatten(3).transpose(0, 1), *_to_start(cell, slopes, weight, delta, dm)
 
 
 def _twice(
-    u: Any,
-    u_h: Any,
-    u_m: Any,
-    weight: Tensor,
-    drop: Any,
-    dh: Tensor,
-    dm: Tensor,
-    cell: Cell,
-    slopes: Slopes,
-    *seen: Tensor,
+    u: Any, u_h: Any, u_m: Any, weight: Tensor, drop: Any, dh: Tensor, dm: Tensor, cell: Cell, *seen: Tensor
 ) -> tuple[Tensor, ...]:
     """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and out."""
-    steps, batch, width = dm.shape
+    slopes, (steps, _, batch, width) = cell.slopes(seen, drop), dm.shape
     count = next(len(x) for x in (u, u_h, u_m) if x is not None)
     state, memory = (dm.new_zeros(count, batch, width) if x is None else x for x in (u_h, u_m))
     if not cell.has_memory:
@@ -323,11 +315,18 @@ def _twice(
     u = dm.new_zeros(shape) if u is None else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
 
     gates, states, memories = _swept_on(slopes, weight, u, state, memory)
-    to_gates, before, sources = _curvature(cell, seen, drop, gates, memories, dh, dm)
-    sources[:-1] += before[1:]
-    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates)
-    to_start = _to_start(cell, slopes, weight, delta, dm_twice, before[0])
-    return states.transpose(0, 1), memories[1:].transpose(0, 1), delta.flatten(3).transpose(0, 1), *to_start
+    moved = Moved(gates, memories[:-1], memories[1:], dh, dm)
+    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, moved)
+    sources = to_memory
+    if to_memory_before is not None:
+        sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
+        sources[:-1] += to_memory_before[1:]
+    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates, like=gates)
+
+    before = 0 if to_memory_before is None else to_memory_before[0]
+    to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
+    flat = delta.reshape(steps, count, batch, -1)
+    return states.transpose(0, 1), memories[1:].transpose(0, 1), flat.transpose(0, 1), to_state, to_start
 
 
 def _to_start(
@@ -347,11 +346,11 @@ def _swept_back(
     to_state: Tensor | None,
     to_memory: Tensor | None,
     to_gates: Tensor | None = None,
+    like: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
-    given = to_memory if to_state is None else to_state
-    assert given is not None
-    steps, count, batch, width = given.shape
+    given = next(x for x in (to_state, to_memory, to_gates, like) if x is not None)
+    steps, count, batch, width = *given.shape[:3], given.shape[-1]
     delta = given.new_empty(steps, count, batch, gates, width)
     dh, dm = (given.new_zeros(steps, count, batch, width) for _ in range(2))
     flat_delta, flat_dh = delta.view(steps, count * batch, -1), dh.view(steps, count * batch, -1)
@@ -414,119 +413,178 @@ class Slopes(NamedTuple):
     into_state: Tensor | None = None  # ω
 
 
-@dataclass(frozen=True)
+class Moved(NamedTuple):
+    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a backward sweep has left at each step."""
+
+    gates: Tensor
+    memory_before: Tensor
+    memory: Tensor
+    to_state: Tensor
+    to_memory: Tensor
+
+
 class Cell:
-    """One kind of cell, elementwise in blocks of H numbers.
+    """One kind of cell.
 
     Attributes:
-        gates: The number of blocks in a_t.
-        memory: m_t from the blocks of a_t and m_{t−1}.
-        state: h_t from the blocks of a_t and m_t; None: h_t is m_t.
+        gates: The number of blocks of H numbers in a_t.
+        has_memory: Whether it has a state c besides h.
     """
 
     gates: int
-    memory: Callable[[Sequence[Tensor], Tensor], Tensor]
-    state: Callable[[Sequence[Tensor], Tensor], Tensor] | None = None
+    has_memory = False
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether it has a state c besides h."""
-        return self.state is not None
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
+        raise NotImplementedError
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        """The coefficients at the values of the forward pass."""
+        raise NotImplementedError
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0."""
+        raise NotImplementedError
 
 
-def _swept(
-    cell: Cell, gates: Tensor, h: Tensor, m: Tensor | None, weight: Tensor, drop: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The sweep itself: h_0 … h_T; c_0 … c_T, or h again; and a_1 … a_T, [T, batch, gates, H]."""
-    states, memories, inputs = [h], [h if m is None else m], []
-    for t, given in enumerate(gates):
-        a = torch.addmm(given, states[-1], weight.mT).unflatten(1, (cell.gates, -1))
-        blocks = a.unbind(1)
-        state = memory = cell.memory(blocks, memories[-1])
-        if cell.state is not None:
-            state = cell.state(blocks, memory)
+class _Lstm(Cell):
+    """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)."""
+
+    gates = 4
+    has_memory = True
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
+        shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
+        states[0], memories[0] = h, m
+        transposed, factors = weight.mT, active.unbind(2)
+
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a, out=active[t])
+            i, f, g, o = (factor[t] for factor in factors)
+            torch.tanh(a[:, 2], out=g)
+            torch.addcmul(i * g, f, memories[t], out=memories[t + 1])
+            torch.tanh(memories[t + 1], out=shown[t])
+            torch.mul(o, shown[t], out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, memories, active, shown
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        _, memories, active, shown = seen
+        i, f, g, o = active.unbind(2)
+        into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
+        alpha, omega = o * (1 - shown * shown), shown * _sigmoid_slope(o)
         if drop is not None:
-            state = state * drop[t]
-        inputs.append(a)
-        states.append(state)
-        memories.append(memory if cell.has_memory else state)
-    kept = torch.stack(states)
-    return kept, torch.stack(memories) if cell.has_memory else kept, torch.stack(inputs)
+            alpha, omega = alpha * drop, omega * drop
+        return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        _, memories, active, tau = (value[:, None] for value in seen)
+        (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), moved.gates.unbind(3)
+        dm, dh = moved.to_memory, moved.to_state if drop is None else moved.to_state * drop[:, None]
+        i1, f1, o1, g1 = _sigmoid_slope(i), _sigmoid_slope(f), _sigmoid_slope(o), 1 - g * g
+        both, t1 = i1 * g1, 1 - tau * tau
 
-def _slopes(cell: Cell, seen: Sequence[Tensor], drop: Tensor | None) -> Slopes:
-    """The coefficients at the values of the forward pass."""
-    factor = torch.ones_like(seen[1][1:]) if drop is None else drop
-    *blocks, before, after = _leaves(seen)
-    with torch.enable_grad():
-        memory = cell.memory(blocks, before)
-        state = None if cell.state is None else cell.state(blocks, after)
-    to_memory = factor if state is None else torch.ones_like(factor)
-    *into, kept = torch.autograd.grad(memory, (*blocks, before), to_memory, allow_unused=True)
-    found = [torch.stack([slope for slope in into if slope is not None], dim=2), kept]
-    if state is not None:
-        *_, omega, alpha = torch.autograd.grad(state, (*blocks, after), factor, allow_unused=True)
-        found += [alpha, omega]
-    return Slopes(*(None if slope is None else slope[:, None] for slope in found))
-
-
-def _curvature(
-    cell: Cell, seen: Sequence[Tensor], drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_{t−1}, m_t) through the coefficients alone.
-
-    ȧ and ṁ are small changes, dh and dm the derivatives that a backward sweep has left at each step.
-    """
-    factor = 1 if drop is None else drop
-    leaves = _leaves(seen)
-    *blocks, before, after = leaves
-    with torch.enable_grad():
-        outputs, weights = [cell.memory(blocks, before)], [dm if cell.has_memory else dm * factor]
-        if cell.state is not None:
-            outputs, weights = [*outputs, cell.state(blocks, after)], [*weights, dh * factor]
-        slopes = torch.autograd.grad(outputs, leaves, weights, create_graph=True, allow_unused=True)
-    pairs = zip(slopes, (*gates.unbind(3), memories[:-1], memories[1:]), strict=True)
-    used = [(slope, change) for slope, change in pairs if slope is not None]
-    of_probes = [
-        torch.autograd.grad(
-            [slope for slope, _ in used],
-            leaves,
-            [change[:, k] for _, change in used],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
+        to_gates = torch.stack(
+            [
+                dm * (i1 * (1 - 2 * i) * g * ai + both * ag),
+                dm * f1 * torch.addcmul(moved.memory_before, (1 - 2 * f) * memories[:-1], af),
+                dm * (both * ai - 2 * i * g * g1 * ag),
+                dh * o1 * ((1 - 2 * o) * tau * ao + t1 * moved.memory),
+            ],
+            dim=3,
         )
-        for k in range(gates.shape[1])
-    ]
-    *to_gates, to_before, to_after = (torch.stack(parts, dim=1) for parts in zip(*of_probes, strict=True))
-    return torch.stack(to_gates, dim=3), to_before, to_after
+        to_memory = dh * t1 * (o1 * ao - 2 * o * tau * moved.memory)
+        return to_gates, to_memory, dm * f1 * af
 
 
-def _leaves(seen: Sequence[Tensor]) -> list[Tensor]:
-    """The blocks of a_t, m_{t−1} and m_t, [T, batch, H] each, ready to be differentiated."""
-    _, memories, a = seen
-    return [value.detach().requires_grad_() for value in (*a.unbind(2), memories[:-1], memories[1:])]
+class _Gru(Cell):
+    """r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m."""
+
+    gates = 4
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, active = gates.new_empty(steps + 1, batch, width), gates.new_empty(steps, batch, 4, width)
+        states[0] = h
+        transposed = weight.mT
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a[:, :2], out=active[t, :, :2])
+            r, z, n, hidden = active[t].unbind(1)
+            hidden.copy_(a[:, 3])
+            torch.tanh(torch.addcmul(a[:, 2], r, hidden), out=n)
+            torch.lerp(n, states[t], z, out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, active
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        states, active = seen
+        r, z, n, hidden = active.unbind(2)
+        to_n = (1 - z) * (1 - n * n)
+        parts = [to_n * hidden * _sigmoid_slope(r), (states[:-1] - n) * _sigmoid_slope(z), to_n, to_n * r]
+        into, kept = torch.stack(parts, dim=2), z
+        if drop is not None:
+            into, kept = into * drop[:, :, None], z * drop
+        return Slopes(into[:, None], kept[:, None])
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        states, active = (value[:, None] for value in seen)
+        (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), moved.gates.unbind(3)
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        r1, z1, n1 = _sigmoid_slope(r), _sigmoid_slope(z), 1 - n * n
+        r_moved, z_moved = r1 * ar, z1 * az
+        q_moved = an + r_moved * hidden + r * ah  # q = a_n + r a_m
+        to_n = dh * (1 - z) * n1
+        to_q = -2 * to_n * n * q_moved - dh * z_moved * n1
+
+        to_r = to_q * hidden + to_n * ah
+        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (moved.memory_before - n1 * q_moved))
+        parts = [r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n, to_z, to_q, to_q * r + to_n * r_moved]
+        return torch.stack(parts, dim=3), None, dh * z_moved
 
 
-def _lstm_memory(a: Sequence[Tensor], c: Tensor) -> Tensor:
-    return torch.addcmul(a[0].sigmoid() * a[2].tanh(), a[1].sigmoid(), c)
+class _Elman(Cell):
+    """h_t = tanh(a), or ReLU."""
+
+    gates = 1
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        states = gates.new_empty(len(gates) + 1, *h.shape)
+        values = torch.empty_like(states[1:])
+        states[0] = h
+        for t in range(len(gates)):
+            a = torch.addmm(gates[t], states[t], weight.mT)
+            torch.tanh(a, out=values[t]) if self.function == "tanh" else torch.clamp(a, min=0, out=values[t])
+            states[t + 1] = values[t] if drop is None else values[t] * drop[t]
+        return states, values
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+        values = seen[1]
+        slope = 1 - values * values if self.function == "tanh" else (values > 0).to(values.dtype)
+        return Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+        if self.function == "relu":
+            return None, None, None
+        values = seen[1][:, None]
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        return (-2 * dh * values * (1 - values * values))[:, :, :, None] * moved.gates, None, None
 
 
-def _lstm_state(a: Sequence[Tensor], c: Tensor) -> Tensor:
-    return a[3].sigmoid() * c.tanh()
+CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
 
 
-def _gru_state(a: Sequence[Tensor], h: Tensor) -> Tensor:
-    n = torch.addcmul(a[2], a[0].sigmoid(), a[3]).tanh()
-    return torch.lerp(n, h, a[1].sigmoid())
-
-
-CELLS = {
-    "LSTM": Cell(4, _lstm_memory, _lstm_state),  # i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)
-    "GRU": Cell(4, _gru_state),  # r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n); W h is in r, z and a_m
-    "RNN_TANH": Cell(1, lambda a, h: a[0].tanh()),
-    "RNN_RELU": Cell(1, lambda a, h: a[0].relu()),
-}
+def _sigmoid_slope(y: Tensor) -> Tensor:
+    """σ′ from σ."""
+    return y * (1 - y)
 
 
 for _kind in (nn.LSTM, nn.GRU, nn.RNN):
