@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +130,7 @@ class _Learner(_Replayer):
     def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
         """The first example's part."""
         layout = _Layout(shape, _dim_of_examples(mask.shape, shape, self.batch))
-        if not layout.fits(mask, self.batch):
+        if mask.shape != layout.of_batch(self.batch):
             raise _other_shape(shape, mask.shape)
         self.layouts.append(layout)
         return layout.by_example(mask, self.batch)[0]
@@ -172,10 +171,6 @@ class _Layout:
             shape[self.dim] *= batch
         return torch.Size(shape)
 
-    def fits(self, mask: Tensor, batch: int) -> bool:
-        """Whether a mask of this many examples can have this layout."""
-        return mask.shape == self.of_batch(batch)
-
 
 class MaskLayouts:
     """Arranges the masks of a batch by example: [batch, …], where … is the shape that a single example draws.
@@ -214,7 +209,7 @@ class MaskLayouts:
         if batch == 1:
             return tuple(mask[None] for mask in masks)
         layouts, before, times = self._seen.get(kind, ((), (), 0))
-        if len(layouts) != len(masks) or not all(map(_Layout.fits, layouts, masks, repeat(batch))):
+        if [layout.of_batch(batch) for layout in layouts] != [mask.shape for mask in masks]:
             learner = _Learner(masks, batch)
             with _visible_draws(), learner:
                 run_first()

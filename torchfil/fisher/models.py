@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_uses_replaced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -60,25 +58,13 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
         return functional_call(model, tied, args, kwargs, tie_weights=False)
 
 
-@contextlib.contextmanager
-def _recurrent_without_cudnn(model: nn.Module) -> Iterator[None]:
-    """Inside, recurrent layers on GPUs run without cuDNN, whose fused layers have no second derivative."""
-    changed = [m for m in model.modules() if isinstance(m, nn.RNNBase) and "forward" not in vars(m)]
+def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a model with recurrent layers of torch runs without cuDNN, whose fused layers have no second derivative.
 
-    def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.backends.cudnn.flags(enabled=False):
-                return forward(*args, **kwargs)
-
-        return run
-
-    try:
-        for module in changed:
-            module.forward = plain(module.forward)
-        yield
-    finally:
-        for module in changed:
-            del module.forward
+    A substitute of such a layer does not need it.
+    """
+    fused = any(isinstance(module, nn.RNNBase) and "forward" not in vars(module) for module in model.modules())
+    return torch.backends.cudnn.flags(enabled=False) if fused else contextlib.nullcontext()
 
 
 def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -177,10 +163,6 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
         trains = module.training or any(value.requires_grad for value in module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and trains:
             fix = "opacus.validators.ModuleValidator.fix does"
-            if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
-                act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
-                parts = f"GroupNorm(1, {module.num_features}){act}"
-                fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
             raise UnsupportedModuleError(
                 f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one example. "
                 f"Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
@@ -305,13 +287,12 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
         >>> torch.autograd.grad(y, x, create_graph=True)[0]
         tensor([0.1667])
     """
-    if model not in _uses_replaced:
-        _uses_replaced[model] = any(
-            isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
-            or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
-            for module in model.modules()
-        )
-    return _Replaced() if _uses_replaced[model] else contextlib.nullcontext()
+    uses_replaced = any(
+        isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
+        or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
+        for module in model.modules()
+    )
+    return _Replaced() if uses_replaced else contextlib.nullcontext()
 
 
 class _Replaced(TorchFunctionMode):
@@ -371,12 +352,11 @@ def _convolution(
         return None
 
     # [batch, channels, n₁, k₁, n₂, k₂, …] → [batch, n₁, n₂, …, channels · k₁ · k₂ · …]
-    counts = [length // size for length, size in zip(input.shape[2:], sizes, strict=True)]
-    for axis, (count, size) in enumerate(zip(counts, sizes, strict=True), start=2):
-        input = input.narrow(axis, 0, count * size)  # the rest, less than a patch, is not used
-    apart = input.reshape(*input.shape[:2], *(n for pair in zip(counts, sizes, strict=True) for n in pair))
-    places, inside = range(2, apart.ndim, 2), range(3, apart.ndim, 2)
-    patches = apart.permute(0, *places, 1, *inside).flatten(1 + len(sizes))
+    for axis, size in zip(range(2, 2 + 2 * len(sizes), 2), sizes, strict=True):
+        whole = input.shape[axis] // size * size  # the rest, less than a patch, is not used
+        input = input.narrow(axis, 0, whole).unflatten(axis, (-1, size))
+    places, inside = range(2, input.ndim, 2), range(3, input.ndim, 2)
+    patches = input.permute(0, *places, 1, *inside).flatten(1 + len(sizes))
     return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
 
 

@@ -20,24 +20,6 @@ PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
 
 REDUCED = frozenset({torch.bfloat16, torch.float16})  # fewer digits than float32
 
-__all__ = [
-    "PROBE_PRECISIONS",
-    "REDUCED",
-    "ProbePrecision",
-    "autocast_as",
-    "autocast_inputs",
-    "autocast_now",
-    "is_reduced",
-    "normalised_dtype",
-    "probe_inputs",
-    "probes_are_narrow",
-    "probes_in",
-    "product_precision",
-    "products_in",
-    "wide",
-    "wide_dtype",
-]
-
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
     """The current dtype of autocast on this device; None: no autocast.

@@ -2,22 +2,9 @@
 
 Each file holds one family of layers, with its rule and its substitute; importing it here registers both.
 """
+# ruff: noqa: F401
 
 from torchfil.fisher.rules import activation, attention, convolution, generic, linear, normalisation, pooling, recurrent
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
 
-__all__ = [
-    "Call",
-    "LayerRule",
-    "UnsupportedCallError",
-    "activation",
-    "attention",
-    "convolution",
-    "generic",
-    "linear",
-    "normalisation",
-    "pooling",
-    "recurrent",
-    "register_rule",
-    "rule_for",
-]
+__all__ = ["Call", "LayerRule", "UnsupportedCallError", "register_rule", "rule_for"]

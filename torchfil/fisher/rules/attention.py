@@ -33,8 +33,6 @@ from torch.nn import functional as F
 from torchfil.fisher.precision import autocast_as, autocast_inputs, is_reduced, product_precision, products_in
 from torchfil.fisher.rules.substitutes import Function, kernels_for, register_function, register_substitute
 
-__all__ = ["attends_in_steps", "attention"]
-
 
 def attends_in_steps(module: nn.MultiheadAttention) -> bool:
     """Whether :func:`_in_steps` can compute it: it must not add rows to keys and values."""

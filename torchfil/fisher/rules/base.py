@@ -25,20 +25,6 @@ from torchfil.fisher.rules.products import batched_product, gram
 from torchfil.fisher.rules.substitutes import registered
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = [
-    "Call",
-    "Derivatives",
-    "LayerRule",
-    "LinearInWeightsRule",
-    "OuterProductRule",
-    "UnsupportedCallError",
-    "per_example",
-    "products_of",
-    "register_rule",
-    "rule_for",
-    "total_square",
-]
-
 Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative
 
 
@@ -309,16 +295,10 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
         overwrite: Whether to replace the class's current rule.
 
     Raises:
-        TypeError: ``kind`` is not a class of modules, or ``rule`` not an instance of a rule.
         ValueError: The class already has a rule, and ``overwrite`` is False.
     """
-    is_name = isinstance(kind, str) and "." in kind
-    if not (is_name or (isinstance(kind, type) and issubclass(kind, nn.Module))):
-        raise TypeError(f"{kind!r} is not a class of modules; register a rule for a subclass of torch.nn.Module")
-    name = kind if isinstance(kind, str) else kind.__name__
-    if not isinstance(rule, LayerRule):
-        raise TypeError(f"{rule!r} is not a layer rule; pass an instance of a LayerRule, for example {name}Rule()")
     if kind in _RULES and not overwrite:
+        name = kind if isinstance(kind, str) else kind.__name__
         raise ValueError(f"{name} already has a rule, {type(_RULES[kind]).__name__}; pass overwrite=True to replace it")
     _RULES[kind] = rule
     _rule_of_class.cache_clear()

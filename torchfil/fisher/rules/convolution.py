@@ -21,10 +21,8 @@ from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallEr
 from torchfil.fisher.rules.products import products_of_patches
 from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
 
-__all__ = ["ConvolutionRule", "convolve", "patches"]
-
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
-_Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
+_Walk = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # size, stride, dilation, padding
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
 _MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
 
@@ -88,14 +86,7 @@ class ConvolutionRule(OuterProductRule):
         module: Any = call.module
         batch, groups, positions = len(call.delta), module.groups, call.delta.shape[2:].numel()
         delta = call.delta.reshape(batch, groups, -1, positions).mT
-        if isinstance(module, nn.Conv2d):
-            return patches(module, call.input).reshape(batch, groups, -1, positions).mT, delta
-        view, (stride, padding, dilation, _) = _padded(module, call.input)
-        view = F.pad(view, [pad for pad in reversed(padding) for _ in range(2)])
-        for axis, size in enumerate(module.kernel_size):
-            view = view.unfold(2 + axis, dilation[axis] * (size - 1) + 1, stride[axis])[..., :: dilation[axis]]
-        view = view.reshape(batch, groups, -1, *view.shape[2:])  # [batch, groups, in, *positions, *kernel]
-        return view.movedim(2, 2 + len(stride)).reshape(batch, groups, positions, -1), delta
+        return patches(module, call.input).reshape(batch, groups, -1, positions).mT, delta
 
 
 def _padded(module: Any, a: Tensor) -> tuple[Tensor, _Geometry]:
@@ -116,16 +107,13 @@ class _Patches(Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
         ctx.walk, ctx.shape = walk, a.shape
-        size, stride, dilation, padding = walk
+        size = walk[0]
         if _side_by_side(a.shape, walk):
             view = a.reshape(*a.shape[:2], -1, size[0], a.shape[3] // size[1], size[1]).permute(0, 1, 3, 5, 2, 4)
         elif (kernels := _kernels_for(a, walk)) is not None:
             view = kernels.unfold_patches(a.contiguous(), *walk)
         else:
-            view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
-            for i in (0, 1):
-                view = view.unfold(2 + i, dilation[i] * (size[i] - 1) + 1, stride[i])[..., :: dilation[i]]
-            view = view.permute(0, 1, 4, 5, 2, 3)
+            view = _unfolded(a, walk)
         return view.reshape(len(a), a.shape[1] * size[0] * size[1], -1)
 
     @staticmethod
@@ -152,10 +140,22 @@ def _kernels_for(a: Tensor, walk: _Walk) -> Any:
     return kernels_for(a) if walk[0][0] * walk[0][1] <= _MOST_TAPS else None
 
 
-def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
+def _unfolded(a: Tensor, walk: _Walk) -> Tensor:
+    """Patches in any number of dimensions, as a view of the padded input: [batch, channels, *kernel, *positions]."""
+    size, stride, dilation, padding = walk
+    view, axes = F.pad(a, [pad for pad in reversed(padding) for _ in range(2)]) if any(padding) else a, len(size)
+    for i in range(axes):
+        view = view.unfold(2 + i, dilation[i] * (size[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    return view.permute(0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
+
+
+def patches(module: Any, a: Tensor) -> Tensor:
     """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
     a, (stride, padding, dilation, _) = _padded(module, a)
-    return _Patches.apply(a, (module.kernel_size, stride, dilation, padding))
+    walk = (module.kernel_size, stride, dilation, padding)
+    if isinstance(module, nn.Conv2d):
+        return _Patches.apply(a, walk)
+    return _unfolded(a, walk).flatten(2 + len(stride)).flatten(1, -2)
 
 
 class _Convolution(Function):
@@ -192,9 +192,8 @@ class _Transposed(Function):
         if delta.device.type == "cpu" and _has_phases(weight, geometry):
             return _by_phases(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
-            return F.fold(
-                weight.flatten(1).mT @ delta.flatten(2), shape[2:], weight.shape[2:], dilation, padding, stride
-            )
+            columns = weight.flatten(1).mT @ delta.flatten(2)
+            return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
         zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
         return torch.ops.aten.convolution_backward(

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule
 
-__all__ = ["GenericRule"]
-
 _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 
 

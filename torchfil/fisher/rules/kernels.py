@@ -6,24 +6,13 @@ module only through :func:`torchfil.fisher.rules.substitutes.kernels_for`, becau
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-__all__ = [
-    "attention_pulled_twice",
-    "fold_patches",
-    "gelu_pulled_twice",
-    "group_pulled",
-    "group_pulled_twice",
-    "normalised_sums",
-    "normalised_sums_back",
-    "tanh_pulled_twice",
-    "unfold_patches",
-]
 
 _LARGEST_BLOCK = 4096
 _ELEMENTWISE_BLOCK = 1024
@@ -32,7 +21,11 @@ _ELEMENTWISE_BLOCK = 1024
 def _row_block(size: int) -> tuple[int, int]:
     """How much of a row is read at a time, and by how many warps."""
     block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
-    return block, 8 if block >= 2048 else 4 if block >= 512 else 1
+    return block, _warps(block)
+
+
+def _warps(block: int) -> int:
+    return 8 if block >= 2048 else 4 if block >= 512 else 1
 
 
 @triton.jit
@@ -343,7 +336,7 @@ def attention_pulled_twice(
         keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
     block = triton.next_power_of_2(p.shape[-1])
-    warps = 8 if block >= 2048 else 4 if block >= 512 else 1
+    warps = _warps(block)
     _attention_pulled_twice_kernel[(p.numel() // p.shape[-1],)](
         p, dp, c, d, p if keep is None else keep, ds, a, e, p.shape[-1], factor,
         HAS_MASK=keep is not None, BLOCK=block, num_warps=warps,
@@ -357,14 +350,10 @@ _Pair = tuple[int, int]
 def unfold_patches(a: Tensor, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair) -> Tensor:
     """``F.unfold``, [batch, channels·kernel, positions], of a contiguous [batch, channels, height, width]."""
     batch, channels, height, width = a.shape
-    out_height, out_width = _outputs(a.shape[2:], kernel, stride, dilation, padding)
-    size = out_height * out_width
-    out = a.new_empty(batch, channels * kernel[0] * kernel[1], size)
-    block = min(triton.next_power_of_2(size), _ELEMENTWISE_BLOCK)
-    _unfold_kernel[(batch * channels, triton.cdiv(size, block))](
-        a, out, size, height, width, out_height, out_width, *kernel, *stride, *dilation, *padding,
-        BLOCK=block, num_warps=max(1, min(4, block // 128)),
-    )  # fmt: skip
+    walk = (kernel, stride, dilation, padding)
+    outputs = _outputs(a.shape[2:], *walk)
+    out = a.new_empty(batch, channels * kernel[0] * kernel[1], outputs[0] * outputs[1])
+    _over_images(_unfold_kernel, a, out, batch * channels, outputs[0] * outputs[1], (height, width, *outputs), walk)
     return out
 
 
@@ -372,21 +361,20 @@ def fold_patches(
     columns: Tensor, shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair
 ) -> Tensor:
     """``F.fold`` of contiguous columns, [batch, channels·kernel, positions], into [batch, channels, *shape]."""
-    height, width = shape
-    channels = columns.shape[1] // (kernel[0] * kernel[1])
-    out_height, out_width = _outputs(shape, kernel, stride, dilation, padding)
-    out = columns.new_empty(len(columns), channels, height, width)
-    size = height * width
-    block = min(triton.next_power_of_2(size), _ELEMENTWISE_BLOCK)
-    _fold_kernel[(len(columns) * channels, triton.cdiv(size, block))](
-        columns, out, size, width, out_height, out_width, *kernel, *stride, *dilation, *padding,
-        BLOCK=block, num_warps=max(1, min(4, block // 128)),
-    )  # fmt: skip
+    walk, channels = (kernel, stride, dilation, padding), columns.shape[1] // (kernel[0] * kernel[1])
+    out = columns.new_empty(len(columns), channels, *shape)
+    numbers = (shape[1], *_outputs(shape, *walk))
+    _over_images(_fold_kernel, columns, out, len(columns) * channels, shape[0] * shape[1], numbers, walk)
     return out
 
 
-def _outputs(shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair) -> tuple[int, int]:
-    height, width = (
-        (n + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape)
+def _over_images(kernel: Any, given: Tensor, out: Tensor, images: int, size: int, numbers: Any, walk: Any) -> None:
+    """Launch a kernel for blocks of the ``size`` results of each image."""
+    block = min(triton.next_power_of_2(size), _ELEMENTWISE_BLOCK)
+    kernel[(images, triton.cdiv(size, block))](
+        given, out, size, *numbers, *chain(*walk), BLOCK=block, num_warps=max(1, min(4, block // 128))
     )
-    return height, width
+
+
+def _outputs(shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair) -> tuple[int, ...]:
+    return tuple((n + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape))

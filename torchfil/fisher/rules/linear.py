@@ -20,8 +20,6 @@ from torchfil.fisher.rules.base import (
 )
 from torchfil.fisher.rules.products import batched_product, gram
 
-__all__ = ["EmbeddingRule", "LinearRule", "TransposedLinearRule"]
-
 
 class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""

@@ -23,8 +23,6 @@ from torchfil.fisher.precision import normalised_dtype, wide
 from torchfil.fisher.rules.base import Call, LayerRule, register_rule
 from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
 
-__all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
-
 
 class NormalisationRule(LayerRule):
     """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once and used for all."""

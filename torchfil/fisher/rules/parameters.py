@@ -21,8 +21,6 @@ from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
 from torchfil.fisher.rules.normalisation import group_norm, layer_norm
 
-__all__ = ["Operation", "ParameterRule", "ReparametrisedRule", "operation_of"]
-
 
 class ParameterRule(LayerRule):
     """θ′ = f(θ), of which each example has a separate view with the gradient δ: g = J_fᵀ Σ δ, formed once.

@@ -13,8 +13,6 @@ from torch import Tensor
 from torchfil.fisher.precision import product_precision, products_in
 from torchfil.fisher.rules.substitutes import Function, is_served, register_function
 
-__all__ = ["batched_product", "convolution_precision", "gram", "products_of_patches"]
-
 
 def convolution_precision(tensor: Tensor) -> str:
     """The precision that the user has set for convolutions of such tensors, for :func:`products_in`.
@@ -30,11 +28,8 @@ _of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # wheth
 
 
 @contextlib.contextmanager
-def products_of_patches(like: Tensor, really: bool = True) -> Iterator[None]:
-    """Inside, products have the precision set for convolutions of such tensors; if ``really`` is False, as before."""
-    if not really:
-        yield
-        return
+def products_of_patches(like: Tensor) -> Iterator[None]:
+    """Inside, products have the precision set for convolutions of such tensors."""
     token = _of_patches.set(True)
     try:
         with products_in(convolution_precision(like)):
@@ -65,7 +60,7 @@ class _BatchedProduct(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         (gradient,) = gradients
-        with products_of_patches(gradient, ctx.of_patches):
+        with products_of_patches(gradient) if ctx.of_patches else contextlib.nullcontext():
             left = batched_product(gradient, b.mT) if ctx.needs_input_grad[0] else None
             right = batched_product(a.mT, gradient) if ctx.needs_input_grad[1] else None
         return left, right
@@ -93,7 +88,7 @@ class _Gram(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         ((x,), (gradient,)) = ctx.saved_tensors, gradients
-        with products_of_patches(gradient, ctx.of_patches):
+        with products_of_patches(gradient) if ctx.of_patches else contextlib.nullcontext():
             return batched_product(gradient + gradient.mT, x)
 
 

@@ -32,8 +32,6 @@ from torchfil.fisher.rules.base import UnsupportedCallError
 from torchfil.fisher.rules.linear import LinearRule
 from torchfil.fisher.rules.substitutes import Function, register_substitute, report_use
 
-__all__ = ["CELLS", "Cell", "Moved", "Slopes", "recurrence", "run_recurrent"]
-
 _RULE = LinearRule()
 
 

@@ -22,21 +22,6 @@ from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "FastFunctions",
-    "Function",
-    "is_served",
-    "keeps_forward",
-    "kernels_for",
-    "listening",
-    "register_function",
-    "register_substitute",
-    "registered",
-    "report_use",
-    "reports_uses",
-    "with_substitutes",
-]
-
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
@@ -142,22 +127,9 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Itera
 
 
 def register_function(
-    function: Callable[..., Any],
-    substitute: Callable[..., Tensor | None],
-    *,
-    device: str = "cpu",
-    overwrite: bool = False,
+    function: Callable[..., Any], substitute: Callable[..., Tensor | None], *, device: str = "cpu"
 ) -> None:
-    """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch.
-
-    Raises:
-        ValueError: The function already has a substitute, and ``overwrite`` is False.
-    """
-    current = _FUNCTIONS[device].get(function)
-    if current is not None and not overwrite:
-        raise ValueError(
-            f"{function.__name__} already has a substitute, {current.__qualname__}; pass overwrite=True to replace it"
-        )
+    """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch."""
     _FUNCTIONS[device][function] = substitute
 
 
