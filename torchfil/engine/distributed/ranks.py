@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchfil.accounting.combining import whole_ledger
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Ledger, whole_ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.engine.options import Accounting
 from torchfil.utils.noise import derived_seed
@@ -291,7 +290,8 @@ def take_part(
         generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
     if ledger is not None:
         booked_by = saved["booked_by"].cpu() if saved is not None and as_many else torch.zeros(ledger.num_examples)
-        ledger.sums.keep_only(booked_by == ranks.rank)
+        for value in ledger.sums.values():
+            value[(booked_by != ranks.rank).to(ledger.device)] = 0
 
 
 def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
