@@ -133,15 +133,13 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
 
 
 def _draw_all(engine: FILPrivacyEngine) -> None:
-    """Give every example its own rows, with the sums of an example that was drawn."""
+    """Give every example the sums of one that was drawn."""
     ledger, history = engine.ledger, engine._training.run.history
     assert ledger is not None
     drawn = int(ledger.sums["participations"].argmax())
     for rows in torch.arange(ledger.num_examples).split(2**20):
-        places = ledger.sums.give(rows)
-        for name in ledger.sums:
-            values = ledger.sums.own(name)
-            values[places] = values[ledger.sums.give(torch.tensor([drawn]))]
+        for values in ledger.sums.values():
+            values[rows] = values[drawn].clone()
         history.set_ratios(rows, torch.rand(len(rows)))
 
 

@@ -145,7 +145,7 @@ def _simulated(setting: Setting, runs: int, seed: int) -> tuple[list[Leakage], T
     weights = _Weights.start(setting, runs, (d, hidden, y.shape[1]))
     source = torch.Generator().manual_seed(seed)
     mechanism = Mechanism.build(CLIP, 1.0, "smooth", "poisson", q)
-    ledger, trace = Ledger(runs * n, d, lazy=False), torch.zeros(runs, n, dtype=torch.float64)
+    ledger, trace = Ledger(runs * n, d), torch.zeros(runs, n, dtype=torch.float64)
 
     for _ in range(setting.steps):
         added, scale, norm, parts = _at(weights.values, x, y, mechanism)
@@ -174,7 +174,7 @@ def _simulated(setting: Setting, runs: int, seed: int) -> tuple[list[Leakage], T
 def _run(ledger: Ledger, run: int, setting: Setting) -> Leakage:
     """One run's part of a ledger whose rows are the examples of all runs, run after run."""
     count = setting.num_examples
-    part = Ledger(count, ledger.laid_out, lazy=False)
+    part = Ledger(count, ledger.laid_out)
     part.steps = setting.steps
     for name in part.sums:
         part.sums.kept(name).copy_(ledger.sums.kept(name)[run * count : (run + 1) * count])

@@ -80,17 +80,14 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["cpu", "folder"])
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("chosen", [None, [31, 4, 17]])
 @pytest.mark.parametrize("track", [(), ALL])
-def test_ledgers_are_equal(
-    tmp_path: Path, where: str, lazy: bool, chosen: list[int] | None, track: tuple[str, ...]
-) -> None:
+def test_ledgers_are_equal(tmp_path: Path, where: str, chosen: list[int] | None, track: tuple[str, ...]) -> None:
     def booked(*, together: bool) -> tuple[Ledger, list[Tensor]]:
         source = torch.Generator().manual_seed(0)
         some = {"plis": torch.tensor(chosen)} if chosen and track else None
         place: Any = tmp_path if where == "folder" else "cpu"
-        kept = {"device": place, "lazy": lazy, "chosen": some, "questions": ASKED}
+        kept = {"device": place, "chosen": some, "questions": ASKED}
         ledger, seen = Ledger(N, D, track=track, sketch_rank=2, **kept), []
         for step in range(STEPS):
             whole = batch(source, step, track)
@@ -100,7 +97,7 @@ def test_ledgers_are_equal(
             if step % 13 == 12:  # a read in between
                 seen.append(ledger.sums["trace"].clone())
             if step == 20:  # a run that is resumed
-                ledger = Ledger.from_state_dict(ledger.state_dict(), place, lazy=lazy)
+                ledger = Ledger.from_state_dict(ledger.state_dict(), place)
         return ledger, seen
 
     (ours, seen), (theirs, expected) = booked(together=True), booked(together=False)
@@ -135,11 +132,10 @@ def test_sums_are_those_of_a_loop() -> None:
 
 
 @pytest.mark.parametrize("own_steps", [False, True])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_norm_histories_are_equal(lazy: bool, own_steps: bool) -> None:
+def test_norm_histories_are_equal(own_steps: bool) -> None:
     def booked(*, together: bool) -> NormHistory:
         source = torch.Generator().manual_seed(0)
-        history = NormHistory(N, lazy=lazy, own_steps=own_steps)
+        history = NormHistory(N, own_steps=own_steps)
         for step in range(STEPS):
             if step == 6:
                 history.grow(N + 7)
@@ -150,7 +146,7 @@ def test_norm_histories_are_equal(lazy: bool, own_steps: bool) -> None:
             if not together:
                 history.enter()
             if step == 10:
-                resumed = NormHistory(N + 7, lazy=lazy, own_steps=own_steps)
+                resumed = NormHistory(N + 7, own_steps=own_steps)
                 resumed.load_state_dict(history.state_dict())
                 history = resumed
         return history
@@ -223,10 +219,9 @@ def test_what_does_not_fit_is_refused_at_once_and_leaves_the_rest() -> None:
     assert ledger.sums["plis"].sum() == 2 * D
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_exception_while_booking_loses_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_while_booking_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example an interrupt: the steps stay queued."""
-    ledger, rows = Ledger(N, D, lazy=lazy), torch.tensor([7, 5])
+    ledger, rows = Ledger(N, D), torch.tensor([7, 5])
     ledger.add(Contribution(rows, torch.ones(2)))
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "_column", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -236,9 +231,8 @@ def test_an_exception_while_booking_loses_nothing(lazy: bool, monkeypatch: pytes
     assert ledger.sums["participations"].nonzero().flatten().tolist() == [5, 7]
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_rows_are_as_before_after_an_exception(lazy: bool) -> None:
-    table = RowTable({"value": Sum(), "count": Sum((2,), torch.int32)}, 8, lazy=lazy)
+def test_rows_are_as_before_after_an_exception() -> None:
+    table = RowTable({"value": Sum(), "count": Sum((2,), torch.int32)}, 8)
     with pytest.raises(RuntimeError), table.rows_of(torch.tensor([7, 5])) as rows:
         rows["value"].add_(1.0)
         raise RuntimeError

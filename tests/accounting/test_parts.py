@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchfil.accounting.combining import whole_ledger
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.ledger import Contribution, Ledger, whole_ledger
 from torchfil.accounting.path import path_additions
 
 N, STEPS = 12, 40

@@ -170,7 +170,7 @@ class TestWithoutNoise:
     def test_finite_steps_before_and_after_change_nothing(self) -> None:
         leakage, noisy = booked(batch(sigma=0.0), ALL), booked(batch(), ALL)
         for name, value in noisy.ledger.sums.items():
-            leakage.ledger.sums[name] += value
+            leakage.ledger.sums[name].add_(value)
         assert leakage.get_fil().value.isinf().tolist() == [True, False, True, False]
         assert not bool(leakage.get_fil(kind="spectral").value.isnan().any())
         average = Leakage.average([leakage, noisy])

@@ -1,4 +1,4 @@
-"""Rows that are given when they are needed hold what rows for everybody hold."""
+"""Rows in memory and in files; their precision and their size."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.path import path_additions
 from torchfil.accounting.quantities import Sum
@@ -30,39 +28,13 @@ def booked(ledger: Ledger, *, seed: int = 0, steps: int = STEPS) -> Ledger:
     return ledger
 
 
-def test_a_lazy_ledger_reads_as_one_with_all_rows() -> None:
-    lazy, dense = booked(Ledger(N, 3, lazy=True)), booked(Ledger(N, 3, lazy=False))
-    assert lazy.sums.num_rows == 21
-    assert lazy.sums.num_bytes < dense.sums.num_bytes
-    for name, value in dense.sums.items():
-        assert torch.equal(lazy.sums[name], value), name
-    conditions = Conditions(sample_rate=0.1)
-    ours, theirs = (Leakage(ledger, ExampleIds(N), conditions) for ledger in (lazy, dense))
-    for name, values in theirs.arrays().items():
-        assert ours.arrays()[name].tolist() == values.tolist(), name
-    rows = torch.tensor([40, 3, 45, 3, 0])
-    for name, values in theirs.arrays(rows).items():
-        assert ours.arrays(rows)[name].tolist() == values.tolist(), name
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_state_is_the_same_for_both_and_goes_on(lazy: bool) -> None:
-    state = booked(Ledger(N, 3, lazy=not lazy)).state_dict()
-    resumed, unbroken = Ledger.from_state_dict(state, lazy=lazy), booked(Ledger(N, 3, lazy=lazy))
-    assert resumed.sums.num_rows == unbroken.sums.num_rows
+def test_a_run_goes_on_from_its_state() -> None:
+    unbroken = booked(Ledger(N, 3))
+    resumed = Ledger.from_state_dict(unbroken.state_dict())
     for ledger in (resumed, unbroken):
         booked(ledger, seed=1, steps=3)
     for name, value in unbroken.sums.items():
         assert torch.equal(resumed.sums[name], value), name
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_rows_of_others_are_cleared(lazy: bool) -> None:
-    ledger = booked(Ledger(N, 3, lazy=lazy))
-    before = ledger.sums["trace"].clone()
-    is_kept = torch.arange(N) % 2 == 0
-    ledger.sums.keep_only(is_kept)
-    assert torch.equal(ledger.sums["trace"], torch.where(is_kept, before, 0.0))
 
 
 def test_rows_in_files_are_the_same_and_leave_nothing(tmp_path: Path) -> None:

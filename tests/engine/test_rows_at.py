@@ -1,4 +1,4 @@
-"""Rows of many examples: wherever they lie and whenever they are given, the run says the same."""
+"""Rows of many examples: wherever they lie, the run says the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.accounting import rows
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.path import path_additions
@@ -129,25 +128,6 @@ class TestOnAGpu:
         return engine
 
 
-@pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")
-def test_rows_are_given_when_an_example_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = train(data(60), **OPTIONS).engine
-    assert usual.ledger is not None
-    drawn = int((usual.ledger.sums["participations"] > 0).sum())
-    assert drawn < 60
-    monkeypatch.setattr(rows, "LAZY_FROM", 1)
-    lazy = train(data(60), **OPTIONS).engine
-    assert lazy.ledger is not None
-    assert lazy.ledger.sums.num_rows == drawn + 1
-    assert_same(lazy, usual, tmp_path)
-
-    # a state of either kind is read by the other
-    monkeypatch.setattr(rows, "LAZY_FROM", 10**9)
-    resumed = train(data(60), **OPTIONS).engine
-    resumed.load_state_dict(lazy.state_dict())
-    assert_same(resumed, usual, tmp_path)
-
-
 def test_what_is_no_place_is_refused() -> None:
     with pytest.raises(ValueError, match="rows_at='nowhere' must be None, 'cpu' or a folder that exists"):
         Accounting(rows_at="nowhere")
@@ -203,16 +183,6 @@ class TestChosenIds:
         assert average.get_attribute_fil(self.IDS).value.shape == (4, 5)
         with pytest.raises(ValueError, match="track= for other ids"):
             self.trained({"diagonal": [1, 2]}).load_state_dict(first.state_dict())
-
-    @pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")
-    def test_with_rows_that_are_given_when_needed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        usual = self.trained({"diagonal": self.IDS})
-        monkeypatch.setattr(rows, "LAZY_FROM", 1)
-        lazy = self.trained({"diagonal": self.IDS})
-        expected, found = (engine.get_attribute_fil().value for engine in (usual, lazy))
-        assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
-        for name, values in told(usual, tmp_path).items():
-            np.testing.assert_array_equal(told(lazy, tmp_path)[name], values, err_msg=name)
 
     def test_what_cannot_be_chosen_is_refused(self) -> None:
         with pytest.raises(KeyError, match="unknown example ids"):

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.accounting.combining import check_repetitions, mean_ledger
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
 from torchfil.accounting.quantities import Divergence, Reading, TrackedQuantity
 from torchfil.accounting.summary import LeakageSummary, group_columns
@@ -317,8 +316,7 @@ class Leakage:
     ) -> dict[str, np.ndarray]:
         """The values that a function reads by example, computed for one part of the examples after the other.
 
-        This needs little memory besides the result, and examples that were never drawn, perhaps millions, are read only
-        once. Warnings appear once.
+        This needs little memory besides the result. Warnings appear once.
 
         Args:
             read: Maps this object (for parts) and some rows to values by name, [rows, …] each.
@@ -328,13 +326,11 @@ class Leakage:
         rows = rows.to(self.ledger.device)
         self._kind(rows)
         self._warn_of_few(rows)
-        rows, place = self.ledger.sums.distinct(rows)
         once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._typical_changes()))
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
         ]
-        arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-        return arrays if place is None else {name: values[place.numpy()] for name, values in arrays.items()}
+        return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""

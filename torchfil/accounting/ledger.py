@@ -5,23 +5,29 @@ bound on the Fisher information of the trained model; a step without the example
 
 What a step adds is queued where it was computed, and nothing is launched or waited for. The queue is booked for many
 steps at once when it is full, and before anything is read or saved.
+
+Several processes keep a ledger in parts, each for the examples that it drew (:func:`whole_ledger`). Sums are added. The
+squared changes between participations of an example (:mod:`torchfil.accounting.path`) depend on their order and were
+followed within each part. If only one part has seen an example, because each process draws from its own part of the
+data, all of its changes are there. If the parts changed in between, the changes between the parts' last values replace
+the missing ones, without subtracting the probes' noise: this can only make the run's error larger. The mean over
+repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchfil.accounting.path import due_comparisons, note_changes, path_sums
-from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, TrackedQuantity, tracked
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.path import compared, due_comparisons, note_changes, path_sums
+from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, tracked
 from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
-
-__all__ = ["Contribution", "Ledger", "Track"]
 
 _FORMAT = 4  # of the saved state
 STEPS_QUEUED = 32  # steps that are booked together
@@ -63,12 +69,11 @@ class Ledger:
     Args:
         num_examples: n.
         num_coordinates: d. If nothing is kept by coordinate, examples may have different d.
+        device: The device or folder that holds the sums (:class:`torchfil.accounting.rows.RowTable`).
         track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
-        device: The device or folder that holds the sums (:class:`torchfil.accounting.rows.RowTable`).
         questions: By name, the questions whose divergences are kept.
-        lazy: Whether an example gets a row when it is first drawn; None: on CPUs, with 2²⁰ examples or more.
         chosen: By the name of a tracked quantity, the only examples for which it is kept; None: all. Others read NaN.
 
     Attributes:
@@ -89,18 +94,17 @@ class Ledger:
         self,
         num_examples: int,
         num_coordinates: int,
-        *,
+        device: torch.device | str | Path = "cpu",
         track: Collection[Track] = (),
         sketch_rank: int = 4,
-        device: torch.device | str | Path = "cpu",
         questions: Mapping[str, Asked] | None = None,
-        lazy: bool | None = None,
         chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.num_examples = num_examples
         self.laid_out = num_coordinates
         self.questions = dict(questions or {})
-        self.quantities = _quantities(track, self.questions)
+        self.quantities = (*tracked(track), *(Divergence(name, asked) for name, asked in self.questions.items()))
+        self.track = tuple([each.name for each in tracked(track) if each.name != "trace"])
         self.sketch_rank = sketch_rank
         self.steps = 0
         self.missed_steps = 0
@@ -108,11 +112,19 @@ class Ledger:
         self.by_coordinate = tuple([quantity.name for quantity in self.quantities if quantity.by_coordinate])
         self._followed = [name for quantity in self.quantities for name in quantity.followed]
         self._unless_told = {name: value for each in self.quantities for name, value in each.unless_told.items()}
-        layout = _layout(self.quantities, num_coordinates, sketch_rank)
-        of_chosen = _sums_of_chosen(self.quantities, self.chosen)
-        large = [each for each in self.quantities if each.by_coordinate and not each.followed]
-        only_added = {name for quantity in large for name in quantity.sums(1, 1)}
-        self._sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen, only_added=only_added)
+
+        # the sums: their shapes, which of them only chosen examples have, and which are large
+        layout: dict[str, Sum] = {}
+        of_chosen: dict[str, Tensor] = {}
+        only_added: set[str] = set()
+        for quantity in self.quantities:
+            if quantity.name in self.chosen and quantity.followed:
+                raise ValueError(f"track={{{quantity.name!r}: ids}} cannot be kept for chosen ids; keep it for all")
+            own = quantity.sums(num_coordinates, sketch_rank)
+            layout |= own
+            of_chosen |= {name: self.chosen[quantity.name] for name in own if quantity.name in self.chosen}
+            only_added |= own.keys() if quantity.by_coordinate and not quantity.followed else set()
+        self._sums = RowTable(layout | OWN_SUMS, num_examples, device, chosen=of_chosen, only_added=only_added)
         self.device = self._sums.device
 
         # what was added and is not booked yet
@@ -121,31 +133,14 @@ class Ledger:
         self._steps_queued = self._bytes_queued = 0
 
     @staticmethod
-    def bytes_needed(
-        num_examples: int,
-        num_coordinates: int,
-        track: Collection[Track],
-        sketch_rank: int,
-        questions: Mapping[str, Asked] | None = None,
-        num_chosen: Mapping[str, int] | None = None,
-    ) -> int:
-        """The memory of a ledger of this size once every example was drawn; the arguments are those of the class.
-
-        ``num_chosen``: by quantity, the number of examples for which it is kept; it then adds 4 bytes for everybody.
+    def bytes_needed(num_examples: int, num_coordinates: int, *options: Any) -> int:
+        """The memory of a ledger; the arguments are those of the class, without ``device``.
 
         Example:
             >>> Ledger.bytes_needed(1, 10, (), 4), Ledger.bytes_needed(1, 10, ("diagonal",), 4)
             (68, 188)
         """
-        some = num_chosen or {}
-        of_all = [name for name in track if name not in some]
-        row = bytes_per_row(_layout(_quantities(of_all, questions or {}), num_coordinates, sketch_rank))
-        of_some = {
-            quantity.name: bytes_per_row(quantity.sums(num_coordinates, sketch_rank))
-            for quantity in tracked(some)
-            if quantity.name in some
-        }
-        return num_examples * (row + 4 * len(some)) + sum(of_some[name] * (some[name] + 1) for name in some)
+        return Ledger(num_examples, num_coordinates, "meta", *options).sums.num_bytes  # without storage
 
     def __repr__(self) -> str:
         """What it holds, and its memory."""
@@ -154,28 +149,6 @@ class Ledger:
             f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
             f"{bytes_per_row(self.sums.layout):,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
         )
-
-    @classmethod
-    def like(cls, ledger: Ledger, num_rows: int) -> Ledger:
-        """An empty ledger for the same quantities, on the CPU, with rows for all examples or for a block of them."""
-        empty = cls(
-            num_rows,
-            ledger.laid_out,
-            track=ledger.track,
-            sketch_rank=ledger.sketch_rank,
-            questions=ledger.questions,
-            lazy=False,
-            chosen=ledger.chosen,
-        )
-        empty.num_examples = ledger.num_examples
-        empty.steps, empty.missed_steps = ledger.steps, ledger.missed_steps
-        return empty
-
-    @property
-    def track(self) -> tuple[Track, ...]:
-        """The names of the quantities kept besides the trace."""
-        others = (quantity for quantity in self.quantities if not isinstance(quantity, Divergence))
-        return tuple(quantity.name for quantity in others if quantity.name != "trace")
 
     @property
     def sums(self) -> RowTable:
@@ -186,13 +159,13 @@ class Ledger:
     @property
     def num_coordinates(self) -> int:
         """d; the largest one, if examples differ."""
-        own = self.sums.own("num_coordinates")
+        own = self.sums["num_coordinates"]
         return self.laid_out if self.by_coordinate or not own.any() else int(own.max())
 
     @property
     def same_coordinates(self) -> bool:
         """Whether all examples seen so far have the same d."""
-        own = self.sums.own("num_coordinates")
+        own = self.sums["num_coordinates"]
         seen = own[own > 0]
         return not len(seen) or bool((seen == seen[0]).all())
 
@@ -324,19 +297,16 @@ class Ledger:
             "steps": self.steps,
             "missed_steps": self.missed_steps,
             "sums": {name: self.sums.kept(name).clone() for name in self.sums},
-            **({"chosen": dict(self.chosen)} if self.chosen else {}),
+            "chosen": dict(self.chosen),
         }
 
     @classmethod
-    def from_state_dict(
-        cls, state: Mapping[str, Any], device: torch.device | str | Path = "cpu", *, lazy: bool | None = None
-    ) -> Ledger:
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str | Path = "cpu") -> Ledger:
         """The ledger with this state.
 
         Args:
             state: From :meth:`state_dict`.
             device: As for a new ledger.
-            lazy: As for a new ledger.
 
         Raises:
             ValueError: It was saved by another version, or something is missing or has the wrong shape.
@@ -346,60 +316,21 @@ class Ledger:
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
                 f"{_FORMAT} only; load it with the version that saved it"
             )
-
-        questions = state.get("questions", {})
         try:
-            ledger = cls(
-                state["num_examples"],
-                state["num_coordinates"],
-                track=state["track"],
-                sketch_rank=state["sketch_rank"],
-                device=device,
-                questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
-                lazy=lazy,
-                chosen=state.get("chosen"),
-            )
+            asked = {name: Asked(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()}
+            options = (state["track"], state["sketch_rank"], asked, state["chosen"])
+            ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
-            sums = state["sums"]
-            for name, each in ledger.sums.layout.items():
-                _check_shape(name, sums[name], (len(ledger.sums.kept(name)), *each.shape))
-            ledger.sums.load(sums, sums["participations"] > 0)
+            for name in ledger.sums:
+                value, own = state["sums"][name], ledger.sums.kept(name)
+                if value.shape != own.shape:
+                    raise ValueError(
+                        f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {tuple(own.shape)}"
+                    )
+                own.copy_(value)
         except KeyError as error:
             raise ValueError(f"the ledger's state lacks {error.args[0]!r}; was it saved by another version?") from error
         return ledger
-
-
-def _quantities(track: Collection[Track], questions: Mapping[str, Asked]) -> tuple[TrackedQuantity, ...]:
-    """The kept quantities: the trace, tracked quantities, and the divergences of the questions."""
-    return (*tracked(track), *(Divergence(name, asked) for name, asked in questions.items()))
-
-
-def _sums_of_chosen(quantities: Iterable[TrackedQuantity], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By sum, the examples that have it, for quantities that are kept for chosen examples.
-
-    Raises:
-        ValueError: A quantity is not kept, or every example needs it.
-    """
-    by_name = {quantity.name: quantity for quantity in quantities if not quantity.followed}
-    unknown = chosen.keys() - by_name.keys()
-    if unknown:
-        raise ValueError(
-            f"track={sorted(unknown)} cannot be kept for chosen ids; choose from {', '.join(by_name) or 'nothing'}"
-        )
-    return {sum_: examples for name, examples in chosen.items() for sum_ in by_name[name].sums(1, 1)}
-
-
-def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-    """All sums, by name."""
-    layout: dict[str, Sum] = {}
-    for quantity in quantities:
-        layout |= quantity.sums(num_coordinates, sketch_rank)
-    return layout | OWN_SUMS
-
-
-def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(value.shape) != expected:
-        raise ValueError(f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {expected}")
 
 
 def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tuple[int, slice]]) -> None:
@@ -416,3 +347,112 @@ def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tu
     for size, here in rounds:
         note_changes(compared[:size], change[:size], value[here], noise[here], is_due[here], distance[here])
     added[last], added[changes] = torch.zeros_like(value), torch.zeros_like(noise)
+
+
+# ------------------------------------------------------------------ several ledgers as one
+
+
+class Parts(Protocol):
+    """How values are combined over all parts; each method returns tensors on the CPU."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Σ over the parts."""
+        ...
+
+    def maximum(self, value: Tensor) -> Tensor:
+        """The largest over the parts."""
+        ...
+
+    def each(self, value: Tensor) -> list[Tensor]:
+        """The values of each part, in order."""
+        ...
+
+
+def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
+    """The ledger of all parts together, on the CPU; the part itself is unchanged."""
+    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.sketch_rank, part.questions, part.chosen)
+    whole.steps, whole.missed_steps = part.steps, part.missed_steps
+    for name, value in part.sums.items():
+        whole.sums[name].copy_(parts.maximum(value) if name == "num_coordinates" else parts.sum(value))
+    for quantity in part.quantities:
+        for name in quantity.followed:
+            _, last, changes, count = path_sums(name)
+            measured = parts.each(part.sums[count])
+            between, latest = changes_between(parts.each(part.sums[last]), measured)
+            missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
+            whole.sums[last].copy_(latest)
+            whole.sums[changes].add_(between * missing.clamp(min=4))
+    return whole
+
+
+def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The mean square of the changes from one part's last value to the next part's, and the last of all, [n, …] each.
+
+    Args:
+        last: For each part, the value at the last compared participation.
+        measured: For each part, how often it was measured; parts with 0 are skipped.
+
+    Example:
+        >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])
+        >>> changes_between(last.unbind(), measured.unbind())
+        (tensor([9., 0.]), tensor([4., 5.]))
+    """
+    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0])
+    changes = torch.zeros_like(last[0])
+    for value, count in zip(last, measured, strict=True):
+        here = count > 0
+        changes += torch.where(here & (seen > 0), (value - before).square(), 0.0)
+        before, seen = torch.where(here, value, before), seen + here
+    return changes / (seen - 1).clamp(min=1), before
+
+
+def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> None:
+    """Raise unless all runs are about the same examples and keep the same quantities."""
+
+    def kept(ledger: Ledger) -> Any:
+        chosen = {name: examples.tolist() for name, examples in ledger.chosen.items()}
+        return ledger.track, ledger.questions, chosen
+
+    def same_coordinates(one: Ledger, other: Ledger) -> bool:
+        """For texts, one run may not have seen the longest."""
+        may_differ = not (one.by_coordinate or one.same_coordinates or other.same_coordinates)
+        return one.num_coordinates == other.num_coordinates or may_differ
+
+    first = ledgers[0]
+    for names, ledger in zip(ids, ledgers, strict=True):
+        if names.all() != ids[0].all() or not same_coordinates(ledger, first) or kept(ledger) != kept(first):
+            told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
+            raise ValueError(
+                f"runs to average must share data set, private coordinates, track and questions; got {told}"
+            )
+
+
+def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
+    """The mean of several runs' sums, as a new ledger; with two or more runs, their variances are Var/runs.
+
+    Participations are rounded up: 0 only for an example that no run has drawn.
+    """
+    mean = Ledger.from_state_dict(ledgers[0].state_dict(), ledgers[0].device)
+    mean.steps = max(ledger.steps for ledger in ledgers)
+    mean.missed_steps = sum(ledger.missed_steps for ledger in ledgers)
+
+    def by_run(name: str) -> Tensor:
+        """[runs, n, …]."""
+        return torch.stack([ledger.sums.kept(name).to(mean.device) for ledger in ledgers])
+
+    # sums become means, but participations missed in any run stay missing
+    for name in mean.sums:
+        target, values = mean.sums.kept(name), by_run(name)
+        if name == "missed":
+            target.copy_(values.sum(dim=0))
+        elif name == "num_coordinates":
+            target.copy_(values.amax(dim=0))
+        else:
+            value = values.double().mean(dim=0)
+            target.copy_(value if target.is_floating_point() else value.ceil())
+
+    # errors come from the spread between runs, and cover everything random in a run
+    variances = [pair for quantity in mean.quantities for pair in quantity.variances.items()]
+    for name, variance in variances if len(ledgers) > 1 else ():
+        mean.sums.kept(variance).copy_(by_run(name).double().var(dim=0) / len(ledgers))
+    return mean

@@ -23,8 +23,6 @@ from torch import Tensor
 from torchfil.accounting.quantities import Sum
 from torchfil.accounting.rows import RowTable, bytes_per_row, in_rounds
 
-__all__ = ["ENTRIES", "LEVELS", "RATIO", "NormHistory", "added", "as_table", "squeezed"]
-
 RATIO = 1.05  # between neighbouring noise multipliers of the grid
 LEVELS = 96
 ENTRIES = 12
@@ -45,7 +43,7 @@ class NormHistory:
     """For every example, the number of steps at each effective noise multiplier σC/‖g̃‖, rounded down.
 
     An example has twelve entries of a level and a count, its last known norm, and the step from which it holds: 68
-    bytes. On CPUs, with 2²⁰ examples or more, examples that were never drawn take 4.
+    bytes.
 
     Norms are queued, and entered for many steps at once when the queue is full and before anything is read. With
     several ranks, each queues its own norms (12 bytes per participation). All ranks exchange them every so many steps
@@ -56,7 +54,6 @@ class NormHistory:
         num_examples: n.
         device: The device or folder that holds the rows (:class:`torchfil.accounting.rows.RowTable`).
         clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
-        lazy: Whether an example gets its row when it is first drawn; None: see above.
         own_steps: Whether only steps that used an example count for it, because batches may be known.
         exchange: Returns the rows of all ranks for this rank's rows, [norms, 3] each; None: a single process.
         every: With several ranks, the number of steps after which they exchange their norms.
@@ -72,7 +69,6 @@ class NormHistory:
         device: torch.device | str | Path = "cpu",
         clip_weights: Tensor | None = None,
         *,
-        lazy: bool | None = None,
         own_steps: bool = False,
         exchange: Callable[[Tensor], Tensor] | None = None,
         every: int = _STEPS_QUEUED,
@@ -84,9 +80,8 @@ class NormHistory:
         self.noise_multiplier = 0.0  # of the steps that were entered
         self.sample_rate = 0.0
         self.steps = 0
-        # with individual weights, examples that were not drawn differ
-        self._rows = RowTable(_LAYOUT, num_examples, device, lazy=lazy if clip_weights is None else False)
-        self._rows.own("ratio").copy_(torch.ones(()) if clip_weights is None else clip_weights)
+        self._rows = RowTable(_LAYOUT, num_examples, device)
+        self._rows["ratio"].copy_(torch.ones(()) if clip_weights is None else clip_weights)
         self._clear()
 
     @staticmethod
@@ -147,8 +142,7 @@ class NormHistory:
         """Make room for this many examples, if only their own steps count."""
         before = self._rows.num_examples
         self._rows.extend(num_examples)
-        if not self._rows.lazy:  # in the shared row
-            self._rows.own("ratio")[before:] = 1.0
+        self._rows["ratio"][before:] = 1.0
 
     def enter(self) -> None:
         """Enter what is queued, of all ranks, in the order of the steps (collective, if there are several)."""
@@ -157,8 +151,8 @@ class NormHistory:
         first = 0
         for end, (step, noise_multiplier) in zip(ends, self._changes, strict=True):
             self._enter(when[first:end], rows[first:end], ratio[first:end])
-            for places in torch.arange(self._rows.num_rows, device=self._rows.device).split(_AT_ONCE):
-                with self._rows.rows_at(places) as part:
+            for part_rows in torch.arange(self._rows.num_examples).split(_AT_ONCE):
+                with self._rows.rows_of(part_rows) as part:
                     now = torch.full_like(part["since"], 2 * step)
                     self._count([part[name] for name in _LAYOUT], part["ratio"].clone(), now)
             self.noise_multiplier, first = noise_multiplier, end
@@ -213,11 +207,6 @@ class NormHistory:
 
     # ------------------------------------------------------------------ reading
 
-    def distinct(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`torchfil.accounting.rows.RowTable.distinct`."""
-        self._flush()
-        return self._rows.distinct(rows)
-
     def counts_of(self, rows: Tensor) -> Tensor:
         """The counts of these examples, including steps since the last update, [rows, levels]."""
         self._flush()
@@ -247,21 +236,13 @@ class NormHistory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, which is taken when everything is entered."""
-        n, rows = self._rows.num_examples, {name: state[name] for name in _LAYOUT}
-        for name, value in rows.items():
-            expected = (n, *_LAYOUT[name].shape)
-            if tuple(value.shape) != expected:
-                raise ValueError(f"the norm history's {name!r} has shape {tuple(value.shape)}, not {expected}")
-
+        for name, rows in self._rows.items():
+            if state[name].shape != rows.shape:
+                raise ValueError(f"the norm history's {name!r} has shape {tuple(state[name].shape)}, not {rows.shape}")
         for name in self._numbers():
             setattr(self, name, state[name])
-        if self._rows.lazy:
-            # the example seen last, or never, represents those never seen, which are all alike
-            unseen = torch.where(rows["ratio"] == 1, rows["since"], self.steps + 1).argmin()
-            for name, value in rows.items():
-                self._rows.own(name)[0] = value[unseen]
-        differs = [rows[name] != self._rows.own(name)[:1].to(rows[name].device) for name in rows]
-        self._rows.load(rows, torch.stack([each.reshape(n, -1).any(dim=1) for each in differs]).any(dim=0))
+        for name, rows in self._rows.items():
+            rows.copy_(state[name])
         self._clear()
 
     def _numbers(self) -> dict[str, Any]:

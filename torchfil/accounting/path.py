@@ -30,18 +30,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FEWEST_PARTICIPATIONS",
-    "compared",
-    "due_comparisons",
-    "note_changes",
-    "path_additions",
-    "path_state",
-    "path_sums",
-    "run_variance",
-    "typical_change",
-]
-
 FEWEST_PARTICIPATIONS = 5
 _OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
 
@@ -54,11 +42,6 @@ def path_sums(name: str) -> tuple[str, ...]:
         ('trace_square', 'trace_last', 'trace_changes', 'trace_measured')
     """
     return f"{name}_square", f"{name}_last", f"{name}_changes", f"{name}_measured"
-
-
-def path_state(name: str) -> tuple[str, str]:
-    """The names of the sums that depend on earlier participations, which :func:`note_changes` updates."""
-    return f"{name}_last", f"{name}_changes"
 
 
 def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor) -> dict[str, Tensor]:

@@ -1,8 +1,4 @@
-"""Numbers by example, [n, …] each: rows for all from the start, or a row when an example is first drawn.
-
-A large data set has many examples that no batch has drawn yet. With ``lazy=True`` these share row 0, and an example
-gets a copy of it when it is drawn: n places of 4 bytes, and a whole row only for examples that the run knows something
-about.
+"""Numbers by example, [n, …] each, in memory, on a GPU or in files.
 
 What steps add is booked for many steps at once. An example may take part in several of them, and some numbers depend
 on the order of its participations, so the entries are dealt into rounds (:func:`in_rounds`): round r has each
@@ -16,7 +12,7 @@ import math
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +20,6 @@ from torch import Tensor
 
 from torchfil.accounting.quantities import Sum
 
-__all__ = ["LAZY_FROM", "RowTable", "Rows", "bytes_per_row", "in_rounds"]
-
-LAZY_FROM = 2**20  # with this many examples, a table on the CPU creates rows when needed
 _GROWTH = 1.5
 
 
@@ -60,15 +53,12 @@ class Rows:
 class RowTable(Mapping[str, Tensor]):
     """Tensors by name, with a row for every example; ``table[name]`` is [n, …].
 
-    Guarantees:
-        * Without ``lazy``, ``table[name]`` is a view of the rows: changes made to it before the next step stay.
-        * With ``lazy``, ``table[name]`` is assembled when it is read, and :meth:`at` reads some rows without that.
+    ``table[name]`` is a view of the rows, for reading and changing, unless only chosen examples have them.
 
     Args:
         layout: Shape and dtype of a row, by name.
         num_examples: n.
         where: A device, or a folder: the rows are then in memory-mapped files there, which disappear with the process.
-        lazy: Whether rows are created when needed; only on CPUs. None: with 2²⁰ examples or more.
         chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
         only_added: The large sums, which steps add to but do not read.
 
@@ -77,12 +67,12 @@ class RowTable(Mapping[str, Tensor]):
         apart: The names of the sums that are only added to, by :meth:`add`; they are not in :meth:`rows_of`.
 
     Example:
-        >>> table = RowTable({"sum": Sum()}, 5, lazy=True)
+        >>> table = RowTable({"sum": Sum()}, 5)
         >>> with table.rows_of(torch.tensor([3, 1])) as rows:
         ...     rows["sum"].add_(torch.tensor([1.0, 2.0]))
         tensor([1., 2.], dtype=torch.float64)
-        >>> table["sum"].tolist(), table.num_rows
-        ([0.0, 2.0, 0.0, 1.0, 0.0], 3)
+        >>> table["sum"].tolist()
+        [0.0, 2.0, 0.0, 1.0, 0.0]
     """
 
     def __init__(
@@ -91,7 +81,6 @@ class RowTable(Mapping[str, Tensor]):
         num_examples: int,
         where: torch.device | str | Path = "cpu",
         *,
-        lazy: bool | None = None,
         chosen: Mapping[str, Tensor] | None = None,
         only_added: Collection[str] = (),
     ) -> None:
@@ -99,10 +88,6 @@ class RowTable(Mapping[str, Tensor]):
         self.num_examples = num_examples
         self._where = where
         self.device = torch.device("cpu" if isinstance(where, Path) else where)
-        on_cpu = not isinstance(where, Path) and self.device.type == "cpu"
-        self.lazy = on_cpu and num_examples >= LAZY_FROM if lazy is None else lazy and on_cpu
-        self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
-        self.num_rows = 1 if self.lazy else num_examples
 
         # numbers that steps read lie side by side
         chosen = chosen or {}
@@ -114,11 +99,11 @@ class RowTable(Mapping[str, Tensor]):
                 first = widths.get(each.dtype, 0)
                 widths[each.dtype] = first + math.prod(each.shape)
                 columns[name] = slice(first, widths[each.dtype])
-        blocks = {dtype: self._zeros((self.num_rows, width), dtype) for dtype, width in widths.items()}
+        blocks = {dtype: self._zeros((num_examples, width), dtype) for dtype, width in widths.items()}
         self._rows = Rows({name: layout[name] for name in columns}, blocks, columns)
 
         # large sums, and those of chosen examples
-        sizes = {name: len(chosen[name]) + 1 if name in chosen else self.num_rows for name in self.apart}
+        sizes = {name: len(chosen[name]) + 1 if name in chosen else num_examples for name in self.apart}
         self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in sizes}
         indices = {id(examples): self._index(examples) for examples in chosen.values()}  # sums may share one
         self._chosen = {name: indices[id(examples)] for name, examples in chosen.items()}
@@ -126,17 +111,7 @@ class RowTable(Mapping[str, Tensor]):
             self._apart[name][0] = math.nan  # of everybody else, whatever is added
 
     def __getitem__(self, name: str) -> Tensor:
-        places = self._chosen.get(name, self._places)
-        values = self.own(name)
-        return values if places is None else values.index_select(0, places)
-
-    def __setitem__(self, name: str, values: Tensor) -> None:
-        """Replace the numbers of all examples, [n, …]."""
-        if self._places is None:
-            self.own(name).copy_(values)
-        else:
-            places = self.give(torch.arange(self.num_examples))
-            self.own(name)[places] = values.to(self.layout[name].dtype)
+        return self.kept(name)[self._chosen[name].long()] if name in self._chosen else self.kept(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)
@@ -147,138 +122,58 @@ class RowTable(Mapping[str, Tensor]):
     @property
     def num_bytes(self) -> int:
         """Its memory in bytes."""
-        indices = {id(each): each.nbytes for each in (self._places, *self._chosen.values()) if each is not None}
-        tensors = (*self._rows.blocks.values(), *self._apart.values())
-        return sum(indices.values()) + sum(values.nbytes for values in tensors)
+        indices = {id(each): each for each in self._chosen.values()}
+        return sum(each.nbytes for each in (*indices.values(), *self._rows.blocks.values(), *self._apart.values()))
 
     # ------------------------------------------------------------------ some rows
 
     @contextlib.contextmanager
     def rows_of(self, examples: Tensor) -> Iterator[Rows]:
         """The rows of some distinct examples, [examples], for changing; written back unless something is raised."""
-        with self.rows_at(self.give(examples.to(self.device, non_blocking=self.device.type == "cuda"))) as rows:
-            yield rows
-
-    @contextlib.contextmanager
-    def rows_at(self, places: Tensor) -> Iterator[Rows]:
-        """The same for the rows at these places; if lazy, place 0 is everybody else's."""
-        rows, columns = self._rows.blocks, self._rows.columns
-        found = {dtype: block.index_select(0, places) for dtype, block in rows.items()}
-        yield Rows(self._rows.layout, found, columns)
-        for dtype, block in rows.items():
+        places = examples.to(self.device, non_blocking=self.device.type == "cuda")
+        found = {dtype: block.index_select(0, places) for dtype, block in self._rows.blocks.items()}
+        yield replace(self._rows, blocks=found)
+        for dtype, block in self._rows.blocks.items():
             block.index_copy_(0, places, found[dtype])
 
     def add(self, name: str, examples: Tensor, values: Tensor | float) -> None:
-        """Add to one of the sums :attr:`apart` of some distinct examples that have rows, [examples, …]."""
+        """Add to one of the sums :attr:`apart` of some distinct examples, [examples, …]."""
         shape, dtype = self.layout[name]
         added = torch.as_tensor(values, dtype=dtype, device=self.device).expand(len(examples), *shape)
-        self._apart[name].index_add_(0, self._where_is(name, examples), added)
+        self._apart[name].index_add_(0, self._places(name, examples), added)
 
     def at(self, name: str, examples: Tensor) -> Tensor:
         """The numbers of some examples, [examples, …]."""
-        return self.own(name)[self._where_is(name, examples)]
+        return self.kept(name)[self._places(name, examples)]
 
-    def _where_is(self, name: str, examples: Tensor) -> Tensor:
+    def _places(self, name: str, examples: Tensor) -> Tensor:
         """The places of some examples among the rows of this number, [examples]."""
         examples = examples.to(self.device, non_blocking=self.device.type == "cuda")
-        places = self._chosen.get(name, self._places)
-        return examples if places is None else places[examples].long()
-
-    def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A subset of these examples without shared rows, and for each example the place of its row in the subset.
-
-        The places are None if each has its own row. A value per row then needs to be computed only once.
-        """
-        if self._places is None or self._chosen:
-            return examples, None
-        _, place = self._places[examples].unique(return_inverse=True)
-        first = torch.empty(int(place.max()) + 1 if len(place) else 0, dtype=torch.long)
-        first[place] = examples
-        return first, place
-
-    def give(self, examples: Tensor) -> Tensor:
-        """The places of some distinct examples, each with its own row from now on, [examples]."""
-        if self._places is None:
-            return examples
-        places = self._places[examples].long()
-        is_new = places == 0
-        first, count = self.num_rows, int(is_new.sum())
-        if count:
-            self._reserve(first + count)
-            self.num_rows = first + count
-            places[is_new] = torch.arange(first, first + count)
-            self._places[examples] = places.int()
-            of_all = [values for name, values in self._apart.items() if name not in self._chosen]
-            for rows in (*self._rows.blocks.values(), *of_all):
-                rows[first : first + count] = rows[0]
-        return places
+        return self._chosen[name][examples].long() if name in self._chosen else examples
 
     # ------------------------------------------------------------------ all rows
 
-    def own(self, name: str) -> Tensor:
-        """All existing rows, for writing at places of :meth:`give`; if lazy, place 0 is everybody else's."""
-        if name in self._chosen:
-            return self._apart[name]
-        return (self._apart if name in self._apart else self._rows)[name][: self.num_rows]
-
     def kept(self, name: str) -> Tensor:
         """The content for a state: [n, …]; for chosen examples, row 0 (everybody else's) and their rows."""
-        return self.own(name) if name in self._chosen else self[name]
+        if name in self._chosen:
+            return self._apart[name]
+        return (self._apart if name in self._apart else self._rows)[name][: self.num_examples]
 
     def extend(self, num_examples: int) -> None:
-        """Make room for this many examples; the new ones have 0 or, if lazy, the shared row.
+        """Make room for this many examples; the new ones have 0, and a smaller number changes nothing.
 
-        Guarantees:
-            * Growing example by example to n costs O(n) in total: memory is reserved for half as many rows again.
-            * A smaller number changes nothing.
+        Growing example by example to n costs O(n) in total: memory is reserved for half as many rows again.
         """
-        more = num_examples - self.num_examples
-        if more <= 0:
-            return
-        self.num_examples = num_examples
-        if self._places is not None:
-            self._places = torch.cat([self._places, self._places.new_zeros(more)])
-            return
-        self._reserve(num_examples)
-        self.num_rows = num_examples
-
-    def keep_only(self, is_kept: Tensor) -> None:
-        """Set the rows of all other examples to 0; [n] booleans."""
-        others = (~is_kept).to(self.device)
-        if self._places is not None:
-            others = self._places[others].unique().long()
-        for name in self.layout:
-            self.own(name)[others] = 0
-
-    def load(self, state: Mapping[str, Tensor], is_known: Tensor) -> None:
-        """Load the numbers of all examples by name, as :meth:`kept` returns them.
-
-        Args:
-            state: The numbers; they are converted to the table's dtypes.
-            is_known: Which examples need a row, [n] booleans; all others share row 0.
-        """
-        examples = torch.arange(self.num_examples) if self._places is None else is_known.cpu().nonzero()[:, 0]
-        places = self.give(examples)
-        for name in self.layout:
-            values = self.own(name)
-            if self._places is None or name in self._chosen:
-                values.copy_(state[name])
-            else:
-                values[places] = state[name].cpu()[examples].to(values.dtype)
-
-    def _reserve(self, rows: int) -> None:
-        """Make room for this many rows, with half as many again, so that growing is rare."""
 
         def grown(values: Tensor) -> Tensor:
-            if len(values) >= rows:
+            if len(values) >= num_examples:
                 return values
-            most = self.num_examples + 1 if self.lazy else math.inf
-            larger = self._zeros((int(min(max(rows, _GROWTH * len(values)), most)), *values.shape[1:]), values.dtype)
+            larger = self._zeros((max(num_examples, int(_GROWTH * len(values))), *values.shape[1:]), values.dtype)
             larger[: len(values)] = values
             return larger
 
-        blocks = {dtype: grown(block) for dtype, block in self._rows.blocks.items()}
-        self._rows = Rows(self._rows.layout, blocks, self._rows.columns)
+        self.num_examples = max(self.num_examples, num_examples)
+        self._rows = replace(self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()})
         self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
     def _index(self, examples: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil.accounting.ledger import Track
+from torchfil.accounting.quantities import Track
 from torchfil.datasets.stand_ins import small_digits
 from torchfil.engine import FILPrivacyEngine
 

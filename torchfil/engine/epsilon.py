@@ -47,7 +47,6 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
         return torch.full((len(rows),), math.inf, dtype=torch.float64)
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
-    rows, place = history.distinct(rows)
     multipliers = history.multipliers()
     result = [torch.zeros(0, dtype=torch.float64)]
     for part in rows.split(_AT_ONCE):
@@ -55,8 +54,7 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
         used = np.flatnonzero(counts.sum(axis=0)).tolist()
         per_step = np.stack([_rdp_per_step(history.sample_rate, multipliers[level]) for level in used])
         result.append(torch.from_numpy(_epsilon_from_rdp(counts[:, used] @ per_step, delta)))
-    epsilon = torch.cat(result)
-    return epsilon if place is None else epsilon[place]
+    return torch.cat(result)
 
 
 def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:

@@ -224,10 +224,9 @@ class Accounting:
         return needs_of(tuple(self.track))
 
     def bytes_per_example(self, num_coordinates: int) -> int:
-        """The bytes that the ledger and the norm history keep for an example that was drawn.
+        """The bytes that the ledger and the norm history keep for an example.
 
-        On CPUs, with 2²⁰ examples or more, an example that was never drawn takes 8 bytes, and one that was drawn takes
-        8 more than this. Quantities that are tracked for chosen ids count as for a chosen example.
+        Quantities that are tracked for chosen ids count as for a chosen example.
 
         Args:
             num_coordinates: d; only quantities by coordinate depend on it.

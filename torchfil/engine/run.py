@@ -339,22 +339,11 @@ class Run:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
         rank = min(accounting.sketch_rank, num_coordinates)
-        questions = accounting.asked
-        chosen = self._chosen()
-        num_chosen = {name: len(rows) for name, rows in chosen.items()}
-        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions, num_chosen)
-        needed += NormHistory.bytes_needed(n)
+        kept = (accounting.track, rank, accounting.asked, self._chosen())
+        needed = Ledger.bytes_needed(n, num_coordinates, *kept) + NormHistory.bytes_needed(n)
         self._check_memory(needed)
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
-        ledger = Ledger(
-            n,
-            num_coordinates,
-            track=accounting.track,
-            sketch_rank=rank,
-            device=self._place,
-            questions=questions,
-            chosen=chosen,
-        )
+        ledger = Ledger(n, num_coordinates, self._place, *kept)
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchfil.accounting.combining import whole_ledger
-from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.ledger import Ledger, whole_ledger
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
@@ -264,7 +263,8 @@ def take_part(
         generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
     if ledger is not None:
         owner = torch.zeros(ledger.num_examples) if booked_by is None else booked_by.cpu()
-        ledger.sums.keep_only(owner == ranks.rank)
+        for value in ledger.sums.values():
+            value[(owner != ranks.rank).to(ledger.device)] = 0
 
 
 def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
