@@ -20,7 +20,7 @@ from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.accounting.norms import NormHistory
-from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.reading import individual_epsilon
 from torchfil.report import load
 from torchfil.report.gate import check
 from torchfil.report.policy import Policy

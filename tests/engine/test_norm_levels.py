@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
-from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.reading import individual_epsilon
 
 
 def dense(history_steps: list[tuple[int, int]]) -> torch.Tensor:

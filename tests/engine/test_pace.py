@@ -189,7 +189,8 @@ def test_loop_and_train_step_keep_the_same_pace() -> None:
 
 def test_the_pace_is_part_of_the_state() -> None:
     engine = run(3, rel_error=0.15, epochs=3)
-    engine._training.run.pace.noted = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)  # as between two looks
+    trace, variance = torch.tensor([[1.0, 3.0], [1.0, 2.0]], dtype=torch.float64)
+    engine._training.run.pace.noted = trace, variance  # as between two looks
     again = run(4, rel_error=0.15, epochs=0)
     again.load_state_dict(engine.state_dict())
     paces = [e._training.run.pace for e in (again, engine)]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.engine.loops import SIGMA, C, data, train
 from torchfil import Accounting, FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import NormHistory
-from torchfil.engine.epsilon import everybodys_robustness, individual_robustness
+from torchfil.engine.reading import everybodys_robustness, individual_robustness
 
 
 def test_history_by_hand() -> None:

@@ -19,7 +19,7 @@ from tests.engine.loops import data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult
-from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.reading import epsilon_over_time
 from torchfil.engine.saving.data import data_sha256
 from torchfil.engine.saving.shown import as_image
 from torchfil.report import load

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.norms import NormHistory
-from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.reading import individual_epsilon
 
 
 def joined(value: Tensor) -> Tensor:

@@ -19,15 +19,23 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
 from torchfil.accounting.quantities import Divergence, Reading, TrackedQuantity
-from torchfil.accounting.summary import LeakageSummary, group_columns
 from torchfil.fisher.fim import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table
 
-__all__ = ["Conditions", "Leakage", "as_table"]
+__all__ = ["Conditions", "Leakage", "LeakageSummary", "as_table"]
+
+Ids = Iterable[Hashable] | Tensor | None  # None: all; an id given twice appears twice
 
 _AT_ONCE = 2**18  # examples that are read together
+
+
+class _Positions(ExampleIds):
+    """Examples that are named by their position in the data set."""
+
+    def places(self, ids: Ids) -> Tensor:
+        return ids if isinstance(ids, Tensor) else super().places(ids)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,56 @@ class Conditions:
     degrees_of_freedom: float | None = None
     test_matrix: Tensor | None = None
     typical_changes: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class LeakageSummary:
+    """What a run says about all of its measured examples together; confidential, like all measurements.
+
+    Attributes:
+        examples: n.
+        measured: For how many of them the run says anything.
+        steps: Private steps so far.
+        kind: The kind of the numbers: "exact", "estimate" or "lower bound" (of the FIL, if steps were paused).
+        median_fil: The median of η̄ over the measured examples; NaN if there are none, like the next two.
+        largest_fil: The largest η̄.
+        smallest_mse_bound: 1/η̄² of the most exposed example: unbiased attackers, on average over runs; an estimate.
+        divergences: By question, the largest D over examples and answers: every attacker; an estimate.
+    """
+
+    examples: int
+    measured: int
+    steps: int
+    kind: Kind
+    median_fil: float
+    largest_fil: float
+    smallest_mse_bound: float
+    divergences: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name, as floats; unknown ones are left out."""
+        numbers = {
+            "steps": float(self.steps),
+            "measured_share": self.measured / self.examples,
+            "median_fil": self.median_fil,
+            "largest_fil": self.largest_fil,
+            "smallest_mse_bound": self.smallest_mse_bound,
+            **{f"largest_divergence/{question}": value for question, value in self.divergences.items()},
+        }
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The content as (name, text)."""
+        lines = [("steps", f"{self.steps:,}"), ("examples measured", f"{self.measured:,} of {self.examples:,}")]
+        if self.measured:
+            fil = f"median {self.median_fil:.3g}, largest {self.largest_fil:.3g} ({self.kind})"
+            bound = f"{self.smallest_mse_bound:.3g} (unbiased attackers; from one run, an estimate)"
+            lines += [("FIL η̄", fil), ("smallest MSE bound", bound)]
+            lines += [
+                (f"D of {name!r}", f"largest {value:.3g} (every attacker; from one run, an estimate)")
+                for name, value in self.divergences.items()
+            ]
+        return lines
 
 
 class Leakage:
@@ -91,16 +149,16 @@ class Leakage:
         """Whether all examples have the same number of private coordinates; texts of different lengths do not."""
         return self.ledger.same_coordinates
 
-    def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+    def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
         """d of each example, [ids], without padding; 1 for an example that took no part."""
-        return self._own_coordinates(self._rows(example_ids))
+        return self.ledger.sums.at("num_coordinates", self._rows(example_ids)).clamp(min=1)
 
     @property
     def exact(self) -> bool:
         """Whether every measured step was measured without sampling."""
         return self.conditions.exact
 
-    def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+    def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
         rows, sums = self._rows(example_ids), self.ledger.sums
         leaks = sums.at("trace", rows) > 0
@@ -108,30 +166,27 @@ class Leakage:
             return leaks
         return leaks | (sums.at("participations", rows) > sums.at("missed", rows))
 
-    def get(self, name: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
+    def get(self, name: str, example_ids: Ids = None) -> Any:
         """A tracked quantity, read from its sums, [ids, …]; see :mod:`torchfil.accounting.quantities`.
 
         Args:
             name: The quantity's name.
             example_ids: None: all. An id given twice appears twice.
         """
-        return self.read(name, self._rows(example_ids))
-
-    def read(self, name: str, rows: Tensor) -> Any:
-        """The same for examples by their position in the data set, [rows, …]."""
-        quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
-        if quantity is None:
+        by_name = {quantity.name: quantity for quantity in self.ledger.quantities}
+        if name not in by_name:
             raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
-        return quantity.read(self._sums_of(quantity, rows), self._reading(rows))
+        rows = self._rows(example_ids)
+        return by_name[name].read(self._sums_of(by_name[name], rows), self._reading(rows))
 
-    def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+    def get_trace(self, example_ids: Ids = None) -> Estimate:
         """tr I, the Fisher information summed over the run, [ids]."""
         trace: Estimate = self.get("trace", example_ids)
         return trace
 
     def get_fil(
         self,
-        example_ids: Iterable[Hashable] | Tensor | None = None,
+        example_ids: Ids = None,
         *,
         kind: Literal["trace", "spectral"] = "trace",
     ) -> Estimate:
@@ -159,7 +214,7 @@ class Leakage:
             "private coordinates, or track=('sketch',)"
         )
 
-    def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+    def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
         """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
 
         This holds on average over runs, with tr(I) the mean over runs. From one run it is an estimate, which is too
@@ -192,23 +247,20 @@ class Leakage:
             return math.inf, math.inf
         return float(bound.value[measured].min()), float(low[measured].min())
 
-    def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+    def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d].
 
         On average over runs, an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
         the interval's upper end.
         """
-        return self.read_attribute_fil(self._rows(example_ids))
-
-    def read_attribute_fil(self, rows: Tensor) -> Estimate:
-        """The same for examples by their position in the data set, [rows, d]."""
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
+            rows = self._rows(example_ids)
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
             return self._reading(rows).without_variance(diagonal).raised(0.5)
-        tracked: Estimate = self.read("diagonal", rows)
+        tracked: Estimate = self.get("diagonal", example_ids)
         return tracked.raised(0.5)
 
-    def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+    def get_plis(self, example_ids: Ids = None) -> Tensor:
         """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.
 
         It is unbiased if steps were skipped at random; paused steps are missing.
@@ -252,7 +304,7 @@ class Leakage:
             warnings.simplefilter("ignore")  # the numbers already show what is missing
             return self.summary().lines()
 
-    def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
+    def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
         """How well any attacker can tell the true answer of an example from others, [ids, answers].
 
         Args:
@@ -268,16 +320,19 @@ class Leakage:
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess
 
-    def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+    def get_sampling_error(self, example_ids: Ids = None) -> Tensor:
         """The standard deviation of η̄ due to the random choice of batches, [ids].
 
         The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated by (1−q) Σ B_t X_t².
         It is 0 if batches count as known, and infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
+        rows, d = self._rows(example_ids), self.get_num_coordinates(example_ids)
+        fil = (self.ledger.sums.at("trace", rows) / d).clamp(min=0).sqrt()
+        deviation = self._run_variance("trace", rows)[0].sqrt()
+        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * d * fil))
 
-    def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
+    def leakage(self, example_ids: Ids = None) -> Any:
         """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
 
         Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
@@ -293,17 +348,14 @@ class Leakage:
         """
         return as_table(*self.columns(example_ids))
 
-    def columns(
-        self, example_ids: Iterable[Hashable] | Tensor | None = None
-    ) -> tuple[list[Hashable], dict[str, list[Any]]]:
+    def columns(self, example_ids: Ids = None) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
         names, rows = self.ids.rows(example_ids)
         arrays, complete = self.arrays(rows), "exact" if self.exact else "estimate"
         columns: dict[str, list[Any]] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
-                kinds = ["lower bound" if missed else complete for missed in arrays["missed"].tolist()]
-                columns["fil_kind"] = kinds
+                columns["fil_kind"] = ["lower bound" if missed else complete for missed in arrays["missed"].tolist()]
             columns[name] = values.tolist()
         return names, columns
 
@@ -319,14 +371,16 @@ class Leakage:
         This needs little memory besides the result. Warnings appear once.
 
         Args:
-            read: Maps this object (for parts) and some rows to values by name, [rows, …] each.
+            read: Maps a copy of this object, whose ids are positions in the data set, and some of these to values by
+                name, [rows, …] each.
             rows: Positions in the data set; None: all.
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
         rows = rows.to(self.ledger.device)
         self._kind(rows)
         self._warn_of_few(rows)
-        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._typical_changes()))
+        conditions = replace(self.conditions, typical_changes=self._typical_changes())
+        once = Leakage(self.ledger, _Positions(self.ids.num_examples), conditions)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
         ]
@@ -334,13 +388,12 @@ class Leakage:
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
-        sums, d = self.ledger.sums, self._own_coordinates(rows)
-        trace: Estimate = self.read("trace", rows)
+        sums, d, trace = self.ledger.sums, self.get_num_coordinates(rows), self.get_trace(rows)
         fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
         columns = {
             "fil": fil.value,
             "fil_error": fil.standard_error,
-            "sampling_error": self._sampling_error(rows, fil.value),
+            "sampling_error": self.get_sampling_error(rows),
             "mse_bound": bound.value,
             "mse_bound_low": bound.interval(0.95)[0],
             "rel_error": _divide(fil.standard_error, fil.value),
@@ -348,8 +401,8 @@ class Leakage:
         }
         if not self.same_coordinates:
             columns["num_coordinates"] = sums.at("num_coordinates", rows)
-        for question, asked in self.ledger.questions.items():
-            guess = self.read(Divergence(question, asked).name, rows)
+        for question in self.ledger.questions:
+            guess = self.get_guess(question, rows)
             columns[f"{question}_divergence"] = _worst(guess.divergence.value)
             columns[f"{question}_true_positive_rate"] = _worst(guess.upper(0.95).true_positive_rate(0.01))
         return columns
@@ -375,16 +428,16 @@ class Leakage:
             one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
         """
 
-        def divergence(ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-            assert question is not None
+        def get(ids: Ids) -> Estimate:
+            if question is None:
+                return self.get_fil(ids)
             found = self.get_guess(question, ids).divergence
             value = found.value.reshape(len(found.value), -1)
             worst = value.argmax(dim=1, keepdim=True)
             error = found.standard_error.reshape(value.shape).gather(1, worst)[:, 0]
             return Estimate(value.gather(1, worst)[:, 0], error, found.kind)
 
-        get = self.get_fil if question is None else divergence
-        return as_table(*group_columns(get, group_of, threshold, quantiles), index_name="group")
+        return as_table(*_group_columns(get, group_of, threshold, quantiles), index_name="group")
 
     @classmethod
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
@@ -400,33 +453,23 @@ class Leakage:
             conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=len(runs) - 1.0)
         return cls(mean_ledger(ledgers), ids[0], conditions)
 
-    def _rows(self, example_ids: Iterable[Hashable] | Tensor | None) -> Tensor:
+    def _rows(self, example_ids: Ids) -> Tensor:
         return self.ids.places(example_ids).to(self.ledger.device)
 
     # ------------------------------------------------------------------ examples by their position in the data set
 
-    def _own_coordinates(self, rows: Tensor) -> Tensor:
-        """d of each example, [rows]; 1 for an example that took no part."""
-        return self.ledger.sums.at("num_coordinates", rows).clamp(min=1)
-
-    def _sampling_error(self, rows: Tensor, fil: Tensor) -> Tensor:
-        """The standard deviation of η̄ due to the random choice of batches, [rows], given η̄."""
-        deviation = self._run_variance("trace", rows)[0].sqrt()
-        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self._own_coordinates(rows) * fil))
-
     def _kind(self, rows: Tensor) -> Kind:
         """The kind of numbers about these examples; warns if some took part in paused steps."""
         missed = self.ledger.sums.at("missed", rows)
-        if bool((missed > 0).any()):
-            if self.conditions.typical_changes is not None:  # one part of a reading that has already warned
-                return "lower bound"
+        if not bool((missed > 0).any()):
+            return "exact" if self.conditions.exact else "estimate"
+        if self.conditions.typical_changes is None:  # not one part of a reading that has already warned
             warnings.warn(
                 f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
                 "information is a lower bound, and error bounds made from it are not guarantees",
                 stacklevel=5,
             )
-            return "lower bound"
-        return "exact" if self.conditions.exact else "estimate"
+        return "lower bound"
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
         """The sums of a quantity at these rows, those of floating point in float64."""
@@ -501,3 +544,52 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, ind
     except ImportError:
         return {index_name: list(names), **columns}
     return pandas.DataFrame(columns, index=pandas.Index(names, name=index_name, tupleize_cols=False))
+
+
+def _group_columns(
+    get_fil: Callable[[list[Hashable]], Estimate],
+    group_of: Mapping[Hashable, Hashable],
+    threshold: float | None,
+    quantiles: Sequence[float],
+) -> tuple[list[Hashable], dict[str, list[Any]]]:
+    """The groups and their columns; see :meth:`Leakage.groups`."""
+    columns: dict[str, list[Any]] = {}
+    members = _members(group_of)
+    for ids in members.values():
+        fil = get_fil(ids)
+        values: dict[str, Any] = {
+            "count": len(ids),
+            "mean": fil.value.mean().item(),
+            "mean_error": fil.standard_error.mean().item(),
+            "max": fil.value.max().item(),
+        }
+        for level in quantiles:
+            values[f"q{100 * level:g}"] = _quantile(fil.value, level)
+        if threshold is not None:
+            values["share_above"] = (fil.value > threshold).double().mean().item()
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    return list(members), columns
+
+
+def _members(group_of: Mapping[Hashable, Hashable]) -> dict[Hashable, list[Hashable]]:
+    """The ids of each group."""
+    if not hasattr(group_of, "items"):
+        raise TypeError(f"group_of is a {type(group_of).__name__}; map ids to groups: dict(zip(ids, labels))")
+    group_of = dict(group_of.items())
+    if not group_of:
+        raise ValueError("group_of is empty; map at least one example id to a group")
+    nameless = [key for key, group in group_of.items() if group != group]
+    if nameless:
+        raise ValueError(f"group_of has NaN for {nameless[:5]}; leave these ids out, or name their group")
+    members: dict[Hashable, list[Hashable]] = {}
+    for key, group in group_of.items():
+        members.setdefault(group, []).append(key)
+    return members
+
+
+def _quantile(values: Tensor, level: float) -> float:
+    """:func:`torch.quantile` by linear interpolation, for values that may be infinite."""
+    place = level * (len(values) - 1)
+    low, high = values.sort().values[[math.floor(place), math.ceil(place)]].tolist()
+    return low if low == high else low + (place - math.floor(place)) * (high - low)

@@ -79,6 +79,7 @@ class Ledger:
     Attributes:
         laid_out: d of the sums by coordinate.
         device: Where the sums live.
+        bytes_per_example: The memory for an example that has all of them.
         by_coordinate: The names of the quantities kept by coordinate.
 
     Example:
@@ -126,6 +127,7 @@ class Ledger:
             only_added |= own.keys() if quantity.by_coordinate and not quantity.followed else set()
         self._sums = RowTable(layout | OWN_SUMS, num_examples, device, chosen=of_chosen, only_added=only_added)
         self.device = self._sums.device
+        self.bytes_per_example = bytes_per_row(self._sums.layout)
 
         # what was added and is not booked yet
         self._queue: list[_Queued] = []
@@ -147,7 +149,7 @@ class Ledger:
         kept = ", ".join(("trace", *self.track, *self.questions))
         return (
             f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
-            f"{bytes_per_row(self.sums.layout):,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
+            f"{self.bytes_per_example:,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
         )
 
     @property

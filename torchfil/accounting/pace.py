@@ -83,9 +83,8 @@ class Pace:
         epochs: The planned number of passes over the data; None: at least eight more from any point.
         spread: The recent v.
         level: The recent mean tr I of a participation; 0: not known yet.
-        noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], on the device on
-            which they were computed, so that nothing waits for a GPU; None: no batch yet.
-        batch: tr I and its variance in a later batch, [batch] each, from which ``noted`` is still to be computed.
+        noted: tr I and its variance in the last batch measured at this pace, [batch] each, on the device on which they
+            were computed, so that nothing waits for a GPU; None: no batch yet.
     """
 
     num_probes: int
@@ -94,8 +93,7 @@ class Pace:
     epochs: float | None = None
     spread: float = _USUAL_SPREAD
     level: float = 0.0
-    noted: Tensor | None = None
-    batch: tuple[Tensor, Tensor] | None = None
+    noted: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def steered(cls, target: float, epochs: float | None) -> Pace:
@@ -105,13 +103,7 @@ class Pace:
     def note(self, contribution: Contribution) -> None:
         """Note v and the level from what was measured at the current pace; do nothing if the batch was not measured."""
         if self.target is not None and contribution.additions:
-            self.batch = contribution.additions["trace"], contribution.additions["variance"]
-
-    def _summarise(self) -> None:
-        """Compute ``noted`` from the last batch."""
-        if self.batch is not None:
-            trace, variance = self.batch
-            self.noted, self.batch = torch.stack([trace.square().sum(), variance.sum(), trace.mean()]), None
+            self.noted = contribution.additions["trace"], contribution.additions["variance"]
 
     def update(self, ledger: Ledger, passes: float) -> None:
         """Adjust the pace to the sums so far and to what was noted.
@@ -124,10 +116,10 @@ class Pace:
             return
 
         # follow the last batch; a step without noise says nothing about usual steps
-        self._summarise()
         if self.noted is not None:
-            square, variance, mean = self.noted.tolist()
+            values, variances = self.noted
             self.noted = None
+            square, variance, mean = torch.stack([values.square().sum(), variances.sum(), values.mean()]).tolist()
             if 0 < square < math.inf:
                 probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
                 spread = self.num_probes * probes / self.rate
@@ -152,12 +144,10 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """What changes."""
-        self._summarise()
         return {name: getattr(self, name) for name in _CHANGING}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.batch = None
         for name in _CHANGING:
             setattr(self, name, state[name])
 

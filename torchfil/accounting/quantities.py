@@ -26,23 +26,6 @@ from torchfil.fisher.fim import nystrom_norm
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
 
-__all__ = [
-    "ERROR",
-    "Asked",
-    "Divergence",
-    "Needs",
-    "Reading",
-    "Sum",
-    "Track",
-    "TrackedQuantity",
-    "additions",
-    "available_quantities",
-    "needs_of",
-    "path_layout",
-    "register_quantity",
-    "tracked",
-]
-
 Track = str  # the name of a tracked quantity
 
 

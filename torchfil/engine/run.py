@@ -3,15 +3,20 @@
 A physical batch is staged before its clipped gradients are added to the sum, and
 booked when the logical batch is released under one draw of noise. A refusal at any point leaves sums and ledger
 unchanged.
+
+An example may have its own clip threshold: its clipped gradient is multiplied by ω ∈ (0, 1].
+With g̃ = ωφ(‖g‖) g, an example's norm is at most ωC; noise and ε stay those of C, and the example leaks less. ω is held
+fixed in every bound: if the weights were chosen from the data, the bounds do not count what the weights reveal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +29,14 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import exposed_rows
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.clip_weights import check_same_weights, weights_by_row
+from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measure import StepValues
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.options import RunOptions
+from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.private import Examples
-
-__all__ = ["LogicalBatch", "Noise", "Run"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +100,12 @@ class LogicalBatch:
     def check_noise(self, optimizer: FILOptimizer) -> Noise:
         """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
         noise = Noise.of(optimizer)
-        for staged in self.parts:
+        for staged in self.parts[:1]:  # the others were compared with it
             if staged.noise != noise:
-                before = (staged.noise.noise_multiplier, staged.noise.max_grad_norm)
                 raise RuntimeError(
-                    f"noise_multiplier and max_grad_norm changed from {before} to "
-                    f"{(noise.noise_multiplier, noise.max_grad_norm)} within one logical batch: step their schedulers "
-                    "only after a whole one. Restore the values, or call optimizer.discard_partial_batch(). This step "
-                    "was not taken."
+                    f"noise_multiplier and max_grad_norm changed from {astuple(staged.noise)} to {astuple(noise)} "
+                    "within one logical batch: step their schedulers only after a whole one. Restore the values, or "
+                    "call optimizer.discard_partial_batch(). This step was not taken."
                 )
         return noise
 
@@ -168,13 +169,6 @@ class LogicalBatch:
         assert self._keys is not None
         return self._keys
 
-    def place(self, rows_of: Callable[[Sequence[Any]], Tensor]) -> None:
-        """Give the examples of a stream their rows."""
-        self.parts = [
-            replace(staged, contribution=replace(staged.contribution, rows=rows_of(staged.ids)))
-            for staged in self.parts
-        ]
-
 
 class Run:
     """One training run under account.
@@ -237,17 +231,13 @@ class Run:
 
     def gather(self) -> None:
         """Combine what all ranks have booked, unless this was done since the last step (collective)."""
-        if self.ranks is None or self._is_gathered:
+        last = -1 if self._whole is None or not self.history.is_complete else self._whole.steps
+        if self.ranks is None or last == self.history.steps:
             return
         self.ranks.meet()
         self.history.enter()
         mine = self.ledger, self.test_matrix
         self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
-
-    @property
-    def _is_gathered(self) -> bool:
-        """Whether nothing has changed since the ranks were combined."""
-        return self._whole is not None and self._whole.steps == self.history.steps and self.history.is_complete
 
     @property
     def whole_ledger(self) -> tuple[Ledger | None, Tensor | None]:
@@ -272,12 +262,8 @@ class Run:
             )
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
-        conditions = Conditions(
-            exact=accounting.exact,
-            sample_rate=rate,
-            skipping=accounting.skips_steps,
-            test_matrix=test_matrix if test_matrix is None else test_matrix.to(ledger.device),
-        )
+        matrix = None if test_matrix is None else test_matrix.to(ledger.device)
+        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix)
         return Leakage(ledger, self.ids, conditions)
 
     @property
@@ -291,9 +277,10 @@ class Run:
 
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
         """See :meth:`LogicalBatch.check_ids`; a stream's new examples must also fit into memory."""
-        ids = self.batch.check_ids(calls, num_gradients)
-        if ids and isinstance(self.ids, GrowingIds):
-            self._check_room(self.ids.count_new({*ids, *self.batch.ids}))
+        ids, ledger = self.batch.check_ids(calls, num_gradients), self.ledger
+        if ids and isinstance(self.ids, GrowingIds) and ledger is not None:
+            n = self.ids.num_examples + self.ids.count_new({*ids, *self.batch.ids})
+            self._check_memory(n * ledger.bytes_per_example + NormHistory.bytes_needed(n))
         return ids
 
     def chooses_to_measure(self) -> bool:
@@ -320,14 +307,12 @@ class Run:
 
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
         """The rows of a batch to measure again, with more probes; None: the current step has none."""
-        if not self.options.accounting.extra_probes or not self._past_first_passes or self.ledger is None:
+        wanted = self.options.accounting.extra_probes and self._past_first_passes
+        if not wanted or self.ledger is None or self._grows:  # in a stream, an example may have no row yet
             return None
-        if self._grows:  # an example may have no row yet
-            return None
-        rows, sums = self._rows(ids), self.ledger.sums
-        present = clipped_norm.double().square()
+        rows, sums = torch.tensor(ids, dtype=torch.long), self.ledger.sums
         trace, squares = (sums.at(name, rows).to(self.device, non_blocking=True) for name in ("trace", "squared_norm"))
-        return exposed_rows(trace, squares, present, self._exposed)
+        return exposed_rows(trace, squares, clipped_norm.double().square(), self._exposed)
 
     def weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
@@ -379,13 +364,9 @@ class Run:
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
         self.batch.is_measured = measured
-        rows, norm = self._rows([] if self._grows else ids), values.clipped_norm
+        rows, norm = torch.tensor([] if self._grows else ids, dtype=torch.long), values.clipped_norm
         contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
         self.batch.parts.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
-
-    def _rows(self, rows: Sequence[int]) -> Tensor:
-        """Numbers of examples; on the CPU, because reading them from a GPU would wait."""
-        return torch.tensor(rows, dtype=torch.long)
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: enter what was staged."""
@@ -401,13 +382,11 @@ class Run:
             self.ledger.missed_steps += int(self.paused)
         self._note_leakage(self.history.steps + 1)
 
-        rows, ratios = [each.rows for each in contributions], [staged.ratio for staged in self.batch.parts]
-        self.history.step(
-            _joined(rows, self._rows([])),
-            _joined(ratios, torch.zeros(0, device=self.device)),
-            float(optimizer.noise_multiplier),
-            self._accounted_rate(),
-        )
+        # rows on the CPU, because reading them from a GPU would wait
+        rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
+        ratios = [staged.ratio for staged in self.batch.parts] or [torch.zeros(0, device=self.device)]
+        noise_multiplier = float(optimizer.noise_multiplier)
+        self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
         self.batch.clear()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
@@ -439,14 +418,9 @@ class Run:
         self.history.grow(self.ids.num_examples)
         if self.ledger is not None:
             self.ledger.grow(self.ids.num_examples)
-        self.batch.place(lambda own: self._rows([row_of[key] for key in own]))
-
-    def _check_room(self, new: int) -> None:
-        """Raise if this many more examples do not fit into memory."""
-        n, ledger = self.ids.num_examples + new, self.ledger
-        if ledger is not None:
-            each = Ledger.bytes_needed(1, ledger.laid_out, ledger.track, ledger.sketch_rank, ledger.questions)
-            self._check_memory(n * each + NormHistory.bytes_needed(n))
+        for place, staged in enumerate(self.batch.parts):
+            rows = torch.tensor([row_of[key] for key in staged.ids], dtype=torch.long)
+            self.batch.parts[place] = replace(staged, contribution=replace(staged.contribution, rows=rows))
 
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, if it is due at this step (collective then)."""
@@ -464,17 +438,11 @@ class Run:
                 self._timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _empty_history(self) -> NormHistory:
-        n = self.ids.num_examples
-        if self.ranks is None:
-            return NormHistory(n, self._place, self.clip_weights, own_steps=self._knows_batches)
-        return NormHistory(
-            n,
-            self._place,
-            self.clip_weights,
-            own_steps=self._knows_batches,
-            exchange=self.ranks.joined,
-            every=max(1, round(1 / self._passes_per_step)),
-        )
+        together: dict[str, Any] = {}
+        if self.ranks is not None:
+            together = {"exchange": self.ranks.joined, "every": max(1, round(1 / self._passes_per_step))}
+        n, own_steps = self.ids.num_examples, self._knows_batches
+        return NormHistory(n, self._place, self.clip_weights, own_steps=own_steps, **together)
 
     @contextlib.contextmanager
     def draws_undone_if_refused(self) -> Iterator[None]:
@@ -543,5 +511,91 @@ class Run:
         self.batch.clear()
 
 
-def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), empty)
+# ------------------------------------------------------------------ a clip threshold for each example
+
+
+def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
+    """ω of every example in the order of the data set, float64 [n]; None: nobody has one.
+
+    Args:
+        given: [n] in that order, or by id; ids that are left out have weight 1.
+        ids: The examples' ids.
+
+    Raises:
+        ValueError: There is not one weight for each example, or one lies outside (0, 1].
+        KeyError: A weight for an id that no example has.
+
+    Example:
+        >>> weights_by_row({"b": 0.5}, ExampleIds(3, ["a", "b", "c"]))
+        tensor([1.0000, 0.5000, 1.0000], dtype=torch.float64)
+    """
+    if given is None:
+        return None
+    n = ids.num_examples
+    if isinstance(given, Mapping):
+        try:
+            _, rows = ids.rows(given.keys())
+        except KeyError as error:
+            raise KeyError(f"clip_weights: {error.args[0]}") from error
+        weights = torch.ones(n, dtype=torch.float64)
+        weights[rows] = _numbers(list(given.values()))
+    else:
+        weights = _numbers(given)
+        if weights.shape != (n,):
+            raise ValueError(
+                f"clip_weights has shape {list(weights.shape)} for {n} examples; give one weight for each in the order "
+                "of the data set, or a dict {id: weight} of those that are not 1"
+            )
+    check_clip_weights(weights, ids.all())
+    return weights
+
+
+def _numbers(given: object) -> Tensor:
+    """A copy of the weights on the CPU, in float64."""
+    try:
+        return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"clip_weights is a {type(given).__name__} that does not hold numbers ({error}); give a tensor or an array "
+            "[n], or a dict {id: weight}"
+        ) from error
+
+
+def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds) -> None:
+    """Raise unless a saved run has the same weights as this one.
+
+    Raises:
+        ValueError: They differ; the message names the first such example.
+
+    Example:
+        >>> check_same_weights(None, torch.ones(2), ExampleIds(2))
+    """
+    if saved is None and own is None:
+        return
+    n = ids.num_examples
+    before, now = (torch.ones(n, dtype=torch.float64) if part is None else part.cpu() for part in (saved, own))
+    if before.shape != now.shape:
+        raise ValueError(f"the saved run has clip_weights for {len(before)} examples, this run for {n}")
+    apart = (before != now).nonzero().flatten().tolist()
+    if apart:
+        row = apart[0]
+        raise ValueError(
+            f"the saved run has other clip_weights for {len(apart)} of {n} examples: {ids.all()[row]!r} had "
+            f"{float(before[row])} and has {float(now[row])} now. Their sums would mix two mechanisms; pass the "
+            "clip_weights that the run started with, or start a new run with the new ones."
+        )
+
+
+def weights_in_words(weights: Tensor | None) -> str:
+    """A text that distinguishes runs with different weights; empty if everybody has 1.
+
+    Example:
+        >>> weights_in_words(torch.tensor([1.0, 0.5], dtype=torch.float64))
+        'clip_weights below 1 for 1 of 2 examples (SHA-256 7ded32179961d3df)'
+    """
+    if weights is None or bool((weights == 1).all()):
+        return ""
+    content = weights.cpu().contiguous().numpy().tobytes()
+    below = int((weights < 1).sum())
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return f"clip_weights below 1 for {below} of {len(weights)} examples (SHA-256 {digest})"

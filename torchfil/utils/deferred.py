@@ -13,25 +13,12 @@ def read_later(values: Tensor) -> Callable[[], Tensor]:
     if values.device.type != "cuda":
         return lambda: values.cpu()
     seen = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    wait = copy_later(values, seen)
+    seen.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
 
     def read() -> Tensor:
-        wait()
+        done.synchronize()
         return seen
 
     return read
-
-
-def copy_later(values: Tensor, into: Tensor) -> Callable[[], object]:
-    """Start to copy ``values`` into pinned memory; the returned function waits until the copy is complete."""
-    if values.device.type != "cuda":
-        return lambda: into.copy_(values)
-    into.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(values.device))
-    return done.synchronize
-
-
-def pinned_bytes(size: int) -> Tensor:
-    """Pinned memory, which a GPU reads and writes directly, uint8 [size]; plain memory if there is no GPU."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

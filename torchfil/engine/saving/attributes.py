@@ -128,7 +128,7 @@ class AttributeTable:
 
         def errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
             """The least errors and their lower ends, [rows, k] each, and which rows are unknown, [rows]."""
-            fil = leakage.read_attribute_fil(rows)
+            fil = leakage.get_attribute_fil(rows)
             error, low = (self.errors(eta.double().square()) for eta in (fil.value, fil.interval(0.95)[1]))
             unknown = fil.standard_error.isnan() & ~fil.value.isnan()  # unknown for ids that were not chosen
             low = low.where(~error.isnan(), math.nan)

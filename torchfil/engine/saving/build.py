@@ -18,12 +18,10 @@ from torch import Tensor
 
 from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.quantities import Divergence
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.epsilon import epsilon_over_time, everybodys_robustness
-from torchfil.engine.reading import Releases, epsilons, rdp_bound
+from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
 from torchfil.engine.saving.data import data_sha256, read_spread
 from torchfil.engine.saving.shown import exposed_words, pixels_of_coordinates, thumbnails
@@ -219,7 +217,7 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
     asked = leakage.ledger.questions[name]
 
     def divergences(part: Leakage, rows: Tensor) -> dict[str, Tensor]:
-        guess = part.read(Divergence(name, asked).name, rows)
+        guess = part.get_guess(name, rows)
         both = {"divergence": guess.divergence.value, "divergence_high": guess.upper(0.95).divergence.value}
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
 
