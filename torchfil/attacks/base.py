@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
-
-__all__ = ["AttackResult", "make_generator", "with_progress"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torchfil.attacks.base import make_generator
 
-__all__ = ["check_release", "release_noise"]
-
 
 def check_release(sigma: float, trials: int) -> None:
     """Raise for a release that is not possible."""

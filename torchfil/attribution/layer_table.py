@@ -11,8 +11,6 @@ import numpy as np
 from torchfil.accounting.leakage import as_table
 from torchfil.viz.common import new_figure
 
-__all__ = ["LayerTable"]
-
 
 @dataclass(frozen=True, repr=False)
 class LayerTable:

@@ -15,8 +15,6 @@ from torchfil.report.run_file import load
 from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
 
-__all__ = ["compare"]
-
 FILE = click.Path(path_type=Path)
 
 

@@ -20,8 +20,6 @@ from torchfil.report.verdict import Verdict, told_apart
 from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
 
-__all__ = ["gate"]
-
 FILE = click.Path(path_type=Path)
 CONFIDENTIAL = "These numbers depend on private data: keep them confidential."
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torchfil.glm.csv_leakage import LeakageTable
     from torchfil.glm.csv_table import EncodedTable
 
-__all__ = ["glm"]
-
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
 

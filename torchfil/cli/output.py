@@ -17,20 +17,6 @@ from tqdm import tqdm
 from torchfil.utils.csv_files import visible
 from torchfil.utils.tables import aligned
 
-__all__ = [
-    "BAD_INPUT",
-    "FAILED",
-    "BadInputError",
-    "OneLineGroup",
-    "Output",
-    "checked_min_group",
-    "min_group_option",
-    "number",
-    "plain",
-    "table",
-    "with_output",
-]
-
 FAILED, BAD_INPUT = 1, 2
 T = TypeVar("T")
 min_group_option = click.option(

@@ -15,8 +15,6 @@ from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.report.yardsticks import blind_error_of_inputs, exposed_examples
 
-__all__ = ["inspect", "report", "summary"]
-
 RUN = click.Path(path_type=Path)
 
 

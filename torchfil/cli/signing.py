@@ -15,8 +15,6 @@ from torchfil.report import signature as signatures
 from torchfil.report.run_file import load
 from torchfil.utils.files import write_bytes
 
-__all__ = ["sign", "verify"]
-
 FILE = click.Path(path_type=Path)
 
 

@@ -27,8 +27,6 @@ from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private, as_call
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["Job", "StepTime", "mnist_job", "named_job", "own_errors", "step_times"]
-
 Step = Callable[[], None]
 
 

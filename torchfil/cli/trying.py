@@ -15,8 +15,6 @@ from torchfil.cli.runs import summary
 if TYPE_CHECKING:
     from torchfil.cli.digits import DigitsRun
 
-__all__ = ["bench", "demo"]
-
 
 @click.command()
 @click.option(

@@ -14,8 +14,6 @@ import numpy as np
 
 from torchfil.utils.files import replaced_when_complete
 
-__all__ = ["inert", "visible", "write_csv", "write_csv_parts"]
-
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 CHUNK = 50_000  # rows converted to text at a time

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["copy_later", "pinned_bytes", "read_later"]
-
 
 def read_later(values: Tensor) -> Callable[[], Tensor]:
     """Start to copy ``values`` to the CPU; the returned function waits for the copy and returns it."""

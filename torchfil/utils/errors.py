@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError", "ran_out", "require"]
-
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 

@@ -18,18 +18,6 @@ try:
 except ImportError:  # not on Windows, where leftovers stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "append_checksum",
-    "atomic_write_checked",
-    "check_checksum",
-    "explain_disk_full",
-    "flush",
-    "replaced_when_complete",
-    "sha256",
-    "temporary_beside",
-    "write_bytes",
-]
-
 _SUFFIX = ".torchfil-tmp"
 _CHECKSUM = b"torchfil-sha256:"  # before the 64 hexadecimal digits at the end of a file
 _BLOCK = 2**20  # bytes read at once

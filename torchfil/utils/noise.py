@@ -19,18 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "NoiseKind",
-    "NoiseSource",
-    "Secure",
-    "Seeded",
-    "derived_seed",
-    "log_line",
-    "noise_source",
-    "random_state",
-    "set_random_state",
-]
-
 NoiseKind = Literal["OS-seeded", "cryptographic", "seeded"]
 _STATE_WORDS = 624  # of the Mersenne Twister
 _WORDS_AT = 24  # bytes before them in torch's CPU state: seed, left, seeded, next

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Container, Iterable, Sequence
 
-__all__ = ["aligned", "html_table"]
-
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Lines with aligned cells; the columns ``left`` are aligned to the left, the others to the right.

@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flattened", "form_of", "map_tensors", "tensors_of"]
-
 _LEAVES = (type(None), bool, int, float, str)
 
 
