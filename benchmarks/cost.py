@@ -154,14 +154,14 @@ CASES = {
     "cuda": {
         "mnist": Case("MNIST CNN", 600, _pictures(zoo.mnist_cnn, 60_000, 1, 28)),
         "resnet18": Case("ResNet-18, GroupNorm", 128, _pictures(zoo.resnet18, 5120, 3, 32)),
-        "bert": Case("BERT-base, sdpa", 32, _texts(lambda: _bert(base=True), 1280, 128, 30_000), EMBEDDINGS),
+        "bert": Case("BERT-base, sdpa", 32, _texts(lambda: _bert(base=True), 640, 128, 30_000), EMBEDDINGS),
         "bert_eager": Case(
-            "BERT-base, eager", 32, _texts(lambda: _bert(base=True, attention="eager"), 1280, 128, 30_000), EMBEDDINGS
+            "BERT-base, eager", 32, _texts(lambda: _bert(base=True, attention="eager"), 640, 128, 30_000), EMBEDDINGS
         ),
         "lora": Case(
             "LoRA r = 8 on BERT-base",
             32,
-            _texts(lambda: _bert(base=True, train="lora"), 1280, 128, 30_000),
+            _texts(lambda: _bert(base=True, train="lora"), 640, 128, 30_000),
             Private(submodule="base_model.model.bert.embeddings"),
         ),
     },
@@ -244,7 +244,7 @@ def _on(device: str, data: Any) -> Any:
     return Columns({name: part.to(device) for name, part in data.columns.items()})
 
 
-def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int = 60) -> dict[str, Any]:
+def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int = 40) -> dict[str, Any]:
     """Milliseconds of a step by each method, its ratio to Opacus's, and how a new run begins."""
     runs: dict[str, Run] = {}
     rows: dict[str, Any] = {}
@@ -252,7 +252,7 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
         try:
             runs[title] = Run(case, method, probes, device, preloaded=preloaded)
             start = time.perf_counter()
-            begun = runs[title].first_steps(first if device.startswith("cuda") else 6)
+            begun = runs[title].first_steps(first if device.startswith("cuda") and not preloaded else 4)
             later = statistics.median(begun[len(begun) // 2 :])
             slow = [k for k, seconds in enumerate(begun) if seconds > SLOW * later]
             excess = sum(begun[k] - later for k in slow)

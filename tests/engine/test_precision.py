@@ -191,5 +191,5 @@ def test_the_precision_of_probes_is_in_the_run_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_precision_of_probes_is_refused() -> None:
-    with pytest.raises(ValueError, match="probe_precision='fp8' must be 'auto' or one of"):
+    with pytest.raises(ValueError, match="probe_precision='fp8' must be one of"):
         Execution(probe_precision="fp8")

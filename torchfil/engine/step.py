@@ -184,9 +184,20 @@ class Step:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
+            # what the batches show is read before the costly part, or meanwhile
+            if loss is not None and calls[0].outputs is None:
+                flags.add(guard.check_weights(loss, examples[0].public[2]))
+            flags.start_reading()
+            if self.replica.device.type == "cpu":
+                guard.raise_if_any(flags)
+
             # the passes, and what they must agree with
             setting = _Setting(loss, noise, test_matrix, measured, norms is None)
-            values = self._joined_values(calls, examples, setting, flags)
+            by_call: list[StepValues] = []
+            for call, part in zip(calls, examples, strict=True):
+                known = self._values(call, part, setting, flags, alone=len(calls) == 1)
+                by_call += [] if known is None else [known]
+            values = joined(by_call) if by_call else None
             if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
                 if values is not None:
                     flags.add(guard.compare_norms(values.norm, norms, calls))
@@ -212,40 +223,19 @@ class Step:
         examples = [self._examples(call) for call in calls]
         if self.run.ledger is not None:  # the first step has looked at once
             flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
-            flags.start_reading()
-            if self.replica.device.type == "cpu":  # before the costly part; a GPU goes on meanwhile
-                guard.raise_if_any(flags)
         return examples
 
-    def _joined_values(
-        self, calls: Sequence[ForwardPass], examples: Sequence[Examples], setting: _Setting, flags: Flags
-    ) -> StepValues | None:
-        """The values of all calls, with their checks; None if none are needed."""
-        loss = setting.loss
-        measured = (setting.measured or setting.noise.noise_multiplier == 0) and not self.run.paused
-        if loss is None or not (setting.summed or measured):
-            if loss is not None and not self.run.paused:
-                for call in calls:
-                    self.guard.check_loss(call, loss, by_opacus=True)
-            return None
-        parts = []
-        for call, part in zip(calls, examples, strict=True):
-            wanted = self._wanted(setting, measured=measured)
-            values = self._values(call, part, loss, setting.noise, wanted, flags)
-            parts.append(values.kept(sums=len(calls) > 1))  # the next pass would overwrite them
-        return joined(parts)
-
     def _values(
-        self,
-        call: ForwardPass,
-        examples: Examples,
-        loss: IdentifiedLoss,
-        noise: Noise,
-        wanted: Wanted,
-        flags: Flags,
-    ) -> StepValues:
-        """The values of one call, with its checks."""
-        run, guard, from_loop = self.run, self.guard, call.outputs is not None
+        self, call: ForwardPass, examples: Examples, setting: _Setting, flags: Flags, *, alone: bool
+    ) -> StepValues | None:
+        """The values of one call, with its checks; None if none are needed. ``alone``: it is the step's only call."""
+        run, guard, from_loop, loss = self.run, self.guard, call.outputs is not None, setting.loss
+        measured = (setting.measured or setting.noise.noise_multiplier == 0) and not run.paused
+        if loss is None or not (setting.summed or measured):
+            if loss is not None and not run.paused:
+                guard.check_loss(call, loss, by_opacus=True)
+            return None
+        wanted = self._wanted(setting, measured=measured)
         weights = run.weights_of(call.ids or ())
         examples = examples if weights is None else replace(examples, clip_weights=weights)
         questions = self.options.accounting.questions
@@ -258,7 +248,7 @@ class Step:
         looked_at = from_loop and not self.executor.knows(gradients)
         if looked_at:
             guard.check_loss(call, loss, by_opacus=not wanted.summed)
-        mechanism = self._mechanism_with(noise)
+        mechanism = self._mechanism_with(setting.noise)
         started, call.recorded = Started(call.recorded), None
         values = self.executor.run(gradients, mechanism, wanted, started)
         if wanted.seeds:
@@ -266,8 +256,8 @@ class Step:
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
-        alone = values.output_gradients is None  # a mapped pass: only the losses show whether the model mixes examples
-        if from_loop and not alone:
+        mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
+        if from_loop and not mapped:
             flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
         elif from_loop:
             if not looked_at:
@@ -275,15 +265,14 @@ class Step:
             flags.add(guard.compare_losses(call, loss, values.losses))
         else:
             guard.raise_if_any(flags)
-            guard.check_live_model(call, call.targets, loss, values.losses, now=alone)
+            guard.check_live_model(call, call.targets, loss, values.losses, now=mapped)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses, flags)
-        if not from_loop:
-            flags.add(guard.check_weights(loss, examples.public[2]))
         if not from_loop and self.replica.written:
             guard.raise_if_any(flags)
             self._write_buffers(call, gradients)
-        return values
+        # the next replay of a graph would overwrite them
+        return values.kept(sums=not alone) if self.replica.device.type == "cuda" else values
 
     def _wanted(self, setting: _Setting, *, measured: bool) -> Wanted:
         run, accounting = self.run, self.options.accounting

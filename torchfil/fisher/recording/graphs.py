@@ -58,7 +58,6 @@ class CapturedPass:
         self.size = size
         self.examples = examples.map(lambda leaf: _filled(leaf, size))
         self.gradients = replace(gradients, examples=self.examples)
-        self._constants = _Constants()
         self._warm_up(stages)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.results: list[Any] = []
@@ -73,7 +72,7 @@ class CapturedPass:
         reserved = torch.cuda.memory_reserved(device)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), self._constants:
+        with torch.cuda.stream(stream):
             for _ in stages(self.gradients):
                 pass
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -94,11 +93,10 @@ class CapturedPass:
         generator = torch.cuda.default_generators[device.index or 0]
         intact = generator.clone_state()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads the results of the one before
-        self._constants.capturing = True
         for _ in range(num_stages):
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), self._constants:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), _MadeOnDevice():
                     self.results.append(next(stages))
             except RuntimeError:  # both may be unusable after a failed capture
                 torch.cuda.set_stream(stream)
@@ -131,39 +129,22 @@ class CapturedPass:
         return self.results[0]
 
 
-class _Constants(TorchFunctionMode):
-    """Constants that a model makes from Python numbers (``torch.tensor(0.0, device="cuda")``), made in the warm-up.
+class _MadeOnDevice(TorchFunctionMode):
+    """Inside, constants that a model makes from Python numbers are filled in by the GPU: a capture cannot copy them.
 
-    A capture cannot copy from the host. It gets copies of the warm-up's constants, which are made in the graph, because
-    a model may change its constant in place.
-
-    Attributes:
-        capturing: Whether the constants are taken from the warm-up.
+    ``torch.tensor(0.0, device="cuda")`` in a model's mask is such a constant. The values are the same.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.capturing = False
-        self._made: list[tuple[str, Tensor]] = []  # how, and the result, in order
-        self._taken = 0
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _CONSTRUCTORS or any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+        kwargs = dict(kwargs or {})
+        device = torch.device(kwargs.get("device") or "cpu")
+        if func not in (torch.tensor, torch.as_tensor, torch.scalar_tensor) or device.type != "cuda":
             return func(*args, **kwargs)
-        how = repr((func.__name__, args, kwargs))
-        if not self.capturing:
-            result: Tensor = func(*args, **kwargs)
-            self._made.append((how, result.detach().clone()))
-            return result
-        if self._taken >= len(self._made) or self._made[self._taken][0] != how:
-            raise RuntimeError(f"the model makes other constants in a second pass: {how[:80]}")
-        value = self._made[self._taken][1].clone()
-        self._taken += 1
-        return value.requires_grad_() if kwargs.get("requires_grad") else value
-
-
-_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+        on_host = func(*args, **{**kwargs, "device": "cpu"})
+        if any(isinstance(part, Tensor) for part in args) or on_host.requires_grad:
+            return func(*args, **kwargs)
+        numbers = [torch.full((), value, dtype=on_host.dtype, device=device) for value in on_host.flatten().tolist()]
+        return torch.stack(numbers).reshape(on_host.shape) if numbers else on_host.to(device)
 
 
 def release_memory() -> None:
