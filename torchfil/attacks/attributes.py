@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult
-from torchfil.attacks.glm_releases import check_release, release_noise
+from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.glm.questions import NominalAttribute
 from torchfil.glm.refits import minimiser_changes
 from torchfil.glm.view import GLMView, numbers_at_once

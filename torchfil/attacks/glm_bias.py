@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from torchfil import bounds
+from torchfil.attacks.base import release_noise
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
-from torchfil.attacks.glm_releases import release_noise
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.view import numbers_at_once
 from torchfil.utils.progress import with_progress

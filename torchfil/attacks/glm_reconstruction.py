@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult
-from torchfil.attacks.glm_releases import check_release, release_noise
+from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
 from torchfil.glm.view import GLMView, numbers_at_once
 from torchfil.utils.progress import with_progress
