@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attacks.base import AttackResult, make_generator
+from torchfil.utils.progress import with_progress
 
 
 def test_tensors_become_arrays_and_lengths_are_checked() -> None:

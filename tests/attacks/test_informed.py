@@ -14,8 +14,8 @@ from torchfil.attacks.informed import (
     expected_information,
     informed_reconstruction,
     mean_jacobian,
-    record_dpsgd,
 )
+from torchfil.attacks.transcripts import record_dpsgd
 
 C = 1.0
 

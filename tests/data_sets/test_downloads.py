@@ -107,7 +107,7 @@ def test_pooch_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_checksum_nothing_is_downloaded(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"cannot be downloaded automatically: get iwpc/PS206767-553247439.xls from https://"
+        ValueError, match=r"cannot be downloaded automatically: get iwpc/PS206767-553247439.csv from https://"
     ):
         download("iwpc", tmp_path)
     with pytest.raises(ValueError, match="no data set 'imagenet'; there are mnist"):

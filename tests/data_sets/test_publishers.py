@@ -5,11 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
-import sys
 import tarfile
-import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ from torchfil.datasets import (
     mnist_zero_one,
     read_idx,
 )
-from torchfil.datasets.downloads import checksum_of
+from torchfil.datasets.files import checksum_of
 
 DRAWS = np.random.default_rng(0)
 
@@ -179,7 +176,7 @@ PA8,Asian,40 - 49,160,60,0,0,0,1,25,*1/*1,A/A
 
 
 def test_the_consortiums_spreadsheet(tmp_path: Path) -> None:
-    """Complete patients alone, with Yeom et al.'s names and scale; the same from every kind of file."""
+    """Complete patients alone, with Yeom et al.'s names and scale; from a CSV file."""
     (tmp_path / "iwpc").mkdir()
     (tmp_path / "iwpc" / "PS206767-553247439.csv").write_text(PATIENTS)
     task = iwpc(tmp_path)
@@ -205,29 +202,6 @@ def test_the_consortiums_spreadsheet(tmp_path: Path) -> None:
     assert inputs[:, task.attributes["amiodarone"][0]].tolist() == [0, 1, 0, 0]
     assert inputs[:, task.attributes["decr"][0]].tolist() == [0, 1, 0, 1]
     assert task.level_numbers("vkorc1", inputs).tolist() == [1, 2, 0, 2]
-
-
-@pytest.mark.parametrize("kind", ["xls", "xlsx"])
-def test_workbooks_ask_for_their_package(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "iwpc").mkdir()
-    (tmp_path / "iwpc" / f"PS206767-553247439.{kind}").write_bytes(b"a workbook")
-    package = {"xls": "xlrd", "xlsx": "openpyxl"}[kind]
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{kind} needs {package}.*torchfil\[data\]"):
-        iwpc(tmp_path)
-
-    # with it, cells are numbers, texts and nothing
-    cells: list[list[Any]] = [line.split(",") for line in PATIENTS.splitlines()]
-    cells = [[float(cell) if cell.replace(".", "").isdigit() else cell or None for cell in line] for line in cells]
-    sheet = types.SimpleNamespace(nrows=len(cells), row_values=cells.__getitem__, values=cells)
-    module: Any = types.ModuleType(package)
-    module.open_workbook = lambda path: types.SimpleNamespace(sheet_by_name={"Subject Data": sheet}.__getitem__)
-    module.load_workbook = lambda path, read_only, data_only: {"Subject Data": sheet}
-    monkeypatch.setitem(sys.modules, package, module)
-    from_workbook = iwpc(tmp_path)
-    (tmp_path / "iwpc" / f"PS206767-553247439.{kind}").unlink()
-    (tmp_path / "iwpc" / "PS206767-553247439.csv").write_text(PATIENTS)
-    np.testing.assert_array_equal(from_workbook.train_inputs, iwpc(tmp_path).train_inputs)
 
 
 def test_another_spreadsheet_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.test_datasets import IWPC, write
-from torchfil.datasets import SOURCES, Readers, TabularTask, is_at_hand, iwpc, real_or_stand_in, stand_ins, tasks
+from torchfil.datasets import SOURCES, Readers, TabularTask, is_at_hand, iwpc, pictures, real_or_stand_in, stand_ins
 
 
 def nearest_mean(train: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -105,7 +105,7 @@ def test_principal_directions_of_few_rows_are_those_of_the_covariance() -> None:
     """Up to signs."""
     draws = np.random.default_rng(1)
     few = draws.normal(size=(6, 9))
-    task = tasks.projected(few, np.zeros(6), few[:2], np.zeros(2), 3, scaled=False)
+    task = pictures.projected((few, np.zeros(6)), (few[:2], np.zeros(2)), 3, scaled=False)
     centred = few - few.mean(axis=0)
     directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :3]
     np.testing.assert_allclose(np.abs(task.train_inputs), np.abs(centred @ directions), atol=1e-12)

@@ -2,7 +2,6 @@
 
 from torchfil.attacks.attributes import (
     BlackBoxInversion,
-    NominalAttribute,
     WhiteBoxInversion,
     accuracy_by_part,
     ideal_inversion,
@@ -18,6 +17,7 @@ from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.membership import membership_inference, shadow_runs
 from torchfil.attacks.property import federated_gradients, property_inference
 from torchfil.attacks.transcripts import record_dpsgd
+from torchfil.glm.questions import NominalAttribute
 
 __all__ = [
     "AttackResult",

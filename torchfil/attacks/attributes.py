@@ -12,24 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult, with_progress
-from torchfil.attacks.glm_releases import check_release, release_noise
+from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.glm.questions import NominalAttribute
 from torchfil.glm.refits import minimiser_changes
 from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
-
-__all__ = [
-    "BlackBoxInversion",
-    "NominalAttribute",
-    "WhiteBoxInversion",
-    "accuracy_by_part",
-    "ideal_inversion",
-    "prior_inversion",
-]
 
 _CHUNK_NUMBERS = 2**23
 _ARRAYS = 8  # of that size, at the most expensive moment

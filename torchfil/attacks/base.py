@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
-
-__all__ = ["AttackResult", "make_generator", "with_progress"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,3 +94,16 @@ def make_generator(
     else:
         made.manual_seed(seed)
     return made
+
+
+def check_release(sigma: float, trials: int) -> None:
+    """Raise for a release that is not possible."""
+    if not sigma >= 0 or trials < 1:
+        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
+
+
+def release_noise(trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None) -> Tensor:
+    """ξ of that many releases, on the weights' device, [trials, p]; drawn together, however they are cut up later."""
+    source = make_generator(generator, seed, weights.device)
+    drawn = torch.randn(trials, len(weights), generator=source, dtype=weights.dtype, device=source.device)
+    return drawn.to(weights.device)

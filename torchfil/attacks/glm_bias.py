@@ -18,13 +18,11 @@ import numpy as np
 import torch
 
 from torchfil import bounds
-from torchfil.attacks.base import with_progress
+from torchfil.attacks.base import release_noise
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
-from torchfil.attacks.glm_releases import release_noise
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.view import numbers_at_once
-
-__all__ = ["BiasedBound", "biased_bound"]
+from torchfil.utils.progress import with_progress
 
 _CHUNK_NUMBERS = 2**23
 _CHUNK_ARRAYS = 16

@@ -28,15 +28,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult, with_progress
-from torchfil.attacks.glm_releases import check_release, release_noise
+from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
 from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.utils.progress import with_progress
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
-
-__all__ = ["GLMReconstruction", "LabelIs"]
 
 LabelIs = Literal["known", "unknown"]
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from torchfil.glm.view import GLMView
 
-__all__ = ["NoiseMetric", "SlopeCurve", "Terms", "believed_margins"]
-
 Terms = list[tuple[Tensor, Tensor]]
 
 _BELIEVED = 15.0  # the largest margin that an attacker considers possible, if those of the others are smaller

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from torchfil.accounting.leakage import as_table
-from torchfil.attacks.base import make_generator, with_progress
+from torchfil.attacks.base import make_generator
 from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
 from torchfil.private import Private
 from torchfil.questions import Question
+from torchfil.utils.progress import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "transcript_ratios", "true_positive_rates"]

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
-from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
-
-__all__ = ["Transcripts", "expected_information", "informed_reconstruction", "mean_jacobian", "record_dpsgd"]
+from torchfil.attacks.base import AttackResult, make_generator
+from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, sum_of_others
+from torchfil.utils.progress import with_progress
 
 _DAMPING, _DAMPING_RANGE = 1e-3, (1e-9, 1e9)
 

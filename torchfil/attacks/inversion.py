@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attacks.base import AttackResult, make_generator
 from torchfil.attacks.similarity import haarpsi, ssim
 from torchfil.fisher.gradients import LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
+from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
-
-__all__ = ["Inversion", "invert_gradients", "observed_gradients", "total_variation"]
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,8 @@ import torch
 from scipy.integrate import trapezoid
 from torch import Tensor, nn
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
-
-__all__ = [
-    "MembershipResult",
-    "ShadowRuns",
-    "gaussian_likelihood_ratio",
-    "loss_threshold",
-    "membership_inference",
-    "shadow_runs",
-]
+from torchfil.attacks.base import AttackResult, make_generator
+from torchfil.utils.progress import with_progress
 
 Training = Callable[[Tensor, int], nn.Module]
 

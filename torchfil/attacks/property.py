@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attacks.base import AttackResult, make_generator
 from torchfil.attribution.layer_gradients import layer_gradients
 from torchfil.attribution.layer_table import LayerTable
 from torchfil.fisher.gradients import LossFunction
-
-__all__ = ["Attacker", "Client", "FederatedGradients", "as_result", "auc", "federated_gradients", "property_inference"]
+from torchfil.utils.progress import with_progress
 
 Attacker = Literal["logistic", "forest"]
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["haarpsi", "require_ssim", "ssim"]
-
 _SSIM_WINDOW, _SSIM_SIGMA = 11, 1.5
 
 

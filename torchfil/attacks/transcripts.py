@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from torchfil.attacks.base import make_generator, with_progress
+from torchfil.attacks.base import make_generator
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
+from torchfil.utils.progress import with_progress
 from torchfil.utils.trees import map_tensors
-
-__all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped", "sum_of_others"]
 
 VALUES_AT_ONCE = 2**24
 

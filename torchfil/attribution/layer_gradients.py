@@ -13,8 +13,6 @@ from torchfil.fisher.models import check_modules, check_unweighted_mean, trainab
 from torchfil.private import Examples, Inputs, as_call, check_finite, num_examples
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["layer_gradients", "layer_index"]
-
 
 def layer_gradients(
     model: nn.Module,

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from torchfil.attribution.layer_table import LayerTable
 
-__all__ = ["v_information"]
-
 MIXING = np.linspace(0.0, 1.0, 101)
 
 

@@ -17,8 +17,6 @@ from torchfil.fisher.models import check_modules
 from torchfil.private import Inputs, Private, as_call
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["jacobian_sensitivity"]
-
 Norm = Literal["fro", 1] | float
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchfil.accounting.leakage import as_table
+from torchfil.utils.tables import aligned
 from torchfil.viz.common import new_figure
-
-__all__ = ["LayerTable"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,18 +46,10 @@ class LayerTable:
         return len(self.layers)
 
     def __repr__(self) -> str:
-        names = ["layer", *self._shown]
         digits = _format(self.value)
-        columns = [
-            [title, *(digits.format(v) for v in values)]
-            for title, values in (("value", self.value), ("low", self.low), ("high", self.high))
-        ]
-        widths = [max(map(len, column)) for column in columns]
-        left = max(map(len, names))
-        lines = [
-            f"{name:<{left}} " + " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-            for name, row in zip(names, zip(*columns, strict=True), strict=True)
-        ]
+        values = zip(self._shown, self.value, self.low, self.high, strict=True)
+        rows = [[name, *map(digits.format, numbers)] for name, *numbers in values]
+        lines = aligned([["layer", "value", "low", "high"], *rows], left=[0])
         return "\n".join([f"{self.measure} [{self.unit}]", *lines])
 
     def to_pandas(self) -> Any:

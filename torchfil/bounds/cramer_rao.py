@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attribute_error", "mse_biased", "mse_from_fim", "mse_from_spectral_norm", "mse_from_trace"]
-
 
 def mse_from_trace(trace: Tensor, num_coordinates: int) -> Tensor:
     """Theorem 2 of Guo et al. 2022: MSE ≥ d / tr(I) = 1/η̄², for every unbiased attacker.

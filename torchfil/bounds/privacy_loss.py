@@ -24,8 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import fft, signal
 
-__all__ = ["GridLaw", "StepLoss", "compose", "covering_window", "success_of", "tail_exponents"]
-
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
 _PANEL = 0.05  # the widest panel of the quadrature, in σ
 

@@ -31,8 +31,6 @@ from torch import Tensor
 
 from torchfil.bounds.privacy_loss import StepLoss, compose, covering_window, success_of, tail_exponents
 
-__all__ = ["Bracket", "rero", "success_by_counts"]
-
 _CELLS = (2**14, 2**17, 2**20)  # sizes of the window, tried in turn
 _ROW_CELLS = 2**13  # for many examples at once
 _AT_ONCE = 2**23  # numbers of composed laws

@@ -9,8 +9,6 @@ import torch
 from scipy import optimize
 from torch import Tensor
 
-__all__ = ["mse_from_rdp", "replace_one_rdp"]
-
 
 def mse_from_rdp(epsilon: float, diameters: Tensor | Sequence[float]) -> float:
     """Theorem 1 of Guo et al. 2022: MSE ≥ Σ_i diam_i² / (4d (e^ε − 1)), for every unbiased attacker.

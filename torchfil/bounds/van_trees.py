@@ -27,8 +27,6 @@ from torch import Tensor
 
 from torchfil.fisher.results import Estimate
 
-__all__ = ["PopulationBound", "Prior", "mse_van_trees", "population_mse_bound"]
-
 _FEW = 10  # distinct values of a column that is not continuous
 
 

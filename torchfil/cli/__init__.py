@@ -3,12 +3,10 @@
 import click
 
 from torchfil._version import __version__
-from torchfil.cli.comparing import compare
 from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
-from torchfil.cli.runs import inspect, report
-from torchfil.cli.signing import sign, verify
+from torchfil.cli.runs import compare, inspect, report, sign, verify
 from torchfil.cli.trying import bench, demo
 
 __all__ = ["main"]

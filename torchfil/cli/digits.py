@@ -15,8 +15,6 @@ from torchfil.accounting.quantities import Track
 from torchfil.datasets.stand_ins import small_digits
 from torchfil.engine import FILPrivacyEngine
 
-__all__ = ["DELTA", "DigitsRun", "digits", "digits_network", "train_on_digits"]
-
 DELTA = 1e-4
 
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import click
 import numpy as np
 
-from torchfil.cli.output import FAILED, Output, plain, table, with_output
+from torchfil.cli.output import FAILED, FILE, Output, plain, table, with_output
 from torchfil.report.gate import check, notes
 from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.run_file import load
@@ -20,9 +20,6 @@ from torchfil.report.verdict import Verdict, told_apart
 from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
 
-__all__ = ["gate"]
-
-FILE = click.Path(path_type=Path)
 CONFIDENTIAL = "These numbers depend on private data: keep them confidential."
 
 

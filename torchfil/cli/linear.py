@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.output import FILE, Output, number, table, with_output
 from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torchfil.glm.csv_format import Format
     from torchfil.glm.csv_leakage import LeakageTable
     from torchfil.glm.csv_table import EncodedTable
-
-__all__ = ["glm"]
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
@@ -36,7 +34,7 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 
 
 @click.command()
-@click.argument("data", type=click.Path(path_type=Path))
+@click.argument("data", type=FILE)
 @click.option("--target", required=True, help="The column to predict.")
 @click.option("--sigma", required=True, type=float, help="Noise σ on the released weights.")
 @click.option("--private", callback=_names, default="", help="Columns an attacker wants, e.g. vkorc1,age; none: all.")
@@ -55,10 +53,10 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 @click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; detected if not given.")
 @click.option("--encoding", help="Of the file, e.g. cp1252; detected if not given.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many rows to print.")
-@click.option("--out", "out_file", type=click.Path(path_type=Path), help="Write all rows to this CSV file.")
+@click.option("--out", "out_file", type=FILE, help="Write all rows to this CSV file.")
 @click.option("--group", callback=_names, default="", help="Columns by which the page compares rows, e.g. sex,site.")
-@click.option("--save", "run_file", type=click.Path(path_type=Path), help="Save the run, for gate, report and compare.")
-@click.option("--report", "folder", type=click.Path(path_type=Path), help="Write its page into this folder.")
+@click.option("--save", "run_file", type=FILE, help="Save the run, for gate, report and compare.")
+@click.option("--report", "folder", type=FILE, help="Write its page into this folder.")
 @with_output
 def glm(
     data: Path,

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -17,21 +18,8 @@ from tqdm import tqdm
 from torchfil.utils.csv_files import visible
 from torchfil.utils.tables import aligned
 
-__all__ = [
-    "BAD_INPUT",
-    "FAILED",
-    "BadInputError",
-    "OneLineGroup",
-    "Output",
-    "checked_min_group",
-    "min_group_option",
-    "number",
-    "plain",
-    "table",
-    "with_output",
-]
-
 FAILED, BAD_INPUT = 1, 2
+FILE = click.Path(path_type=Path)
 T = TypeVar("T")
 min_group_option = click.option(
     "--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given)."

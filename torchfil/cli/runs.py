@@ -1,33 +1,37 @@
-"""``report`` and ``inspect``: a saved run to read."""
+"""``report``, ``inspect``, ``compare``, ``sign`` and ``verify``: saved runs to read, to compare and to vouch for."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from torchfil.cli.output import Output, checked_min_group, min_group_option, number, table, with_output
+from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_group_option, number, table, with_output
+from torchfil.report import signature as signatures
+from torchfil.report.comparison import Comparison, compare_runs
+from torchfil.report.page.compared import changes, in_short, render_comparison
 from torchfil.report.run_file import load
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.report.yardsticks import blind_error_of_inputs, exposed_examples
-
-__all__ = ["inspect", "report", "summary"]
-
-RUN = click.Path(path_type=Path)
+from torchfil.utils.csv_files import visible
+from torchfil.utils.files import write_bytes
 
 
 @click.command()
-@click.argument("run", type=RUN)
-@click.option("-o", "--out", "directory", type=RUN, required=True, help="Folder to write; replaced when complete.")
+@click.argument("run", type=FILE)
+@click.option("-o", "--out", "directory", type=FILE, required=True, help="Folder to write; replaced when complete.")
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
 @min_group_option
-@click.option("--policy", type=RUN, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
-@click.option("--signature", type=RUN, help="A signature of the run (torchfil sign): the page says who signed.")
-@click.option("--allowed-signers", type=RUN, help="With --signature: whom you trust, as in torchfil verify.")
+@click.option("--policy", type=FILE, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
+@click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
+@click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
 @with_output
 def report(
     run: Path, directory: Path, redacted: bool, min_group: int | None, out: Output, **given: Path | None
@@ -42,7 +46,6 @@ def report(
       torchfil report run.fil -o public --redacted --min-group 20
     """
     from torchfil.report.policy import load_policy
-    from torchfil.report.signature import verify
     from torchfil.report.writer import write_report
 
     smallest = checked_min_group(min_group, redacted=redacted)
@@ -51,7 +54,7 @@ def report(
         raise ValueError("--signature and --allowed-signers belong together; give both or neither")
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
-    vouched = None if signature is None or trust is None else verify(signature, trust, files, complete=False)
+    vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
     options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched}
     page = write_report(load(run), directory, redacted=redacted, **options)
     if not redacted:
@@ -60,7 +63,7 @@ def report(
 
 
 @click.command()
-@click.argument("run", type=RUN)
+@click.argument("run", type=FILE)
 @click.option(
     "--top",
     type=click.IntRange(min=0),
@@ -231,3 +234,121 @@ def _origin(about: dict[str, Any]) -> str:
 
 def _shortened(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+@click.command()
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+@click.option("-o", "--out", "page", type=FILE, help="Write a page, an HTML file; replaced when complete.")
+@click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
+@min_group_option
+@with_output
+def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_group: int | None, out: Output) -> None:
+    """Compare two saved runs on the same examples: what a change did, and who moved.
+
+    Examples are matched by their ids. Runs that share none, protect other inputs or ask other questions are refused.
+
+    \b
+    Examples:
+      torchfil compare before.fil after.fil
+      torchfil compare before.fil after.fil -o compared.html
+      torchfil compare before.fil after.fil -o public.html --redacted --min-group 20
+    """
+    if page is not None and page.resolve() in (before.resolve(), after.resolve()):
+        raise ValueError(f"-o {page} is one of the runs, which would be lost; write to another file")
+    smallest = checked_min_group(min_group, redacted=redacted)
+    comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=smallest)
+    if page is not None:
+        write_bytes(page, render_comparison(comparison).encode("utf-8", "replace"))
+
+    out.result(
+        _comparison_text(comparison), {**_comparison_data(comparison), "page": None if page is None else str(page)}
+    )
+    if page is not None:
+        out.say(f"\npage: {page}")
+    if not redacted:
+        out.say("\nThese numbers depend on private data: keep them confidential (--redacted makes a page to share).")
+
+
+def _comparison_text(comparison: Comparison) -> str:
+    rows = [*comparison.settings, *changes(comparison)]
+    shown = table(["", "before", "after"], [[name, _shown(one), _shown(other)] for name, one, other in rows])
+    lines = [*in_short(comparison), *comparison.notes]
+    return "\n".join([shown, "", *map(visible, lines)])
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else "none" if value is None else number(value)
+
+
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    """For JSON: without the table of all examples, of which the most moved are in the page."""
+    names = [name for name in comparison.__dataclass_fields__ if name != "moves"]
+    values = {name: getattr(comparison, name) for name in names}
+    for name in ("before", "after"):
+        values[name] = asdict(values[name])
+    values["settings"] = {name: {"before": one, "after": other} for name, one, other in comparison.settings}
+    for name in ("attributes", "questions"):
+        values[name] = [asdict(pair) for pair in values[name]]
+    values["groups"] = {name: [asdict(pair) for pair in pairs] for name, pairs in comparison.groups.items()}
+    return values
+
+
+def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the files that a signature is about; ``files`` has them by role."""
+
+    @click.argument("run", type=FILE)
+    @click.option("--weights", type=FILE, multiple=True, help="The released weights; may be repeated.")
+    @click.option("--policy", type=FILE, multiple=True, help="The policy that the run is held against.")
+    @click.option("--signature", type=FILE, help="The signature file; RUN.sig if not given.")
+    @functools.wraps(command)
+    def wrapped(run: Path, weights: Any, policy: Any, signature: Path | None, **options: Any) -> None:
+        place = signature or run.with_name(f"{run.name}.sig")
+        command(files={"run": [run], "weights": weights, "policy": policy}, place=place, **options)
+
+    return wrapped
+
+
+@click.command()
+@_with_files
+@click.option("--key", type=FILE, required=True, help="Your ssh key, e.g. ~/.ssh/id_ed25519.")
+@with_output
+def sign(files: signatures.Files, place: Path, key: Path, out: Output) -> None:
+    """Sign a saved run with an ssh key, together with weights and policy.
+
+    \b
+    Examples:
+      torchfil sign run.fil --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
+    """
+    if place.resolve() in [path.resolve() for paths in (*files.values(), [key]) for path in paths]:
+        raise ValueError(f"{place} is one of the files to read, which would be lost; name another with --signature")
+    load(files["run"][0])  # nobody should sign a damaged file
+    write_bytes(place, signatures.sign(files, key.expanduser()).encode())
+    out.result(str(place), {"signature": str(place)})
+
+
+@click.command()
+@_with_files
+@click.option(
+    "--allowed-signers", "trust", type=FILE, required=True, help="Keys you trust: man ssh-keygen describes it."
+)
+@click.pass_context
+@with_output
+def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path, out: Output) -> None:
+    """Check who signed a saved run, weights and policy. Exit code 0: it holds, 1: it does not, 2: bad input.
+
+    Every file that was signed must be given. The list of trusted keys must not come from whoever sent the run.
+
+    \b
+    Examples:
+      torchfil verify run.fil --allowed-signers signers --weights model.pt --policy policy.toml
+    """
+    try:
+        found = signatures.verify(place, trust, files)
+    except signatures.SignatureError as error:
+        out.result(f"NOT VERIFIED: {error}", {"verified": False, "reason": str(error)})
+        ctx.exit(FAILED)
+    rows = [[file.role, file.name, file.sha256] for file in found.files]
+    text = f"verified: signed by {found.signer} ({found.key})\n{table(['', 'file', 'SHA-256'], rows, left=3)}"
+    out.result(text, {"verified": True, **asdict(found)})
+    out.say("It proves who vouches for these files, not that the numbers in them are true.")

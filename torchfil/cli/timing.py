@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,13 @@ import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.loader import plain, split_batch
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private, as_call
 from torchfil.utils.trees import map_tensors, tensors_of
-
-__all__ = ["Job", "StepTime", "mnist_job", "named_job", "own_errors", "step_times"]
 
 Step = Callable[[], None]
 
@@ -192,55 +191,35 @@ def _in_units(seconds: Mapping[str, list[float]], failed: Mapping[str, str]) -> 
     return [*taken, *(StepTime(name, failed=reason) for name, reason in failed.items())]
 
 
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def _loop_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    optimizer.zero_grad()
+    job.loss(model, batch).backward()
+    optimizer.step()
+
+
 def _plain_step(job: Job) -> Step:
     model = copy.deepcopy(job.model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        job.loss(model, job.batch).backward()
-        optimizer.step()
-
-    return step
+    return partial(_loop_step, job, model, _sgd(model), job.batch)
 
 
 def _opacus_step(job: Job) -> Step:
     model = GradSampleModule(copy.deepcopy(job.model))
-    optimizer = DPOptimizer(
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=job.batch_size,
-    )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        job.loss(model, job.batch).backward()
-        optimizer.step()
-
-    return step
-
-
-class _Numbers(Dataset[int]):
-    """0, 1, …, for a loader that always gives the same batch."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": job.batch_size}
+    return partial(_loop_step, job, model, DPOptimizer(_sgd(model), **options), job.batch)
 
 
 def _engine_step(job: Job, *, num_probes: int, whole_step: bool) -> Step:
     module = copy.deepcopy(job.model)
     engine = FILPrivacyEngine()
+    numbers = TensorDataset(torch.arange(job.batch_size))
     model, optimizer, loader = engine.make_private(
         module,
-        torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01),
-        DataLoader(_Numbers(job.batch_size), batch_size=job.batch_size, collate_fn=lambda rows: job.batch),
+        _sgd(module),
+        DataLoader(numbers, batch_size=job.batch_size, collate_fn=lambda rows: job.batch),
         criterion=job.criterion,
         private=job.private,
         num_probes=num_probes,
@@ -250,9 +229,7 @@ def _engine_step(job: Job, *, num_probes: int, whole_step: bool) -> Step:
     def step() -> None:
         for batch in loader:  # one
             if not whole_step:
-                optimizer.zero_grad()
-                job.loss(model, batch).backward()
-                optimizer.step()
+                _loop_step(job, model, optimizer, batch)
             elif job.criterion is None:
                 engine.train_step(batch)
             else:

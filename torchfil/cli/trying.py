@@ -9,24 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchfil.cli.output import FAILED, Output, number, table, with_output
+from torchfil.cli.output import FAILED, FILE, Output, number, table, with_output
 from torchfil.cli.runs import summary
 
 if TYPE_CHECKING:
     from torchfil.cli.digits import DigitsRun
 
-__all__ = ["bench", "demo"]
-
 
 @click.command()
 @click.option(
-    "-o",
-    "--out",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=Path("out/demo"),
-    show_default=True,
-    help="Folder for run and report.",
+    "-o", "--out", "directory", type=FILE, default=Path("out/demo"), show_default=True, help="Folder to write."
 )
 @click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.datasets.folders import DataFormatError
-
-__all__ = ["load_plain_pickle"]
+from torchfil.datasets.files import DataFormatError
 
 _TYPES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"})
 
@@ -38,7 +36,7 @@ def load_plain_pickle(data: bytes, name: str = "the pickle") -> Any:
         >>> load_plain_pickle(pickle.dumps(print))
         Traceback (most recent call last):
             ...
-        torchfil.datasets.folders.DataFormatError: the pickle asks for builtins.print, ...
+        torchfil.datasets.files.DataFormatError: the pickle asks for builtins.print, ...
     """
     try:
         return _finished(_PlainUnpickler(io.BytesIO(data)).load())

@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torchfil.datasets import census, digits, photographs, stand_ins, warfarin, xrays
-from torchfil.datasets.folders import DataNotFoundError, Folder, data_folder
-from torchfil.datasets.sources import source
-from torchfil.datasets.tasks import BinaryTask, TabularTask
-
-__all__ = ["Readers", "is_at_hand", "real_or_stand_in"]
+from torchfil.datasets import pictures, stand_ins, tables
+from torchfil.datasets.files import DataNotFoundError, Folder, data_folder, source
+from torchfil.datasets.pictures import BinaryTask
+from torchfil.datasets.tables import TabularTask
 
 Images = Callable[..., tuple[Tensor, Tensor]]
 
@@ -24,14 +22,14 @@ _MARKS = {
     "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10/train.npz"),
     "pneumoniamnist": ("pneumoniamnist/pneumoniamnist.npz", "pneumoniamnist.npz"),
     "adult": ("adult/adult.data", "adult/adult.data.gz"),
-    "iwpc": ("iwpc/iwpc-scaled.csv", "iwpc/iwpc-scaled.csv.gz", "iwpc/PS206767-553247439.xls"),
+    "iwpc": ("iwpc/iwpc-scaled.csv", "iwpc/iwpc-scaled.csv.gz", "iwpc/PS206767-553247439.csv"),
 }
 _REAL: dict[str, tuple[Any, ...]] = {
-    "mnist": (digits.mnist, digits.mnist_zero_one),
-    "cifar10": (photographs.cifar10, photographs.cifar_plane_car),
-    "pneumoniamnist": (xrays.chest_xrays,),
-    "adult": (census.adult,),
-    "iwpc": (warfarin.iwpc,),
+    "mnist": (pictures.mnist, pictures.mnist_zero_one),
+    "cifar10": (pictures.cifar10, pictures.cifar_plane_car),
+    "pneumoniamnist": (pictures.chest_xrays,),
+    "adult": (tables.adult,),
+    "iwpc": (tables.iwpc,),
 }
 
 

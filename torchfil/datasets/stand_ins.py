@@ -12,22 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.datasets.census import adult_task
-from torchfil.datasets.tasks import BinaryTask, TabularTask, projected
-from torchfil.datasets.warfarin import iwpc_task
-
-__all__ = [
-    "DESCRIPTIONS",
-    "adult",
-    "chest_xrays",
-    "cifar10",
-    "cifar_plane_car",
-    "iwpc",
-    "mnist",
-    "mnist_zero_one",
-    "small_digits",
-    "small_digits_in_words",
-]
+from torchfil.datasets.pictures import BinaryTask, projected
+from torchfil.datasets.tables import TabularTask, adult_task, iwpc_task
 
 DESCRIPTIONS = {
     "mnist": "1,797 small digits (scikit-learn's, or drawn ones without it), enlarged",
@@ -113,12 +99,12 @@ def _two_classes(
     train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], components: int | None, scaled: bool
 ) -> BinaryTask:
     """All of class 0, then all of class 1, as vectors."""
-    parts: list[np.ndarray] = []
+    parts = []
     for images, labels in (train, test):
         order = labels.argsort(stable=True)
         order = order[labels[order] < 2]
-        parts += [images[order].flatten(1).double().numpy(), labels[order].double().numpy()]
-    return projected(parts[0], parts[1], parts[2], parts[3], components, scaled)
+        parts.append((images[order].flatten(1).double().numpy(), labels[order].double().numpy()))
+    return projected(parts[0], parts[1], components, scaled)
 
 
 def chest_xrays(split: Literal["train", "val", "test"] = "train") -> tuple[Tensor, Tensor]:

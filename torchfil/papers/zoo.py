@@ -10,17 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "cifar_cnn",
-    "fcnet",
-    "mnist_cnn",
-    "resnet18",
-    "small_alexnet",
-    "token_transformer",
-    "vgg11",
-    "vit_tiny",
-]
-
 Size = int | tuple[int, int]
 Activation = Callable[[], nn.Module]
 

@@ -6,8 +6,6 @@ import io
 
 from matplotlib.figure import Figure
 
-__all__ = ["NotebookFigure"]
-
 
 class NotebookFigure(Figure):
     """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""

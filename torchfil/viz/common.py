@@ -11,18 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "NEGATIVE",
-    "NEUTRAL",
-    "POSITIVE",
-    "as_array",
-    "as_finite",
-    "as_vector",
-    "new_figure",
-    "plain_number",
-    "wrapped",
-]
-
 POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorBrewer's PuOr, as in signed maps
 NEUTRAL = "#4D4D4D"
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Mode", "View", "gallery", "show_map"]
-
 Mode = Literal["absolute", "signed"]
 View = Literal["image", "map", "overlay"]
 
