@@ -179,18 +179,9 @@ class TestMakePrivate:
         with pytest.raises(ValueError, match="track is given twice"):
             private(accounting=Accounting(track="plis"), track="plis")
 
-    @pytest.mark.parametrize(
-        ("name", "where"),
-        [
-            ("estimator", r"accounting=Accounting\(estimator=…\); see torchfil.Accounting"),
-            ("fil_rate", r"accounting=Accounting\(fil_rate=…\)"),
-            ("amplification", r"accounting=Accounting\(amplification=…\)"),
-            ("max_memory", r"accounting=Accounting\(execution=Execution\(max_memory=…\)\); see torchfil.Execution"),
-            ("cuda_graphs", r"accounting=Accounting\(execution=Execution\(cuda_graphs=…\)\)"),
-        ],
-    )
-    def test_options_that_belong_elsewhere(self, name: str, where: str) -> None:
-        with pytest.raises(TypeError, match=f"make_private takes {name} as {where}"):
+    @pytest.mark.parametrize("name", ["estimator", "fil_rate", "amplification", "max_memory", "cuda_graphs"])
+    def test_options_that_belong_elsewhere(self, name: str) -> None:
+        with pytest.raises(TypeError, match=rf"'{name}'.*accounting=Accounting\(…, execution=Execution\(…\)\)"):
             private(**{name: 1})
 
     def test_unknown_options(self) -> None:
@@ -327,13 +318,13 @@ class TestParameters:
         module = network()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module[2] = nn.Linear(6, 3).double()
-        with pytest.raises(ValueError, match=r"2 of the optimizer's 4 are not the module's.* Make the optimizer from"):
+        with pytest.raises(ValueError, match=r"2 of the optimizer's 4 are not the module's.* Make the optimizer after"):
             FILPrivacyEngine().make_private(module, optimizer, loader(data(24)))
 
     def test_an_optimizer_of_too_few(self) -> None:
         module = network()
         optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"does not hold 2 trainable parameters \(2.weight, 2.bias\): freeze"):
+        with pytest.raises(ValueError, match=r"does not hold 2 trainable ones \(.*2.weight.*2.bias.*freeze"):
             FILPrivacyEngine().make_private(module, optimizer, loader(data(24)))
 
 

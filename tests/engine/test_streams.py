@@ -195,7 +195,7 @@ def test_an_example_twice_in_one_batch_is_refused() -> None:
     ("options", "error", "message"),
     [
         ({"poisson_sampling": True}, ValueError, "Pass poisson_sampling=False and id_of="),
-        ({"id_of": None}, ValueError, "Put an id into every example"),
+        ({"id_of": None}, ValueError, "put an id into every example"),
         ({"norm_refresh": 3}, ValueError, "examples cannot be read again"),
         ({"clip_weights": [1.0] * N}, ValueError, "who will come is not known"),
         ({"rel_error": 0.1, "estimator": "weight-probes"}, ValueError, "the number of passes is unknown"),

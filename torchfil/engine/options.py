@@ -499,8 +499,8 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
         )
     if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
         raise ValueError(
-            f"id_of={id_of!r} does not identify the examples in the stream {name}: pass the name or place of their ids "
-            "in a batch, or a function from a batch to its ids"
+            f"id_of={id_of!r} does not identify the examples in the stream {name}: put an id into every example, the "
+            "same whenever it comes again, and pass its name or place in a batch, or a function from a batch to its ids"
         )
     if loader.batch_size is None:
         raise ValueError(
