@@ -116,7 +116,7 @@ def test_ways_to_shard_that_are_refused(two_ranks: RankPool) -> None:
         "0.weight is trained but not sharded",
         "each rank draws its own",
         "needs grad_sample_mode='auto'",
-        "'auto' and 'ghost' support as well",
+        "'auto' or 'ghost', which support sharded weights",
         "num_probes=",
         "batch normalisation mixes",
         "check it before",

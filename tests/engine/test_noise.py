@@ -250,7 +250,7 @@ class TestDistributions:
         assert float(drawn.mean()) == pytest.approx(200, abs=6)  # 600 draws at a rate of 1/3
 
     def test_zero_noise_adds_nothing(self) -> None:
-        with pytest.warns(UserWarning, match="without privacy"):
+        with pytest.warns(UserWarning, match="no privacy"):
             made = private(noise_multiplier=0.0)
         assert not any(noise.any() for noise, _ in releases(made))
 

@@ -156,7 +156,7 @@ def test_more_runs_give_their_spread() -> None:
 
 
 def test_noise_of_zero_leaves_nothing_to_bound() -> None:
-    with pytest.warns(UserWarning, match="without privacy"):
+    with pytest.warns(UserWarning, match="no privacy"):
         engine = train(data(40), steps=4, noise_multiplier=0.0).engine
     assert engine.get_population_mse_bound((-3.0, 3.0)).bound.value.item() == 0.0
     assert (engine.get_reconstruction_robustness().value == 1).all()

@@ -54,6 +54,25 @@ def weights_of(module: nn.Module) -> Tensor:
 
 
 class TestAccumulation:
+    @pytest.mark.parametrize("criterion", [None, nn.CrossEntropyLoss()])
+    def test_a_divided_loss_is_the_loss(self, criterion: Any) -> None:
+        """loss / k over k batches: the mean gradient, each example clipped to C, with the ledger of undivided ones."""
+        found = []
+        for divisor in (1, 2):
+            torch.manual_seed(1)
+            engine, module, model, optimizer, batches = make(
+                poisson_sampling=False, criterion=criterion, estimator="exact"
+            )
+            for number, batch in enumerate(batches, start=1):
+                (loss_of(model, batch) / divisor).backward()
+                if number % 2 == 0 or number == len(batches):  # 5 batches: the last round is a short one
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append((weights_of(module), engine.ledger.sums["trace"], engine.accountant.history))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        assert found[0][2] == found[1][2]
+
     def test_the_ledger_is_the_truth(self) -> None:
         """Without Poisson sampling every example takes part once under one noise: its own J̃ᵀJ̃/(σC)²."""
         dataset, plain = data(16), network()
@@ -61,7 +80,7 @@ class TestAccumulation:
             dataset=dataset, poisson_sampling=False, estimator="exact", batches=loader(dataset, 4)
         )
         for batch in batches:
-            loss_of(model, batch).backward()
+            (loss_of(model, batch) / 4).backward()
         optimizer.step()
         x, y = (part.to(DEVICE) for part in dataset.tensors)
         truth = reference.exact_fim(plain, F.cross_entropy, x, y, max_grad_norm=C, noise_multiplier=SIGMA)
@@ -71,12 +90,11 @@ class TestAccumulation:
         released = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
         assert relative_error(released, clipped.sum(dim=0)) < 1e-9
 
-    def test_a_divided_loss_is_refused_with_what_to_do(self) -> None:
-        """The optimizer takes the mean over accumulated batches, as Opacus's does."""
+    def test_another_scale_is_still_refused(self) -> None:
         _, _, model, optimizer, batches = make(poisson_sampling=False, criterion=nn.CrossEntropyLoss())
         for _, batch in zip(range(2), batches, strict=False):
-            (loss_of(model, batch) / 2).backward()
-        with pytest.raises(ValueError, match="It is 0.5 times that: .*a division for accumulation: leave"):
+            (loss_of(model, batch) / 3).backward()
+        with pytest.raises(ValueError, match="It is 0.333333 times that: the loop scales its loss"):
             optimizer.step()
 
     def test_poisson_batches_are_refused_with_a_remedy_that_works(self) -> None:
@@ -96,7 +114,8 @@ class TestAccumulation:
                 optimizer.zero_grad()
         assert engine.ledger.steps == len(batches)
 
-    def test_poisson_batches_that_are_parts_of_one_draw(self) -> None:
+    @pytest.mark.parametrize("divided", [False, True])
+    def test_poisson_batches_that_are_parts_of_one_draw(self, divided: bool) -> None:
         """accumulation_steps=3 of batches of 4 is a run with batches of 12: draws, weights, ledger, ε."""
         dataset, found = data(48), []
         for steps, size in ((3, 4), (1, 12)):
@@ -106,7 +125,7 @@ class TestAccumulation:
             assert len(batches) == 12 // size * 4
             for number, batch in enumerate(batches, start=1):
                 if len(batch[0]):  # an empty part may be left out
-                    loss_of(model, batch).backward()
+                    (loss_of(model, batch) / (steps if divided else 1)).backward()
                 if number % steps == 0:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -260,7 +279,7 @@ class TestCompiledModels:
 class TestOptimizers:
     def test_lbfgs_is_refused(self) -> None:
         module = network()
-        with pytest.raises(ValueError, match="LBFGS evaluates the loss and its gradient several times in one step"):
+        with pytest.raises(ValueError, match="LBFGS evaluates the loss several times in one step"):
             make(module, torch.optim.LBFGS(module.parameters()))
 
     @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"amsgrad": True}])
@@ -318,7 +337,7 @@ class TestOptimizers:
         scaler = torch.amp.GradScaler(DEVICE)
         before = weights_of(module)
         scaler.scale(loss_of(model, next(iter(batches)))).backward()
-        with pytest.raises(RuntimeError, match=r"GradScaler scales the loss.*bfloat16, which needs no scaler"):
+        with pytest.raises(RuntimeError, match=r"GradScaler skips a step.*bfloat16, which needs no scaler"):
             scaler.step(optimizer)
         assert torch.equal(weights_of(module), before)
         with pytest.raises(ValueError, match="a GradScaler"):

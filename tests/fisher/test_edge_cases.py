@@ -181,9 +181,9 @@ def test_active_dropout_is_refused_as_module_and_as_function() -> None:
 
 def test_integer_inputs_without_a_submodule_are_refused() -> None:
     case = build("transformer", 2)
-    with pytest.raises(ValueError, match=r"no input is floating-point.*private=Private\(submodule='embedding'\)"):
+    with pytest.raises(ValueError, match=r"no input is floating-point.*Private\(submodule='embedding'\)"):
         fisher.exact_fim(*case.arguments, **SETTINGS)
-    with pytest.raises(TypeError, match=r"private input 0 has dtype torch.int64; .* Private\(submodule='…'\)"):
+    with pytest.raises(TypeError, match=r"private input 0 has dtype torch.int64; .* submodule='…'"):
         fisher.exact_fim(*case.arguments, **SETTINGS, private=Private(inputs=0))
 
 

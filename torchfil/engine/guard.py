@@ -147,6 +147,7 @@ class Guard:
         self.until_look = 0
         self._looks = self._until_rows = self._row_looks = 0
         self._opaque_changes = 0
+        self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
         self._late: list[Flag] = []  # about the last step, which a GPU was still computing
 
@@ -287,6 +288,28 @@ class Guard:
         factor = len(call.ids or ()) if self.options.loss_reduction == "mean" else 1
         # the gradient at the model's own loss is 1, whatever the batch size
         return [gradient * factor if gradient.ndim else gradient for gradient in call.output_gradients]
+
+    def undo_division(self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, passes: int) -> None:
+        """If the loop has divided its loss by the number of batches that it accumulates over, multiply it back.
+
+        The optimizer takes the mean over accumulated batches itself. In a last, shorter round, the number of batches of
+        a full round is tried, too. Gradients that fit neither way are left as they are, for the check of the loss.
+        """
+        divisors = dict.fromkeys((1, passes, self._divisor))  # more likely, the loss was not divided
+        for divisor in divisors if len(divisors) > 1 else ():
+            scaled = [{k: divisor * gradient for k, gradient in call.output_grads.items()} for call in calls]
+            first = replace(calls[0], output_grads=scaled[0])
+            try:
+                if loss is None:
+                    self.identified_loss(first)
+                else:
+                    self.check_loss(first, loss, by_opacus=False)
+            except LossMismatchError:
+                continue
+            self._divisor = max(self._divisor, divisor)
+            for call, gradients in zip(calls, scaled, strict=True):
+                call.output_grads = gradients
+            return
 
     def identified_loss(self, call: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient reached the model's output; if none fits, the model's own on each example alone."""

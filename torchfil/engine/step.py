@@ -171,6 +171,8 @@ class Step:
 
             # what the batches are, and which loss the loop uses
             calls = [call for call in calls if call.ids]  # a part of a draw may be empty
+            if norms is None and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
+                guard.undo_division(calls, run.loss, passes)
             examples = self._examples_of(calls, flags)
             if loss is None and (norms is None or not run.paused):
                 loss = self._identified(calls[0])
