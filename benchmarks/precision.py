@@ -17,7 +17,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.operator import ClippedJacobian, Jacobian
 from torchfil.fisher.precision import ProbePrecision
 from torchfil.fisher.recording import RecordedJacobian, plan
 
@@ -128,7 +128,7 @@ def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
     return Outcome(traces, jacobian.clipped_gradient.sum(dim=0).double(), "mapped over examples")
 
 
-def _traces(batch: PrivateBatch, jacobian: ClippedJacobian, seeds: tuple[int, ...]) -> Tensor:
+def _traces(batch: PrivateBatch, jacobian: Jacobian, seeds: tuple[int, ...]) -> Tensor:
     count = len(batch.gradients)
     draws = Draws(seeds, slice(0, count), count, 1)
     measurement = batch.measured(jacobian, ("trace",), "weight-probes", draws)
