@@ -142,8 +142,10 @@ class TestKept:
             assert run.engine.ledger is None
 
     def test_weights_of_one_are_none(self) -> None:
-        state = self.epochs(self.start(None), 1).engine.state_dict()
-        self.start(torch.ones(N)).engine.load_state_dict(state)
+        first = self.epochs(self.start(None), 1).engine
+        resumed = self.start(torch.ones(N)).engine
+        resumed.load_state_dict(first.state_dict())
+        assert torch.equal(resumed.get_fil().value, first.get_fil().value)
 
     def test_only_repetitions_are_averaged(self) -> None:
         engines = [self.epochs(self.start(w), 1).engine for w in (WEIGHTS, WEIGHTS, WEIGHTS / 2, None)]

@@ -71,6 +71,8 @@ class Replica:
         self.written: set[str] | None = None
         self.changes = 0
         self.opaque_changes = 0
+
+        # what the copy follows: modes, plain attributes, parts and hooks of the live modules
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
         self._flags = tuple(live.training for live, _ in self._pairs)
         self._attributes = _plain_attributes(self._pairs)  # of the live modules, as last taken over
@@ -83,6 +85,8 @@ class Replica:
         ]
         self._num_hooks: int | None = None  # on the live modules, as last seen
         self._changed_integers = 0
+
+        # where weights and buffers are, and what batches have shown
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
         self._embeddings: tuple[str, ...] | None = None  # of the integer inputs; None: not looked for

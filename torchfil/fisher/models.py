@@ -163,6 +163,10 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
         trains = module.training or any(value.requires_grad for value in module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and trains:
             fix = "opacus.validators.ModuleValidator.fix does"
+            if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
+                act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
+                parts = f"GroupNorm(1, {module.num_features}){act}"
+                fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
             raise UnsupportedModuleError(
                 f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one example. "
                 f"Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."

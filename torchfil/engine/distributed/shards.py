@@ -48,6 +48,8 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
         raise ValueError(f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}")
     if not any(_fsdp_modules(module)):
         raise ValueError(f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}")
+
+    # what FSDP's hooks do to weights and inputs, the accounting's own passes do not
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.output_dtype is not None:
@@ -56,6 +58,8 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
                 "not run. Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
             )
         part.reshard()  # a pass without a gradient leaves the outermost weights gathered
+
+    # each rank's gradients must reach every rank's shard once
     for name, value in module.named_parameters():
         fits = not value.requires_grad  # a frozen weight is the same on all ranks
         if isinstance(value, DTensor):
