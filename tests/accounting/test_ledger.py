@@ -44,8 +44,6 @@ def test_states_keep_the_numbers() -> None:
     ledger = ledger_of(torch.tensor([2, 4]))
     state = ledger.state_dict()
     assert Ledger.from_state_dict(state).sums["num_coordinates"].tolist() == [2, 4, 0, 0]
-    with pytest.raises(ValueError, match="has format 3"):
-        Ledger.from_state_dict({**state, "format": 3})
 
 
 def test_runs_of_other_coordinates_are_not_averaged() -> None:

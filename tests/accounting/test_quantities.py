@@ -126,15 +126,6 @@ class TestLedger:
         with pytest.raises(ValueError, match=r"'plis' was not tracked; make_private with track=\('plis',\)"):
             booked(batch(), ("diagonal",)).get_plis()
 
-    def test_older_states_are_refused(self) -> None:
-        state = Ledger(3, 2).state_dict()
-        del state["format"]
-        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 4 only"):
-            Ledger.from_state_dict(state)
-        with pytest.raises(ValueError, match="lacks 'trace_square'"):
-            sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "trace_square"}
-            Ledger.from_state_dict(Ledger(3, 2).state_dict() | {"sums": sums})
-
 
 class TestWithoutNoise:
     """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, and no error is NaN."""

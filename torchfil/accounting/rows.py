@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,19 +225,29 @@ def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]
         >>> rounds
         [(3, slice(0, 3, None)), (2, slice(3, 5, None)), (1, slice(5, 6, None))]
     """
-    distinct, place, counts = examples.unique(return_inverse=True, return_counts=True)
-    by_count = counts.argsort(descending=True, stable=True)
-    distinct, counts = distinct[by_count], counts[by_count]
-    place = by_count.argsort()[place]  # of each entry's example among the distinct ones
+    ids = examples.numpy()
+    ordered, by_example = _sorted_with_places(ids)
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # entry of each example
+    counts = np.diff(first, append=len(ids))
+    by_count = _sorted_with_places(-counts)[1]
+    place = np.empty_like(by_count)  # of each example among the distinct ones
+    place[by_count] = np.arange(len(by_count))
 
-    # the number of earlier entries of the same example
-    by_example = place.argsort(stable=True)
-    earlier = torch.empty_like(place)
-    earlier[by_example] = torch.arange(len(place)) - (counts.cumsum(0) - counts)[place[by_example]]
-    order = (earlier * len(distinct) + place).argsort()
+    # round r has the examples with more than r entries, which are the first ones
+    sizes = np.bincount(counts)[::-1].cumsum()[::-1][1:]
+    starts = sizes.cumsum() - sizes
+    earlier = np.arange(len(ids)) - first.repeat(counts)  # entries of the same example
+    order = np.empty_like(by_example)
+    order[starts[earlier] + place.repeat(counts)] = by_example
+    rounds = [(size, slice(start, start + size)) for size, start in zip(sizes.tolist(), starts.tolist(), strict=True)]
+    return torch.from_numpy(ordered[first][by_count]), torch.from_numpy(order), rounds
 
-    rounds, first = [], 0
-    for size in earlier.bincount().tolist():
-        rounds.append((size, slice(first, first + size)))
-        first += size
-    return distinct, order, rounds
+
+def _sorted_with_places(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers in ascending order and their places, equal numbers in the order of their places.
+
+    Sorting numbers and places as one integer is three times as fast as a stable argsort.
+    """
+    size = max(1, len(numbers))
+    ordered, places = np.divmod(np.sort(numbers * size + np.arange(len(numbers))), size)
+    return ordered, places
