@@ -151,19 +151,9 @@ class Leakage:
         """d, the number of private coordinates; the largest one, if examples differ."""
         return self.ledger.num_coordinates
 
-    @property
-    def same_coordinates(self) -> bool:
-        """Whether all examples have the same number of private coordinates; texts of different lengths do not."""
-        return self.ledger.same_coordinates
-
     def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
         """d of each example, [ids], without padding; 1 for an example that took no part."""
         return self.ledger.sums.at("num_coordinates", self._rows(example_ids)).clamp(min=1)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every measured step was measured without sampling."""
-        return self.conditions.exact
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
@@ -358,7 +348,7 @@ class Leakage:
     def columns(self, example_ids: Ids = None) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
         names, rows = self.ids.rows(example_ids)
-        arrays, complete = self.arrays(rows), "exact" if self.exact else "estimate"
+        arrays, complete = self.arrays(rows), "exact" if self.conditions.exact else "estimate"
         columns: dict[str, list[Any]] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
@@ -406,7 +396,7 @@ class Leakage:
             "rel_error": _divide(fil.standard_error, fil.value),
             **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
         }
-        if not self.same_coordinates:
+        if not self.ledger.same_coordinates:
             columns["num_coordinates"] = sums.at("num_coordinates", rows)
         for question in self.ledger.questions:
             guess = self.get_guess(question, rows)

@@ -166,7 +166,7 @@ class Ledger:
 
     @property
     def same_coordinates(self) -> bool:
-        """Whether all examples seen so far have the same d."""
+        """Whether all examples seen so far have the same d; texts of different lengths do not."""
         own = self.sums["num_coordinates"]
         seen = own[own > 0]
         return not len(seen) or bool((seen == seen[0]).all())

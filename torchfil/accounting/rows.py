@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -106,8 +105,12 @@ class RowTable(Mapping[str, Tensor]):
         # large sums, and those of chosen examples
         sizes = {name: len(chosen[name]) + 1 if name in chosen else num_examples for name in self.apart}
         self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in sizes}
-        indices = {id(examples): self._index(examples) for examples in chosen.values()}  # sums may share one
-        self._chosen = {name: indices[id(examples)] for name, examples in chosen.items()}
+        places: dict[int, Tensor] = {}  # each example's among the chosen ones, from 1 on; sums may share them
+        for examples in chosen.values():
+            index = torch.zeros(num_examples, dtype=torch.int32, device=self.device)
+            index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
+            places[id(examples)] = index
+        self._chosen = {name: places[id(examples)] for name, examples in chosen.items()}
         for name in self._chosen:
             self._apart[name][0] = math.nan  # of everybody else, whatever is added
 
@@ -177,24 +180,12 @@ class RowTable(Mapping[str, Tensor]):
         self._rows = replace(self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()})
         self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
-    def _index(self, examples: Tensor) -> Tensor:
-        """Each example's place among the chosen ones, counted from 1; 0: not chosen."""
-        index = torch.zeros(self.num_examples, dtype=torch.int32, device=self.device)
-        index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
-        return index
-
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros; in a folder, in an unnamed file, whose disk space is freed with the tensor."""
-        size = math.prod(shape)
-        if not isinstance(self._where, Path) or size == 0:
+        if not isinstance(self._where, Path) or math.prod(shape) == 0:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        handle, name = tempfile.mkstemp(dir=self._where, prefix=".torchfil-rows-", suffix=".tmp")
-        try:
-            os.ftruncate(handle, size * dtype.itemsize)
-            return torch.from_file(name, shared=True, size=size, dtype=dtype).reshape(shape)
-        finally:
-            os.close(handle)
-            os.unlink(name)
+        with tempfile.TemporaryFile(dir=self._where) as file:
+            return torch.from_numpy(np.memmap(file, torch.empty(0, dtype=dtype).numpy().dtype, "w+", shape=shape))
 
 
 def bytes_per_row(layout: Mapping[str, Sum]) -> int:
