@@ -13,9 +13,10 @@ from torch import Tensor
 from benchmarks.simulated_runs import Setting, shares
 from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import (
+    Conditions,
     Reading,
     Sum,
     TrackedQuantity,

@@ -19,6 +19,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.quantities import (
     FEWEST_PARTICIPATIONS,
+    Conditions,
     Divergence,
     Reading,
     TrackedQuantity,
@@ -30,7 +31,7 @@ from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table
 
-__all__ = ["Conditions", "Leakage", "LeakageSummary", "as_table"]
+__all__ = ["Leakage", "LeakageSummary", "as_table"]
 
 Ids = Iterable[Hashable] | Tensor | None  # None: all; an id given twice appears twice
 
@@ -42,31 +43,6 @@ class _Positions(ExampleIds):
 
     def places(self, ids: Ids) -> Tensor:
         return ids if isinstance(ids, Tensor) else super().places(ids)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The facts about a run that matter for reading its sums.
-
-    Attributes:
-        exact: Whether every measured step was measured without sampling.
-        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
-            over runs, whose standard errors include it. None: batches are known.
-        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
-            example's own, from the spread of its steps' variances.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
-        typical_changes: By followed sum, the typical change for
-            :func:`torchfil.accounting.quantities.run_variance`, while reading in parts; None: it is computed at every
-            reading.
-    """
-
-    exact: bool = False
-    sample_rate: float | None = None
-    skipping: bool = False
-    degrees_of_freedom: float | None = None
-    test_matrix: Tensor | None = None
-    typical_changes: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -326,7 +302,7 @@ class Leakage:
         """
         rows, d = self._rows(example_ids), self.get_num_coordinates(example_ids)
         fil = (self.ledger.sums.at("trace", rows) / d).clamp(min=0).sqrt()
-        deviation = self._run_variance("trace", rows)[0].sqrt()
+        deviation = self._run_variances(rows)["trace"][0].sqrt()
         return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * d * fil))
 
     def leakage(self, example_ids: Ids = None) -> Any:
@@ -490,15 +466,10 @@ class Leakage:
 
     def _reading(self, rows: Tensor) -> Reading:
         """What a tracked quantity needs to read its sums at these rows."""
-        conditions = self.conditions
-        return Reading(
-            self._kind(rows),
-            conditions.exact,
-            conditions.degrees_of_freedom,
-            self._sums_of(self.ledger.quantities[0], rows),  # of the trace
-            conditions.test_matrix,
-            self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
-        )
+        errors = {}
+        if self.conditions.degrees_of_freedom is None:  # else the standard errors include them
+            errors = {name: (batches + path).sqrt() for name, (batches, path) in self._run_variances(rows).items()}
+        return Reading(self.conditions, self._kind(rows), self._sums_of(self.ledger.quantities[0], rows), errors)
 
     def _typical_changes(self) -> dict[str, Tensor]:
         """By followed sum, the mean relative change between compared participations, over all examples."""
@@ -513,18 +484,16 @@ class Leakage:
                 typical[name] = total / count.clamp(min=1)
         return typical
 
-    def _run_variance(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`torchfil.accounting.quantities.run_variance`."""
+    def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches, and to the path."""
         conditions = self.conditions
         typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
-        quantity = next(each for each in self.ledger.quantities if name in each.followed)
         participations = self.ledger.sums.at("participations", rows)
-        return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
-
-    def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
-        """How far one run can be off, apart from its probes, by followed sum."""
-        followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
-        return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
+        return {
+            name: run_variance(name, self._sums_of(each, rows), participations, conditions.sample_rate, typical[name])
+            for each in self.ledger.quantities
+            for name in each.followed
+        }
 
     def _warn_of_few(self, rows: Tensor) -> None:
         """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""

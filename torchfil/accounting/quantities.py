@@ -180,30 +180,49 @@ def run_variance(
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """The facts about a run that matter for reading its sums.
+
+    Attributes:
+        exact: Whether every measured step was measured without sampling.
+        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
+            over runs, whose standard errors include it. None: batches are known.
+        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
+        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
+            example's own, from the spread of its steps' variances.
+        test_matrix: Ω of the sketch, [d, r], if one was kept.
+        typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading in parts; None: it
+            is computed at every reading.
+    """
+
+    exact: bool = False
+    sample_rate: float | None = None
+    skipping: bool = False
+    degrees_of_freedom: float | None = None
+    test_matrix: Tensor | None = None
+    typical_changes: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Reading:
     """How the sums that are being read were made.
 
     Attributes:
+        conditions: The facts about the run.
         kind: "exact", "estimate" or, if steps were paused, "lower bound".
-        exact: Whether every measured step was measured without sampling.
-        degrees_of_freedom: The degrees of freedom of the standard errors of averages over runs; None: each example's
-            own, from the spread of its steps' variances.
         trace: The sums of the trace, by name, of the same examples.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
         run_error: By the name of a followed sum, the standard deviation due to everything else that is random in a run,
             [ids, …]; see :func:`run_variance`. Empty for averages over runs, whose errors include it.
     """
 
+    conditions: Conditions
     kind: Kind
-    exact: bool
-    degrees_of_freedom: float | None
     trace: Mapping[str, Tensor]
-    test_matrix: Tensor | None
     run_error: Mapping[str, Tensor] = field(default_factory=dict)
 
     def estimate(self, value: Tensor, variance: Tensor, run_error: Tensor | None = None) -> Estimate:
         """A sum with its variance, [ids, …] each; an infinite sum is certain, with error 0."""
-        freedom: float | Tensor | None = self.degrees_of_freedom
+        freedom: float | Tensor | None = self.conditions.degrees_of_freedom
         if freedom is None:
             total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
             freedom = torch.where(spread > 0, total / spread, math.inf)
@@ -214,7 +233,7 @@ class Reading:
     def without_variance(self, value: Tensor) -> Estimate:
         """A sum whose variance was not kept: its error is unknown (NaN), or 0 if nothing was sampled or added."""
         certain = value.isinf() | (value == 0)
-        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
+        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.conditions.exact else math.nan))
         return Estimate(value, error, self.kind)
 
 
@@ -312,7 +331,7 @@ class Trace(TrackedQuantity):
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """tr I, [ids]."""
         estimate = reading.estimate(sums["trace"], sums["variance"], reading.run_error.get("trace"))
-        if reading.degrees_of_freedom is not None:
+        if reading.conditions.degrees_of_freedom is not None:
             return estimate
         return replace(estimate, certain=sums["certain"], variance_limit=sums["variance_limit"])
 
@@ -383,8 +402,8 @@ class Sketch(TrackedQuantity):
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """A lower bound of ‖I‖₂, [ids] (Nyström)."""
-        assert reading.test_matrix is not None
-        norm = nystrom_norm(sums["sketch"], reading.test_matrix)
+        assert reading.conditions.test_matrix is not None
+        norm = nystrom_norm(sums["sketch"], reading.conditions.test_matrix)
         return Estimate(norm, torch.zeros_like(norm), "lower bound")
 
 
@@ -462,7 +481,7 @@ class Divergence(TrackedQuantity):
             value, variance = value[:, 0], variance[:, 0]
             run_error = None if run_error is None else run_error[:, 0]
         estimate = reading.estimate(value, variance, run_error)
-        if reading.degrees_of_freedom is None:  # from skipped steps, not from probes
+        if reading.conditions.degrees_of_freedom is None:  # from skipped steps, not from probes
             estimate = replace(estimate, degrees_of_freedom=math.inf)
         return Guess(estimate, *self.asked)
 

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import exposed_rows
+from torchfil.accounting.quantities import Conditions
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.forward import ForwardPass

@@ -30,7 +30,8 @@ except ImportError:
 
 __all__ = ["FILCallback"]
 
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule()).keys() - vars(nn.Module()).keys())  # attributes, not the model's
+# attributes that belong to Lightning and to the redirection, not to the model
+_NOT_THE_MODELS = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys() | {"forward"}
 
 
 class FILCallback(pl.Callback):
@@ -87,8 +88,7 @@ class FILCallback(pl.Callback):
         self.path = path
         self.delta = delta
         self.options = options
-        self._started = False
-        self._redirected: _Redirected | None = None
+        self._module: nn.Module | None = None  # whose calls go through the engine
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
 
@@ -107,21 +107,27 @@ class FILCallback(pl.Callback):
             trainer.fit_loop.setup_data()
         loader = self._loader_of_whole_steps(trainer, _only_loader(trainer), poisson_sampling=poisson)
         (optimizer,) = trainer.strategy.optimizers
-        redirected = _Redirected(_module_to_call(pl_module, self.module))
+        module = _module_to_call(pl_module, self.module)
+        twin = copy.copy(module)  # another object with the very same children, parameters and buffers
+        vars(twin).update(dict.fromkeys(_NOT_THE_MODELS & vars(twin).keys()))  # the engine must not copy the trainer
 
         # Torch's wrapper has given all ranks the same weights; it is not needed any more.
         trainer.strategy.model = pl_module
-        model = shared_by(trainer.world_size, redirected.twin)
+        model = shared_by(trainer.world_size, twin)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
         private, optimizer, loader = getattr(self.engine, prepare)(model, optimizer, loader, **self.options)
-        self._started, self._redirected = True, redirected
-        redirected.to(private)
+        self._module = module
+        _redirect(module, twin, private)
         if self._restored:
             self.engine.load_state_dict(self._restored)
 
         # The loop has already built its iterator on the plain loader; it starts again on the private one.
         trainer.strategy.optimizers = [optimizer]
-        _set_loader(trainer, loader)
+        fit = trainer.fit_loop
+        fit._data_source = type(fit._data_source)(loader, "train_dataloader")
+        fit._combined_loader = None
+        with _samplers_kept(trainer):
+            fit.setup_data()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
@@ -144,14 +150,14 @@ class FILCallback(pl.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hooks from the model."""
-        if stage == "fit" and self._redirected is not None:
+        if stage == "fit" and self._module is not None:
             self.engine.detach()
-            vars(self._redirected.module).pop("forward", None)
+            vars(self._module).pop("forward", None)
             trainer.accumulate_grad_batches = self._accumulated
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting, for the trainer's checkpoints."""
-        return self.engine.state_dict() if self._started else {}
+        return self.engine.state_dict() if self._module is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's accounting until the fit starts."""
@@ -187,39 +193,28 @@ class FILCallback(pl.Callback):
         )
 
 
-class _Redirected:
-    """Sends a module's calls in training through the engine, although Lightning holds and calls the module itself.
+def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
+    """Send a module's calls in training through the engine, although Lightning holds and calls the module itself.
 
-    Its ``forward`` is replaced on the instance, and the engine gets the twin.
-
-    Attributes:
-        twin: Another object with the very same children, parameters and buffers, and the plain ``forward``.
+    Args:
+        module: The module, whose ``forward`` is replaced on the instance.
+        twin: Another object with the same parts and the plain ``forward``.
+        private: What the engine made of the twin.
     """
+    plain = module.forward
+    for name in _NOT_THE_MODELS & vars(module).keys():  # left out until now; the twin may need the trainer
+        if not isinstance(vars(module)[name], int | float | str | dict | list | None):
+            vars(twin)[name] = vars(module)[name]
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.twin = copy.copy(module)
-        self._own = _OF_LIGHTNING - {"training"} | {"forward"}
-        for name in self._own & vars(self.twin).keys() - vars(nn.Module()).keys():
-            vars(self.twin)[name] = None
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
 
-    def to(self, private: Any) -> None:
-        """From now on, calls in training go to the private module made from :attr:`twin`."""
-        plain = self.module.forward
-        for name in self._own & vars(self.module).keys():  # the copy left them out; the twin may need the trainer
-            if not isinstance(vars(self.module)[name], int | float | str | dict | list | None):
-                vars(self.twin)[name] = vars(self.module)[name]
+        # the module's current mode and plain attributes
+        vars(twin).update({name: value for name, value in vars(module).items() if name not in _NOT_THE_MODELS})
+        return private(*args, **kwargs)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (self.module.training and torch.is_grad_enabled()):
-                return plain(*args, **kwargs)
-
-            # the module's current mode and plain attributes
-            current = {name: value for name, value in vars(self.module).items() if name not in self._own}
-            vars(self.twin).update(current)
-            return private(*args, **kwargs)
-
-        self.module.forward = forward
+    module.forward = forward
 
 
 def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
@@ -235,15 +230,6 @@ def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
             "loss(self(x), y). If training_step calls only one submodule, name it: FILCallback(module='encoder')."
         )
     return pl_module
-
-
-def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
-    """Make the fit read this loader only."""
-    fit = trainer.fit_loop
-    fit._data_source = type(fit._data_source)(loader, "train_dataloader")
-    fit._combined_loader = None
-    with _samplers_kept(trainer):
-        fit.setup_data()
 
 
 @contextlib.contextmanager
