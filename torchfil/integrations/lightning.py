@@ -55,8 +55,8 @@ class FILCallback(pl.Callback):
           with ``DifferentiallyPrivateDistributedDataParallel``.
         * Gradients are summed once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``,
           which would average them earlier.
-        * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
-          trainer and reloaded loaders raise when the fit starts.
+        * No ``forward``, float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders,
+          gradient clipping by the trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
 
     Args:
