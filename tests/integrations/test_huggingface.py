@@ -310,12 +310,14 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="does not hold the accounting"):
         trainer().train(resume_from_checkpoint=True)
 
-    # of other data
+    # of other data: all or nothing
     trainer().train()
     other = trainer()
     other.train_dataset = examples(12)
+    before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(ValueError, match="examples"):
         other.train(resume_from_checkpoint=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
 
 
 def test_evaluation_in_training_changes_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Needs ``transformers`` and ``accelerate``: ``pip install 'torchfil[huggingface]'
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -106,6 +107,7 @@ class FILTrainer(Trainer):
         self.loss: Any = _of_logits(criterion, smoothing) if criterion else ModelLoss.of(self.model, smoothing)
         self._label_names = list(self.label_names or ["labels"])
         self._unchecked = isinstance(self.loss, ModelLoss)  # until the first batch
+        self._weights_before: dict[str, Any] = {}
         self._pass = _PassOverData()
         self.add_callback(self._pass)
 
@@ -215,8 +217,12 @@ class FILTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             state = read_file(Path(checkpoint) / STATE_FILE)
-            self.engine.load_state_dict(state["engine"])
-            self._pass.resumed = state["pass_start"]
+            try:
+                self.engine.load_state_dict(state["engine"])
+            except Exception:
+                self.model.load_state_dict(self._weights_before)
+                raise
+            self._pass.resumed, self._weights_before = state["pass_start"], {}
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -225,6 +231,7 @@ class FILTrainer(Trainer):
                 f"{resume_from_checkpoint} has no {STATE_FILE}: it does not hold the accounting, so what its steps "
                 "leaked would be missing. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
             )
+        self._weights_before = copy.deepcopy(self.model.state_dict())  # kept if the accounting is refused
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
