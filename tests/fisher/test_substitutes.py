@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from tests.cases import DEVICE
 from torchfil.fisher.rules import substitutes
-from torchfil.fisher.rules.products import gram
-from torchfil.fisher.rules.substitutes import FastFunctions, register_substitute, with_substitutes
+from torchfil.fisher.rules.substitutes import FastFunctions, gram, register_substitute, with_substitutes
 
 pytestmark = pytest.mark.torch_versions
 

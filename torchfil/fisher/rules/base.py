@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.fisher.precision import REDUCED, wide
-from torchfil.fisher.rules.products import batched_product, gram
-from torchfil.fisher.rules.substitutes import registered
+from torchfil.fisher.rules.substitutes import batched_product, gram, registered
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative

@@ -151,28 +151,23 @@ def _normalised_sums_back_kernel(
 
 
 @triton.jit
-def _tanh_pulled_twice_kernel(w_at, gamma_at, y_at, to_gamma_at, to_y_at, size, BLOCK: tl.constexpr):
+def _activation_pulled_twice_kernel(
+    w_at, gamma_at, kept_at, to_gamma_at, to_kept_at, size, TANH: tl.constexpr, BLOCK: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    w = tl.load(w_at + place, mask=inside, other=0.0)
-    gamma = tl.load(gamma_at + place, mask=inside, other=0.0)
-    y = tl.load(y_at + place, mask=inside, other=0.0)
-    tl.store(to_gamma_at + place, w * (1 - y * y), mask=inside)
-    tl.store(to_y_at + place, -2 * w * gamma * y, mask=inside)
-
-
-@triton.jit
-def _gelu_pulled_twice_kernel(w_at, gamma_at, x_at, to_gamma_at, to_x_at, size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    kind = tl.float64 if x_at.dtype.element_ty == tl.float64 else tl.float32
+    kind = tl.float64 if kept_at.dtype.element_ty == tl.float64 else tl.float32
     w = tl.load(w_at + place, mask=inside, other=0.0).to(kind)
     gamma = tl.load(gamma_at + place, mask=inside, other=0.0).to(kind)
-    x = tl.load(x_at + place, mask=inside, other=0.0).to(kind)
-    density = tl.exp(-0.5 * x * x) * 0.3989422804014327
-    first = 0.5 * (1 + tl.math.erf(x * 0.7071067811865476)) + x * density
+    kept = tl.load(kept_at + place, mask=inside, other=0.0).to(kind)
+    if TANH:
+        first, second = 1 - kept * kept, -2 * kept
+    else:
+        density = tl.exp(-0.5 * kept * kept) * 0.3989422804014327
+        first = 0.5 * (1 + tl.math.erf(kept * 0.7071067811865476)) + kept * density
+        second = (2 - kept * kept) * density
     tl.store(to_gamma_at + place, w * first, mask=inside)
-    tl.store(to_x_at + place, w * gamma * (2 - x * x) * density, mask=inside)
+    tl.store(to_kept_at + place, w * gamma * second, mask=inside)
 
 
 @triton.jit
@@ -311,21 +306,16 @@ def normalised_sums_back(
     return to_delta, to_x
 
 
-def tanh_pulled_twice(w: Tensor, gamma: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of ⟨w, γ(1 − y²)⟩ with respect to γ and y, for contiguous tensors of one shape."""
-    return _elementwise(_tanh_pulled_twice_kernel, w, gamma, y)
+def activation_pulled_twice(name: str, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of ⟨w, γy′⟩ with respect to γ and what is kept, for contiguous tensors of one shape.
 
-
-def gelu_pulled_twice(w: Tensor, gamma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of ⟨w, γy′(x)⟩ with respect to γ and x, y = xΦ(x), for contiguous tensors of one shape."""
-    return _elementwise(_gelu_pulled_twice_kernel, w, gamma, x)
-
-
-def _elementwise(kernel: Any, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    results = torch.empty_like(kept), torch.empty_like(kept)
-    blocks = triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK)
-    kernel[(blocks,)](w, gamma, kept, *results, kept.numel(), BLOCK=_ELEMENTWISE_BLOCK)
-    return results
+    For "tanh", y itself is kept: y′ = 1 − y². For "gelu", y = xΦ(x), x is kept.
+    """
+    to_gamma, to_kept = torch.empty_like(kept), torch.empty_like(kept)
+    _activation_pulled_twice_kernel[(triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK),)](
+        w, gamma, kept, to_gamma, to_kept, kept.numel(), TANH=name == "tanh", BLOCK=_ELEMENTWISE_BLOCK
+    )
+    return to_gamma, to_kept
 
 
 def attention_pulled_twice(

@@ -18,7 +18,7 @@ from torchfil.fisher.rules.base import (
     per_example,
     register_rule,
 )
-from torchfil.fisher.rules.products import batched_product, gram
+from torchfil.fisher.rules.substitutes import batched_product, gram
 
 
 class LinearRule(OuterProductRule):
