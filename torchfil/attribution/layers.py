@@ -121,13 +121,7 @@ def _format(values: np.ndarray) -> str:
 
 
 def layer_gradients(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    x: Inputs,
-    y: Any,
-    batch: int | None = None,
-    *,
-    bias: bool = True,
+    model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, batch: int | None = None, *, bias: bool = True
 ) -> dict[str, Tensor]:
     """g_l = ∂ℓ/∂θ_l by layer, [n, N_l], or its mean over groups of examples, [n / batch, N_l].
 
@@ -434,10 +428,8 @@ def v_information(
     one_width = _one_width(width, family, gradients)
 
     test = _test_mask(labels, names, test_share, test_rows, seed)
-    candidates = _candidates(family, seed)
-    gains = np.stack(
-        [_gains(X, labels, test, candidates, family, one_width, smoothing, seed) for X in gradients.values()]
-    )  # [layers, held-out]
+    each = [_gains(X, labels, test, family, one_width, smoothing, seed) for X in gradients.values()]
+    gains = np.stack(each)  # [layers, held-out]
 
     # The same resamples for every layer, so that layers can be compared.
     picks = np.random.default_rng(seed).integers(gains.shape[1], size=(bootstrap, gains.shape[1]))
@@ -464,19 +456,12 @@ def _one_width(
 
 
 def _gains(
-    values: Tensor | np.ndarray,
-    labels: np.ndarray,
-    test: np.ndarray,
-    candidates: list[Any],
-    family: Any,
-    width: int | None,
-    smoothing: float,
-    seed: int,
+    values: Any, labels: np.ndarray, test: np.ndarray, family: Any, width: int | None, smoothing: float, seed: int
 ) -> np.ndarray:
     """log f(g)[p] − log f(∅)[p] of every held-out example."""
     from sklearn.model_selection import StratifiedKFold
 
-    X = as_array(values).astype(float)
+    X, candidates = as_array(values).astype(float), _candidates(family, seed)
     linear = isinstance(family, str) and family == "logistic"
     train_X, train_y = X[~test], labels[~test]
     prior = np.bincount(train_y) / len(train_y)

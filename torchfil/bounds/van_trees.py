@@ -304,8 +304,7 @@ def _check_continuous(table: Tensor) -> None:
 
 def _discrete(what: str) -> str:
     return (
-        f"{what}: discrete values have no density, the prior's information is infinite, and an attacker may name them "
-        "exactly. Ask questions about them instead (torchfil.questions); leave them out of what is private "
-        "(Private(coordinates=…)); or, for rounded readings of something continuous, pass Prior.gaussian(values, "
-        "allow_discrete=True)"
+        f"{what}: discrete values have no density, and an attacker may name them exactly. Ask questions about them "
+        "(torchfil.questions) or leave them out (Private(coordinates=…)); if they are rounded readings of something "
+        "continuous, pass Prior.gaussian(values, allow_discrete=True)"
     )

@@ -39,14 +39,10 @@ class ConvolutionRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """U ∗ a + b."""
-        if "weight" not in direction:
-            return direction["bias"].reshape(-1, *[1] * (call.delta.ndim - 2)).expand(call.delta.shape)
         return convolve(call.module, call.input, direction["weight"], direction.get("bias"))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """Uᵀ ∗ δ."""
-        if "weight" not in direction:
-            return torch.zeros_like(call.input)
         with torch.enable_grad():
             a, geometry = _padded(call.module, call.input)
         back = _Transposed.apply(delta, direction["weight"], a.shape, geometry)

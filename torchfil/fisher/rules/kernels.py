@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_Tensors = tuple[Tensor, Tensor]
 _LARGEST_BLOCK = 4096
 _ELEMENTWISE_BLOCK = 1024
 
@@ -284,13 +285,8 @@ def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tu
 
 
 def normalised_sums_back(
-    delta: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    sums: tuple[Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
+    delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor, sums: _Tensors, cotangents: _Tensors
+) -> _Tensors:
     """The derivatives of ⟨cotangents, :func:`normalised_sums`⟩ with respect to δ and x; ``sums`` is its result."""
     batch, channels, positions = x.shape
     groups = mean.shape[1]

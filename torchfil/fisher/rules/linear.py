@@ -29,14 +29,10 @@ class LinearRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aUᵀ + b."""
-        if "weight" not in direction:
-            return direction["bias"].expand(call.delta.shape)
         return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
-        if "weight" not in direction:
-            return torch.zeros_like(call.input)
         return torch.matmul(*probe_inputs(delta, direction["weight"]))
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:

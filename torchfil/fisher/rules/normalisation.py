@@ -226,14 +226,6 @@ def group_norm(
     return _GroupNorm.apply(flat, *weights, groups, eps).reshape(x.shape).to(normalised_dtype(x))
 
 
-def _layer_substitute(module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
-
-
-def _group_substitute(module: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
-
-
 def _register(kind: type[nn.Module], normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
     register_rule(kind, NormalisationRule(normalised, channels_first=channels_first))
 
@@ -243,5 +235,5 @@ _register(nn.RMSNorm, lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps),
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     _register(_kind, lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True)
 register_rule(nn.GroupNorm, GroupNormRule())
-register_substitute(nn.LayerNorm, _layer_substitute)
-register_substitute(nn.GroupNorm, _group_substitute)
+register_substitute(nn.LayerNorm, lambda m: lambda x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps))
+register_substitute(nn.GroupNorm, lambda m: lambda x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps))

@@ -76,8 +76,9 @@ def run_recurrent(
         for direction in range(directions):
             place = layer * directions + direction
             first = [None if value is None else value[place] for value in given]
+            suffix = f"l{layer}_reverse" if direction else f"l{layer}"
             drop = dropout if drops_states else 0.0
-            states, ends = _run_layer(module, mode, layer, direction == 1, x, first, lengths, drop)
+            states, ends = _run_layer(module, mode, suffix, x, first, lengths, drop)
             outputs.append(states)
             last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
@@ -111,17 +112,10 @@ def _filled(packed: PackedSequence) -> Tensor:
 
 
 def _run_layer(
-    module: Any,
-    mode: str,
-    layer: int,
-    backwards: bool,
-    x: Tensor,
-    first: list[Tensor | None],
-    lengths: Tensor | None,
-    dropout: float,
+    module: Any, mode: str, suffix: str, x: Tensor, first: list[Any], lengths: Tensor | None, dropout: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
-    cell, suffix = CELLS[mode], f"l{layer}{'_reverse' if backwards else ''}"
+    cell, backwards = CELLS[mode], suffix.endswith("_reverse")
     names = {
         part: {kind: f"{kind}_{part}_{suffix}" for kind in ("weight", "bias")[: 2 if module.bias else 1]}
         for part in ("ih", "hh")
@@ -269,7 +263,8 @@ def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Te
     """δ at x, h_0 and c_0, and dh, dm at every step, with probes first, in and out."""
     slopes = cell.slopes(seen, drop)
     by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
-    delta, dh, dm = _swept_back(slopes, weight, cell.gates, *by_time)
+    count = next(len(x) for x in (to_h, to_m) if x is not None)
+    delta, dh, dm = _swept_back(slopes, weight, count, *by_time)
     at_start = _to_start(cell, slopes, weight, delta, dm)
     return delta.flatten(3).transpose(0, 1), *at_start, dh.transpose(0, 1), dm.transpose(0, 1)
 
@@ -292,7 +287,7 @@ def _twice(
     if to_memory_before is not None:
         sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
         sources[:-1] += to_memory_before[1:]
-    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates, like=gates)
+    delta, _, dm_twice = _swept_back(slopes, weight, count, None, sources, to_gates)
 
     before = 0 if to_memory_before is None else to_memory_before[0]
     to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
@@ -311,23 +306,16 @@ def _to_start(
 
 
 def _swept_back(
-    slopes: Slopes,
-    weight: Tensor,
-    gates: int,
-    to_state: Tensor | None,
-    to_memory: Tensor | None,
-    to_gates: Tensor | None = None,
-    like: Tensor | None = None,
+    slopes: Slopes, weight: Tensor, count: int, to_state: Any, to_memory: Any, to_gates: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
-    given = next(x for x in (to_state, to_memory, to_gates, like) if x is not None)
-    steps, count, batch, width = *given.shape[:3], given.shape[-1]
-    delta = given.new_empty(steps, count, batch, gates, width)
-    dh, dm = (given.new_zeros(steps, count, batch, width) for _ in range(2))
+    like = slopes.into_memory
+    steps, _, batch, through, width = like.shape
+    delta = like.new_empty(steps, count, batch, len(weight) // width, width)
+    dh, dm = (like.new_zeros(steps, count, batch, width) for _ in range(2))
     flat_delta, flat_dh = delta.view(steps, count * batch, -1), dh.view(steps, count * batch, -1)
     flat_source = None if to_state is None else to_state.reshape(steps, count * batch, -1)
-    through = slopes.into_memory.shape[3]
-    into, shown = slopes.into_memory.unbind(0), slopes.memory_shown
+    into, shown = like.unbind(0), slopes.memory_shown
 
     for t in reversed(range(steps)):
         if t + 1 < steps and flat_source is not None:

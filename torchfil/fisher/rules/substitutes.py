@@ -17,7 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ class _Substitute(NamedTuple):
     reports_uses: bool
 
 
-_SUBSTITUTES: dict[type[nn.Module] | str, _Substitute] = {}
 _FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
 
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
@@ -69,13 +68,32 @@ def keeps_forward(kind: type[nn.Module], base: type[nn.Module]) -> bool:
     return not any(vital & set(vars(part)) for part in below)
 
 
-def registered(entries: Mapping[type[nn.Module] | str, Entry], kind: type[nn.Module]) -> Entry | None:
-    """The entry of a class, or of the base class whose forward pass it keeps; keys are classes or their full names."""
-    for base in kind.__mro__:
-        entry = entries.get(base) or entries.get(f"{base.__module__}.{base.__qualname__}")
-        if entry is not None and keeps_forward(kind, base):
-            return entry
-    return None
+class Registry(Generic[Entry]):
+    """Entries by class of module; or by the class's full name, if its library may be missing."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.entries: dict[type[nn.Module] | str, Entry] = {}
+        self.find = functools.cache(self._find)
+
+    def add(self, kind: type[nn.Module] | str, entry: Entry, *, overwrite: bool) -> None:
+        """Enter something for a class; ValueError if that has an entry, and ``overwrite`` is False."""
+        if kind in self.entries and not overwrite:
+            name = kind if isinstance(kind, str) else kind.__name__
+            raise ValueError(f"{name} already has a {self.what}; pass overwrite=True to replace it")
+        self.entries[kind] = entry
+        self.find.cache_clear()
+
+    def _find(self, kind: type[nn.Module]) -> Entry | None:
+        """The entry of a class, or of the base class whose forward pass it keeps."""
+        for base in kind.__mro__:
+            entry = self.entries.get(base) or self.entries.get(f"{base.__module__}.{base.__qualname__}")
+            if entry is not None and keeps_forward(kind, base):
+                return entry
+        return None
+
+
+_SUBSTITUTES: Registry[_Substitute] = Registry("substitute")
 
 
 def register_substitute(
@@ -99,16 +117,7 @@ def register_substitute(
     Raises:
         ValueError: The class already has a substitute, and ``overwrite`` is False.
     """
-    if kind in _SUBSTITUTES and not overwrite:
-        name, current = kind if isinstance(kind, str) else kind.__name__, _SUBSTITUTES[kind].make.__qualname__
-        raise ValueError(f"{name} already has a substitute, {current}; pass overwrite=True to replace it")
-    _SUBSTITUTES[kind] = _Substitute(make, method, reports_uses)
-    _substitute_of.cache_clear()
-
-
-@functools.cache
-def _substitute_of(kind: type[nn.Module]) -> _Substitute | None:
-    return registered(_SUBSTITUTES, kind)
+    _SUBSTITUTES.add(kind, _Substitute(make, method, reports_uses), overwrite=overwrite)
 
 
 @contextlib.contextmanager
@@ -120,7 +129,7 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Itera
     changed: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            found = _substitute_of(type(module))  # type: ignore[arg-type]
+            found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
             if found is not None and found.method not in vars(module) and module not in but:
                 setattr(module, found.method, found.make(module))
                 changed.append((module, found.method))
@@ -216,7 +225,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 def reports_uses(module: nn.Module) -> bool:
     """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
-    found = _substitute_of(type(module))  # type: ignore[arg-type]
+    found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
     return found is not None and found.reports_uses
 
 
