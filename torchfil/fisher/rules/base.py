@@ -262,6 +262,21 @@ class OuterProductRule(LinearInWeightsRule):
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
 
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, by the layer's own backward pass from weighted δ."""
+        result = {}
+        with torch.no_grad():
+            delta = call.delta * per_example(weight, call.delta)
+            if "weight" in call.parameters:
+                result["weight"] = self.weight_grad(call, delta)
+            if "bias" in call.parameters:
+                result["bias"] = delta.sum(dim=[k for k in range(delta.ndim) if k != self.channels % delta.ndim])
+        return result
+
+    def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
+        """Σ δ_t a_tᵀ over all examples, in the weight's shape."""
+        raise NotImplementedError
+
     def squares_lightly(self, call: Call) -> bool:
         """True in the Gram form: its matrices have T² numbers, fewer than the T·p of a and δ."""
         a, delta = call.input, call.delta

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import autocast_inputs
-from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, per_example, register_rule
+from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of_patches, register_substitute
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
@@ -63,20 +63,13 @@ class ConvolutionRule(OuterProductRule):
         with products_of_patches(call.delta):
             return super().products(call, other)
 
-    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
-        result = {}
-        with torch.no_grad():
-            delta = call.delta * per_example(weight, call.delta)
-            if "weight" in call.parameters:
-                a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
-                zeros, wanted = [0] * len(stride), [False, True, False]
-                result["weight"] = torch.ops.aten.convolution_backward(
-                    delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
-                )[1]
-            if "bias" in call.parameters:
-                result["bias"] = delta.transpose(0, 1).flatten(1).sum(dim=1)
-        return result
+    def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
+        """By the backward pass of the convolution itself."""
+        a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
+        zeros, wanted = [0] * len(stride), [False, True, False]
+        return torch.ops.aten.convolution_backward(
+            delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
+        )[1]
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""

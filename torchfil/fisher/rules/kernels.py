@@ -19,13 +19,8 @@ _LARGEST_BLOCK = 4096
 _ELEMENTWISE_BLOCK = 1024
 
 
-def _row_block(size: int) -> tuple[int, int]:
-    """How much of a row is read at a time, and by how many warps."""
-    block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
-    return block, _warps(block)
-
-
 def _warps(block: int) -> int:
+    """How many warps read a block."""
     return 8 if block >= 2048 else 4 if block >= 512 else 1
 
 
@@ -244,31 +239,29 @@ def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: 
 
     Mean and scale are [batch, groups], weight [channels].
     """
-    batch, channels, positions = x.shape
-    size = channels // groups * positions
-    block, warps = _row_block(size)
     out = torch.empty_like(x)
-    _group_pulled_kernel[(batch * groups,)](
-        gamma, x, mean, scale, x if weight is None else weight, out, size, positions, channels // groups, groups,
-        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    _over_groups(_group_pulled_kernel, (gamma, x, mean, scale), weight, groups, (out,))
     return out
 
 
 def group_pulled_twice(
     gamma: Tensor, w: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
-) -> tuple[Tensor, Tensor]:
+) -> _Tensors:
     """The derivatives of ⟨w, P(γ·weight)⟩ with respect to γ and x, each of x's shape."""
-    batch, channels, positions = x.shape
+    results = torch.empty_like(x), torch.empty_like(x)
+    _over_groups(_group_pulled_twice_kernel, (gamma, w, x, mean, scale), weight, groups, results)
+    return results
+
+
+def _over_groups(kernel: Any, given: tuple[Tensor, ...], weight: Tensor | None, groups: int, results: Any) -> None:
+    """Launch a kernel for each group of channels of each example."""
+    batch, channels, positions = results[0].shape
     size = channels // groups * positions
-    block, warps = _row_block(size)
-    to_gamma, to_x = torch.empty_like(x), torch.empty_like(x)
-    _group_pulled_twice_kernel[(batch * groups,)](
-        gamma, w, x, mean, scale, x if weight is None else weight, to_gamma, to_x,
-        size, positions, channels // groups, groups,
-        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps,
+    block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
+    kernel[(batch * groups,)](
+        *given, given[0] if weight is None else weight, *results, size, positions, channels // groups, groups,
+        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-    return to_gamma, to_x
 
 
 def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,10 +315,9 @@ def attention_pulled_twice(
         keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
     block = triton.next_power_of_2(p.shape[-1])
-    warps = _warps(block)
     _attention_pulled_twice_kernel[(p.numel() // p.shape[-1],)](
         p, dp, c, d, p if keep is None else keep, ds, a, e, p.shape[-1], factor,
-        HAS_MASK=keep is not None, BLOCK=block, num_warps=warps,
+        HAS_MASK=keep is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return ds, a, e
 
