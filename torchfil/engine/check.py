@@ -36,8 +36,7 @@ from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.record import record
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.parameters import ParameterRule
+from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
 from torchfil.utils.tables import aligned
