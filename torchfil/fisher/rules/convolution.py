@@ -246,21 +246,27 @@ def _substitute(module: Any) -> Callable[..., Tensor]:
 
 
 def _pooling_substitute(module: Any) -> Callable[[Tensor], Tensor]:
-    """Average pooling by adding views of adjacent windows: on CPUs up to three times as fast as torch's derivatives."""
+    """Average pooling by adding views, of adjacent windows or on CPUs of windows one apart: up to six times as fast."""
     axes = 1 if isinstance(module, nn.AvgPool1d) else 2 if isinstance(module, nn.AvgPool2d) else 3
     sizes, strides, padding = (
         (value,) * axes if isinstance(value, int) else tuple(value)
         for value in (module.kernel_size, module.stride, module.padding)
     )
-    plain = sizes == strides and not any(padding) and getattr(module, "divisor_override", None) is None
-    served = plain and max(sizes) <= _LARGEST_WINDOW
+    plain = not any(padding) and getattr(module, "divisor_override", None) is None and max(sizes) <= _LARGEST_WINDOW
+    one_apart = plain and set(strides) == {1}
+    adjacent = plain and sizes == strides
 
     def forward(x: Tensor) -> Tensor:
         whole = x.ndim == 2 + axes and not any(n % size for n, size in zip(x.shape[2:], sizes, strict=True))
-        if not served or not whole:
+        overlap = one_apart and x.ndim == 2 + axes and x.device.type == "cpu"
+        if not overlap and not (adjacent and whole):
             return type(module).forward(module, x)
         for axis, size in enumerate(sizes, start=2):
-            first, *others = x.unflatten(axis, (-1, size)).unbind(axis + 1)
+            if overlap:
+                span = x.shape[axis] - size + 1
+                first, *others = (x.narrow(axis, k, span) for k in range(size))
+            else:
+                first, *others = x.unflatten(axis, (-1, size)).unbind(axis + 1)
             x = sum(others, start=first)
         return x / prod(sizes)
 
