@@ -29,9 +29,9 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
-from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.assembly import PrivateTraining, with_views
 from torchfil.engine.distributed.checkpoints import Checkpoints
-from torchfil.engine.distributed.ranks import Ranks, check_ranks
+from torchfil.engine.distributed.ranks import check_ranks
 from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
@@ -44,17 +44,12 @@ from torchfil.engine.options import (
     asked_question,
     check_modes,
     checked_options,
-    example_ids,
     most_in_a_pass,
-    options_known_to,
-    rate_and_batch_size,
     thresholds,
-    warn_without_noise,
     with_rate,
 )
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.saving.build import as_average, build_saved_run
-from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Estimate, Part
@@ -212,7 +207,8 @@ class FILPrivacyEngine(PrivacyEngine):
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
-        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
+        called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
+        mode = check_modes(clipping, grad_sample_mode, module, views=accounting.views is not None, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = checked_options(
@@ -229,43 +225,37 @@ class FILPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        warn_without_noise(noise_multiplier)
+        if noise_multiplier == 0:
+            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
         self._check_model(module, criterion)
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
-            given = {"distributed": distributed, "rand_on_empty": rand_on_empty, "poisson_sampling": True}
-            known = options_known_to(self._prepare_data_loader, given)
-            prepared = self._prepare_data_loader(data_loader, **known)
+            prepared = self._prepare_data_loader(
+                data_loader, distributed=distributed, poisson_sampling=True, rand_on_empty=rand_on_empty
+            )
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids = example_ids(data_loader, id_of)
-        ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
-        accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
-        device, rank = next(module.parameters()).device, None if ranks is None else ranks.rank
         sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
-        noise = noise_source(secure=self.secure_mode, seed=self._noise_seed, device=device, rank=rank, **sources)
-        hooks = {"grad_sample_mode": mode, "wrap_model": wrap_model, "batch_first": batch_first}
-        with_hooks = partial(self._prepare_model, module, loss_reduction=loss_reduction, **hooks)
+        sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
+        hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
+        with_hooks = partial(self._prepare_model, module, **hooks)
         training = PrivateTraining(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
             options,
             criterion,
-            ids,
             id_of,
-            noise,
-            ranks,
-            whole_batch=drawn,
+            partial(noise_source, device=next(module.parameters()).device, **sources),
+            distributed=distributed,
             accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
             with_hooks=with_hooks if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,
             max_grad_norm=limit,
-            expected_batch_size=divisor,
         )
-        self._begin(training, limit, accounted_rate, poisson_sampling=poisson_sampling)
+        self._begin(training, poisson_sampling=poisson_sampling)
         return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
 
     def make_private_with_epsilon(
@@ -429,13 +419,14 @@ class FILPrivacyEngine(PrivacyEngine):
     def _check_unused(self) -> None:
         require(self._made is None, "this engine already accounts for a run; make a new FILPrivacyEngine for another")
 
-    def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
+    def _begin(self, training: PrivateTraining, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
-        logger.info("gradients are clipped to %g by the clip function %r", limit, training.run.options.clip.name)
+        limit, clip = training.optimizer.max_grad_norm, training.run.options.clip.name
+        logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
-            hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
+            hook = self.accountant.get_optimizer_hook_fn(sample_rate=training.sample_rate)
         else:
             logger.info("poisson_sampling=False: no amplification; ε counts the most frequent example's participations")
             hook = self._account_participations
@@ -483,7 +474,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
         """Opacus's hooks on the model, for layers that they have rules for."""
         super().validate(module=module, optimizer=None, data_loader=None)
-        return super()._prepare_model(module, **options_known_to(super()._prepare_model, options))
+        return super()._prepare_model(module, **options)
 
     # ------------------------------------------------------------------ state
 

@@ -13,11 +13,11 @@ import threading
 import warnings
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from opacus import data_loader
+from opacus.data_loader import CollateFnWithEmpty
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import (
@@ -31,29 +31,20 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
-from torch.utils.data import WeightedRandomSampler as _Weighted
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchfil.utils.noise import NoiseSource
-from torchfil.utils.trees import map_tensors
+from torchfil.accounting.quantities import tracked
+from torchfil.private import Private, as_call
+from torchfil.private.batches import named_inputs
+from torchfil.private.choice import private_inputs
+from torchfil.utils.errors import require
+from torchfil.utils.noise import NoiseSource, preserve_rng
+from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = [
-    "BatchTracker",
-    "EmptySecond",
-    "FILDataLoader",
-    "can_remember",
-    "check_sampler",
-    "emptied",
-    "is_target_name",
-    "make_current",
-    "plain",
-    "remembering",
-    "split_batch",
-    "worker_options",
-]
-
+_EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -245,9 +236,7 @@ class NotingDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, note: list[int], *, collates_plainly: bool = False) -> None:
-        self.dataset = dataset
-        self._note = note
-        self._gathers = collates_plainly
+        self.dataset, self._note, self._gathers = dataset, note, collates_plainly
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -289,11 +278,10 @@ class RememberingCollate:
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
         self.collate_fn = collate_fn
-        self._note = note
-        self._token = token
-        self._workers = workers
+        self._note, self._token, self._workers = note, token, workers
 
     def __call__(self, samples: list[Any]) -> Any:
+        """The batch of these examples."""
         at_once = type(samples) is _Gathered
         ids = self._note[:] if at_once else self._note[len(self._note) - len(samples) :]
         self._note.clear()
@@ -301,17 +289,15 @@ class RememberingCollate:
         if can_remember(batch):
             return remembering(batch, ids, self._token)
         if self._workers:
-            raise TypeError(
-                f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a worker "
-                "process; return a list, tuple or dict, or use num_workers=0"
-            )
+            returned = f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a"
+            raise TypeError(f"{returned} worker process; return a list, tuple or dict, or use num_workers=0")
         tracker = _TRACKERS.get(self._token)
         if tracker is not None:
             tracker.take(ids, batch)
         return batch
 
 
-class EmptySecond(getattr(data_loader, "CollateFnWithEmpty", object)):  # type: ignore[misc]
+class EmptySecond(CollateFnWithEmpty):
     """Opacus's collate function for ``batch_first=False``, whose empty batches may also hold labels, [batch]."""
 
     def _make_empty_batch(self, sample: Any) -> Any:
@@ -320,51 +306,39 @@ class EmptySecond(getattr(data_loader, "CollateFnWithEmpty", object)):  # type: 
 
 
 class FILPoissonSampler(UniformWithReplacementSampler):
-    """Opacus's Poisson sampler, which announces the start of each pass over the data.
+    """Opacus's Poisson sampler, which draws from the run's own source and announces the start of each pass.
 
     If gradients are accumulated over k batches, these are the parts of one draw at k times the rate: no example is in
     two of them.
+
+    On several ranks each draws from its part of the data, as in Opacus. Unlike Opacus's sampler, it does not leave out
+    empty batches: ranks with fewer steps would make the others wait forever. Each rank has its own source: if ranks
+    drew the same places, an attacker who saw one example in a batch would know about those at the same place in the
+    other parts.
     """
 
     def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
         self.__dict__.update(vars(sampler))
-        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, sampler.steps // tracker.parts)
+        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, len(sampler) // tracker.parts)
         self._on_start, self._tracker, self._source = on_start, tracker, source
+        self._is_distributed = isinstance(sampler, DistributedUniformWithReplacementSampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As in Opacus: another division of the data between the ranks."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return int(self.steps) * self._tracker.parts
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
+        own = torch.arange(self.num_samples)
+        if self._is_distributed:
+            shuffling = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            n = self.total_size
+            order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
+            own = order[self.rank :: self.num_replicas]
         for _ in range(int(self.steps)):
-            drawn = self._source.uniform(self.num_samples) < self.sample_rate
-            yield from self._tracker.in_parts(drawn.nonzero().view(-1).tolist())
-
-
-class FILRankSampler(DistributedUniformWithReplacementSampler):
-    """The same on each of several ranks, as in Opacus: a rank draws from its part of the data.
-
-    Unlike Opacus's sampler, it does not leave out empty batches: ranks with fewer steps would make the others wait
-    forever. Each rank has its own source: if ranks drew the same places, an attacker who saw one example in a batch
-    would know about those at the same place in the other parts.
-    """
-
-    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
-        self.__dict__.update(vars(sampler))
-        self.sample_rate = tracker.parts * sampler.sample_rate
-        self.num_batches = max(1, sampler.num_batches // tracker.parts)
-        self._on_start, self._tracker, self._source = on_start, tracker, source
-
-    def __len__(self) -> int:
-        return int(self.num_batches) * self._tracker.parts
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._on_start()
-        shuffling = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-        n = self.total_size
-        order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
-        own = order[self.rank :: self.num_replicas]
-        for _ in range(self.num_batches):
             drawn = own[self._source.uniform(len(own)) < self.sample_rate]
             yield from self._tracker.in_parts(drawn.tolist())
 
@@ -404,19 +378,10 @@ class FILDataLoader(DataLoader[Any]):
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
 
         # Both kinds of sampler draw as before, and say when a pass begins.
-        sampler = loader.batch_sampler
-        batch_sampler: Any
-        if isinstance(sampler, UniformWithReplacementSampler):
+        sampler: Any = loader.batch_sampler
+        batch_sampler: Any = FILBatchSampler(sampler, on_start)
+        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
             batch_sampler = FILPoissonSampler(sampler, on_start, tracker, source)
-        elif isinstance(sampler, DistributedUniformWithReplacementSampler):
-            batch_sampler = FILRankSampler(sampler, on_start, tracker, source)
-        elif isinstance(sampler, BatchSampler):
-            batch_sampler = FILBatchSampler(sampler, on_start)
-        else:
-            raise ValueError(
-                f"batch_sampler of type {type(sampler).__name__} is not supported; derive it from "
-                "torch.utils.data.BatchSampler, or use Poisson sampling"
-            )
         self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
         super().__init__(
@@ -429,9 +394,7 @@ class FILDataLoader(DataLoader[Any]):
 
 def _collates_plainly(collate_fn: Any) -> bool:
     """Whether this is torch's default collate function, or Opacus's wrapper of it, which knows an empty batch."""
-    if getattr(collate_fn, "first_batch", None) is not None:
-        collate_fn = collate_fn.wrapped_collator_fn
-    return collate_fn is default_collate
+    return getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -479,38 +442,70 @@ def is_target_name(name: Any) -> bool:
 
 def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     """Raise for loaders whose sampling cannot be accounted for."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        raise ValueError(
-            "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
-            "batch_size=None, has none. Give the DataLoader a batch_size; for an IterableDataset pass "
-            "make_private(poisson_sampling=False, id_of=…), which accounts by the ids in its batches."
-        )
-    if len(loader.dataset) == 0:  # type: ignore[arg-type]
-        raise ValueError("the loader's data set is empty: there is nobody to train on. Were its files found?")
+    dataset: Any = loader.dataset
+    numbered = "the loader must draw batches from a data set with numbered examples. Give the DataLoader a batch_size"
+    stream = f"{numbered}; for an IterableDataset pass make_private(poisson_sampling=False, id_of=…)."
+    require(not isinstance(dataset, IterableDataset) and loader.batch_sampler is not None, stream)
+    require(len(dataset) > 0, "the loader's data set is empty: there is nobody to train on. Were its files found?")
 
     # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     name = type(inner).__name__
-    if not poisson_sampling and getattr(inner, "replacement", False):
-        raise ValueError(
-            f"{name}(replacement=True) can put an example into a batch twice, and its gradient then counts twice under "
-            "one noise draw; use replacement=False or Poisson sampling"
+    twice = f"{name}(replacement=True) can put an example into a batch twice, where its gradient counts twice under"
+    unused = f"the loader's sampler ({name}) is not used: Poisson sampling draws all with the same probability"
+    if not poisson_sampling:
+        repeats = getattr(inner, "replacement", False)
+        require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
+    elif isinstance(inner, SubsetRandomSampler | WeightedRandomSampler):
+        remedy = "Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler"
+        raise ValueError(f"{unused}. {remedy}, or poisson_sampling=False with a sampler without replacement.")
+    elif not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler | None):
+        warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
+    if isinstance(inner, WeightedRandomSampler):
+        often = "examples with larger weights take part more often, and each participation counts, so they leak more"
+        warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
+
+
+def check_reads_alike(
+    loader: DataLoader[Any], track: Collection[str], private: Private | None, batch_to_inputs: Callable[..., Any] | None
+) -> None:
+    """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
+
+    The Fisher information of a step is about the tensor that the model saw. With random flips or crops this is a drawn
+    view, and coordinate j is another pixel in every step, so sums by coordinate would mix pixels. The trace has no
+    coordinates and is kept, as a sum over the views. It reads 16 examples, so a rare random transform can go unnoticed.
+
+    Args:
+        loader: Draws from a data set with numbered examples.
+        track: What is tracked.
+        private: What is private.
+        batch_to_inputs: Maps a batch to (inputs, targets).
+
+    Raises:
+        ValueError: The private part of an example differs between two reads.
+    """
+    dataset: Any = loader.dataset
+    by_coordinate = [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
+    rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
+    if not by_coordinate or not rows:
+        return
+
+    with preserve_rng():
+        first, second = (
+            _private_tensors(split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs), private)
+            for _ in range(2)
         )
-    if poisson_sampling and isinstance(inner, SubsetRandomSampler | _Weighted):
-        raise ValueError(
-            f"the loader has a {name}, but Poisson sampling draws every example of the whole data set with the same "
-            "probability. Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler, or "
-            "poisson_sampling=False with a sampler without replacement (then amplification is 'none')."
-        )
-    if isinstance(inner, _Weighted):
-        warnings.warn(
-            "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
-            "participation counts, so they leak more; ε counts those of the most frequent example.",
-            stacklevel=4,
-        )
-    elif poisson_sampling and not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler | None):
-        warnings.warn(
-            f"the loader's sampler ({name}) is not used: Poisson sampling draws every example of the data set with the "
-            "same probability, independently. Pass poisson_sampling=False to keep the sampler.",
-            stacklevel=4,
-        )
+
+    def same(one: Tensor, two: Tensor) -> bool:
+        return one.shape == two.shape and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    differs = f"track={tuple(by_coordinate)} sums by coordinate, but this data set gives other values each time"
+    remedy = "Track the trace only, move the transform into the model, or name the private: private=Private(inputs=…)"
+    require(len(first) == len(second) and all(map(same, first, second)), f"{differs}. {remedy}")
+
+
+def _private_tensors(batch: tuple[Any, Any], private: Private | None) -> list[Tensor]:
+    """The tensors whose coordinates are summed; a private submodule's output depends on all inputs."""
+    private, named = private or Private(), named_inputs(*as_call(batch[0]))
+    chosen = private_inputs(named, batch[1], private) or list(named)
+    return tensors_of(([named[key].value for key in chosen], batch[1] if private.target else ()))

@@ -379,8 +379,7 @@ class Checkpoints:
         optimizer = self._training.optimizer
         noise = {name: (began, float(getattr(optimizer, name))) for name, began in optimizer.initial_noise.items()}
         return {
-            # Opacus 1.5 has a function in place of the mechanism's name
-            "accountant": {**self._accountant.state_dict(), "mechanism": self._accountant.mechanism()},
+            "accountant": self._accountant.state_dict(),
             "run": self._training.run.state_dict(),
             "generators": [states["generators"] for states in self._states_by_rank()],
             "noise": noise,  # σ and C at first and now
@@ -399,8 +398,7 @@ class Checkpoints:
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         self._training.run.load_state_dict(state_dict["run"])
         self._training.step.guard.forget_last_step()
-        own = {"mechanism": self._accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
-        self._accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
+        self._accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
         self._collected = None
         generators, shuffling = self._own(state_dict["generators"]), self._training.loader.generator
         if shuffling is not None and "loader" in generators:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,6 +47,7 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
             the batch unchanged.
 
     Example:
+        >>> import torch
         >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
         (['a', 'b'], {'x': tensor([0., 0.])})
         >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
@@ -131,12 +131,10 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
         batch = next(batches, None)
         empty = emptied(batch) if empty is None and batch is not None else empty
         told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
-        answers = [int(answer) for answer in ranks.each(torch.tensor([told]))]
+        answers = ranks.objects(told)
         if _GOES_ON not in answers:
             return
         if _NEVER_BEGAN in answers:
-            raise RuntimeError(
-                f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all, so the shape of an empty one "
-                f"is unknown: give each of the {ranks.size} ranks some shards"
-            )
+            empty_rank = f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all"
+            raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
         yield empty if batch is None else batch
