@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor, nn, optim
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.attribution.plis import susceptibility
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import ShardedReplica, is_sharded
-from torchfil.engine.distributed.streams import FILStreamLoader
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader, split_batch
+from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader, FILStreamLoader, split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, Views, example_ids, rate_and_batch_size
@@ -143,23 +143,19 @@ class DatasetPasses:
 
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
         """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""
-        options, limit = self.run.options, float(optimizer.max_grad_norm)
+        options, sigma, limit = self.run.options, float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
+        clipping: dict[str, Any] = {"noise_std": sigma * limit, "max_grad_norm": limit} if private else {}
         parts: dict[Hashable, list[Tensor]] = {}
         for _, gradients in self._batches(rows):
             if private and options.shares is not None:
                 # ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d], if each parameter's gradient is clipped separately
-                mechanism = options.mechanism(float(optimizer.noise_multiplier), limit)
+                mechanism = options.mechanism(sigma, limit)
                 chunks = [jacobian for _, jacobian in PrivateBatch(gradients, mechanism).chunks(options.max_memory, 8)]
                 terms = [2 * part.clipped_norm[:, None] * part.clipped_norm_gradient() for part in chunks]
                 slopes = torch.cat(terms) / mechanism.noise_std**2
             else:
-                slopes = susceptibility(
-                    gradients,
-                    noise_std=float(optimizer.noise_multiplier) * limit if private else None,
-                    max_grad_norm=limit if private else None,
-                    clip=options.clip,
-                    max_memory=options.max_memory,
-                ).gradient
+                found = susceptibility(gradients, clip=options.clip, max_memory=options.max_memory, **clipping)
+                slopes = found.gradient
             for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
         return {key: _joined(pieces) for key, pieces in parts.items()}
@@ -173,7 +169,8 @@ class DatasetPasses:
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each."""
-        return _by_name(self._batch(rows)[0])
+        args, kwargs = as_call(self._batch(rows)[0])
+        return {**dict(enumerate(args)), **kwargs}
 
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
@@ -190,21 +187,11 @@ class DatasetPasses:
             yield part, self.replica.gradients(weighted, loss)
 
 
-def _by_name(inputs: Any) -> dict[Any, Any]:
-    """The inputs of a call by position and by name."""
-    args, kwargs = as_call(inputs)
-    return {**dict(enumerate(args)), **kwargs}
-
-
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """The rows of all pieces, [rows, …], with NaN beyond the positions of shorter texts."""
     if pieces[0].ndim == 1:
         return torch.cat(list(pieces))
-    length = max(piece.shape[1] for piece in pieces)
-    joined = pieces[0].new_full((sum(map(len, pieces)), length, *pieces[0].shape[2:]), float("nan"))
-    for part, piece in zip(joined.split([len(piece) for piece in pieces]), pieces, strict=True):
-        part[:, : piece.shape[1]] = piece
-    return joined
+    return pad_sequence([row for piece in pieces for row in piece], batch_first=True, padding_value=math.nan)
 
 
 class UnfinishedBatchError(RuntimeError, ValueError):
@@ -269,8 +256,8 @@ class PrivateTraining:
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
         self.run = Run(options, loss, ids, self.replica.device, generator, accounted_rate, drawn, ranks)
-        self._dataset: Any = None if stream else prepared.dataset
-        self.passes = DatasetPasses(self.run, self.replica, self._dataset, prepared.collate_fn)
+        dataset: Any = None if stream else prepared.dataset
+        self.passes = DatasetPasses(self.run, self.replica, dataset, prepared.collate_fn)
         executor = Executor(
             self.replica,
             math.ceil(whole_batch / (1 if ranks is None else ranks.size)),
@@ -309,8 +296,8 @@ class PrivateTraining:
         """At the start of a pass over the loader, refuse leftovers of the last one and a changed length of the data."""
         self._tracker.begin_pass()
         self._observer.check_stepped(self.run.history.steps)
-        if self._dataset is not None:
-            before, now = self.run.ids.num_examples, len(self._dataset)
+        if self.passes.dataset is not None:
+            before, now = self.run.ids.num_examples, len(self.passes.dataset)
             changed = f"the data set had {before} examples when make_private was called and has {now} now"
             require(before == now, f"{changed}; the ids would shift. Make a new engine for the new data set.")
         if self.optimizer.inside_logical_batch:

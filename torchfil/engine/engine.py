@@ -17,10 +17,6 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from opacus.utils.module_utils import trainable_modules
-from opacus.validators import ModuleValidator
-from opacus.validators.errors import IllegalModuleConfigurationError
-from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -33,9 +29,8 @@ from torchfil.engine.assembly import PrivateTraining, with_views
 from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import check_ranks
 from torchfil.engine.distributed.shards import without_shards
-from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import check_sampler, split_batch
+from torchfil.engine.loader import check_sampler, is_stream, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import (
     SHORTCUTS,
@@ -67,7 +62,7 @@ from torchfil.planning.calibration import (
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
-from torchfil.utils.errors import require
+from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
 from torchfil.utils.tables import html_table
 
@@ -227,7 +222,9 @@ class FILPrivacyEngine(PrivacyEngine):
         )
         if noise_multiplier == 0:
             warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
-        self._check_model(module, criterion)
+        if criterion is not None:
+            check_unweighted_mean(criterion)
+        self.validate(module=without_shards(module), optimizer=None, data_loader=None)  # layers of the user's classes
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
@@ -442,14 +439,6 @@ class FILPrivacyEngine(PrivacyEngine):
         smallest = min([*(sigma for sigma, *_ in self.accountant.history), optimizer.noise_multiplier])
         self.accountant.history = [(smallest, 1.0, self._training.run.most_participations())]
 
-    def _check_model(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None) -> None:
-        """Raise for models and losses that mix examples."""
-        if criterion is not None:
-            check_unweighted_mean(criterion)
-        module = without_shards(module)  # layers of the classes to look for
-        check_modules(module, allow_dropout=True)
-        self.validate(module=module, optimizer=None, data_loader=None)
-
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> None:
@@ -463,13 +452,9 @@ class FILPrivacyEngine(PrivacyEngine):
         Raises:
             UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
         """
-        in_eval_mode = "the model is in eval mode; call model.train() before make_private"
-        errors = [] if module.training else [IllegalModuleConfigurationError(in_eval_mode)]
-        for _, part in trainable_modules(module):
-            if type(part) in ModuleValidator.VALIDATORS and not isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-                errors += ModuleValidator.VALIDATORS[type(part)](part)
-        if errors:
-            raise OpacusUnsupportedModuleError(errors)
+        if not module.training:
+            raise UnsupportedModuleError("the model is in eval mode; call model.train() before make_private")
+        check_modules(module, allow_dropout=True)
 
     def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
         """Opacus's hooks on the model, for layers that they have rules for."""
@@ -549,8 +534,7 @@ class FILPrivacyEngine(PrivacyEngine):
             The rest of the checkpoint, with what ``checkpoint_dict`` held.
 
         Raises:
-            ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
-                changed.
+            ValueError: The run was made with other data, ids, clip function or sampling; nothing was changed.
             RuntimeError: The weights do not fit the module; nothing was changed.
             CheckpointError: The file is damaged or truncated; nothing was changed.
         """

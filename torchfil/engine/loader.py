@@ -4,39 +4,39 @@ The ids travel with the batch. The data set notes which examples were fetched; t
 process, takes that note and returns the batch as an object of the same kind and content that remembers its ids, even if
 it comes from a worker. When the training loop reads the batch, it becomes the current one. Skipped batches, workers,
 and ``BatchMemoryManager`` (which rebuilds the loader from its parts) therefore cannot shift ids.
+
+Streams are data sets without a length or random access, whose examples carry their ids in the batch. Their
+batches are not drawn at random: the order of the examples determines which step uses them, and an
+attacker may know it. So subsampling gets no credit (κ = 1), and a step counts for the examples that it used. The DP
+accountant counts as many releases with q = 1 as the most frequent example has participations, under the smallest noise
+of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); if other
+examples moved up to its place instead, every later batch would change.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import warnings
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.data_loader import CollateFnWithEmpty
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from torchfil.accounting.ids import plain_key
 from torchfil.accounting.quantities import tracked
+from torchfil.engine.distributed.ranks import Ranks
 from torchfil.private import Private, as_call
 from torchfil.private.batches import named_inputs
 from torchfil.private.choice import private_inputs
@@ -44,6 +44,9 @@ from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
+IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
+
+_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
 _EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
@@ -208,16 +211,6 @@ def make_current(tree: Any) -> None:
             make_current(part)
 
 
-def emptied(batch: Any) -> Any:
-    """An empty batch of the same kind, for the same tracker.
-
-    Example:
-        >>> emptied(remembering([torch.ones(2, 3)], [4, 7], token=-1))
-        [tensor([], size=(0, 3))]
-    """
-    return remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
-
-
 # ---------------------------------------------------------------------- fetching
 
 
@@ -273,28 +266,23 @@ def _gathered(dataset: Any, indices: Sequence[int]) -> _Gathered | None:
     return _Gathered(part[rows.to(part.device, non_blocking=True)] for part in dataset.tensors)
 
 
-class RememberingCollate:
-    """Collates as before and returns a batch that remembers its ids."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
-        self.collate_fn = collate_fn
-        self._note, self._token, self._workers = note, token, workers
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """The batch of these examples."""
-        at_once = type(samples) is _Gathered
-        ids = self._note[:] if at_once else self._note[len(self._note) - len(samples) :]
-        self._note.clear()
-        batch = list(samples) if at_once else self.collate_fn(samples)
-        if can_remember(batch):
-            return remembering(batch, ids, self._token)
-        if self._workers:
-            returned = f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a"
-            raise TypeError(f"{returned} worker process; return a list, tuple or dict, or use num_workers=0")
-        tracker = _TRACKERS.get(self._token)
-        if tracker is not None:
-            tracker.take(ids, batch)
-        return batch
+def _collate_noted(
+    collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool, samples: list[Any]
+) -> Any:
+    """Collate as before, to a batch that remembers its ids."""
+    at_once = type(samples) is _Gathered
+    ids = note[:] if at_once else note[len(note) - len(samples) :]
+    note.clear()
+    batch = list(samples) if at_once else collate_fn(samples)
+    if can_remember(batch):
+        return remembering(batch, ids, token)
+    if workers:
+        returned = f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a"
+        raise TypeError(f"{returned} worker process; return a list, tuple or dict, or use num_workers=0")
+    tracker = _TRACKERS.get(token)
+    if tracker is not None:
+        tracker.take(ids, batch)
+    return batch
 
 
 class EmptySecond(CollateFnWithEmpty):
@@ -387,7 +375,7 @@ class FILDataLoader(DataLoader[Any]):
         super().__init__(
             dataset=NotingDataset(loader.dataset, note, collates_plainly=_collates_plainly(loader.collate_fn)),
             batch_sampler=batch_sampler,
-            collate_fn=RememberingCollate(loader.collate_fn, note, tracker.token, loader.num_workers > 0),
+            collate_fn=partial(_collate_noted, loader.collate_fn, note, tracker.token, loader.num_workers > 0),
             **worker_options(loader),
         )
 
@@ -406,6 +394,124 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     return {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's examples cannot be numbered, because they simply arrive.
+
+    Example:
+        >>> is_stream(DataLoader([1, 2, 3]))
+        False
+    """
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
+    """The ids of a batch, and the batch without them.
+
+    Args:
+        batch: A dict, tuple or list of parts [batch, …]; of any kind if ``id_of`` is a function.
+        id_of: The name or position of the part that holds the ids; or a function from a batch to its ids, which leaves
+            the batch unchanged.
+
+    Example:
+        >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
+        (['a', 'b'], {'x': tensor([0., 0.])})
+        >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
+        ([7, 9], (tensor([0., 0.]),))
+    """
+    found: Any
+    if callable(id_of):
+        found, rest = id_of(batch), batch
+    elif isinstance(batch, dict | UserDict) and id_of in batch:
+        rest = copy.copy(batch)
+        found = rest.pop(id_of)
+    elif type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
+        parts = list(batch)
+        found, rest = parts.pop(id_of), type(batch)(parts)
+    else:
+        names = f" with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else ""
+        where = "give the name or place of the ids, or a function from a batch to its ids"
+        raise ValueError(f"id_of={id_of!r} is not in a batch of type {type(batch).__name__}{names}: {where}")
+
+    listed = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
+    keys = [plain_key(key) for key in listed] if isinstance(listed, Sequence) else [listed]
+    unusable = [key for key in keys if not isinstance(key, Hashable) or isinstance(key, Tensor)]
+    if unusable or isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise TypeError(f"{found!r} cannot be the examples' ids; give a list with one number or string for each")
+    return keys, rest
+
+
+def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
+    """Collate as before, to a batch that remembers its ids, without the part that held them."""
+    ids, batch = ids_of_batch(collate_fn(samples), id_of)
+    if not can_remember(batch):
+        kind = type(batch).__name__
+        raise TypeError(f"the collate function returns {kind}, which cannot carry ids; return a list, tuple or dict")
+    return remembering(batch, ids, token)
+
+
+class FILStreamLoader(DataLoader[Any]):
+    """A loader of a stream, unchanged except that its batches remember their ids.
+
+    On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a
+    rank whose stream has ended gets empty ones.
+
+    Args:
+        loader: The user's loader.
+        tracker: Notes the current batch.
+        on_start: Called at the start of each pass, in the main process.
+        id_of: Where to find the ids in a batch.
+        ranks: The processes that train together; None: a single one.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        tracker: BatchTracker,
+        on_start: Callable[[], None],
+        id_of: IdOf,
+        ranks: Ranks | None,
+    ) -> None:
+        self.plain_dataset: Any = loader.dataset
+        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        self.sample_rate: float | None = None
+        self._on_start, self._ranks = on_start, ranks
+        super().__init__(
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=partial(_collate_with_ids, loader.collate_fn, id_of, tracker.token),
+            **worker_options(loader),
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._on_start()
+        batches = super().__iter__()
+        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks)
+
+
+def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
+    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each)."""
+    empty: Any = None
+    while True:
+        batch = next(batches, None)
+        if empty is None and batch is not None:
+            empty = remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
+        told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
+        answers = ranks.objects(told)
+        if _GOES_ON not in answers:
+            return
+        if _NEVER_BEGAN in answers:
+            empty_rank = f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all"
+            raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
+        yield empty if batch is None else batch
+
+
+# ---------------------------------------------------------------------- what batches hold, and how they are drawn
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
@@ -456,12 +562,12 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     if not poisson_sampling:
         repeats = getattr(inner, "replacement", False)
         require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
-    elif isinstance(inner, SubsetRandomSampler | WeightedRandomSampler):
+    elif isinstance(inner, data.SubsetRandomSampler | data.WeightedRandomSampler):
         remedy = "Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler"
         raise ValueError(f"{unused}. {remedy}, or poisson_sampling=False with a sampler without replacement.")
-    elif not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler | None):
+    elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
-    if isinstance(inner, WeightedRandomSampler):
+    if isinstance(inner, data.WeightedRandomSampler):
         often = "examples with larger weights take part more often, and each participation counts, so they leak more"
         warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
 

@@ -27,9 +27,8 @@ from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded
-from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import is_in_training
-from torchfil.engine.loader import check_reads_alike, check_sampler
+from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY

@@ -368,7 +368,6 @@ class Checkpoints:
     def __init__(self, training: PrivateTraining, accountant: IAccountant) -> None:
         self._training, self._accountant = training, accountant
         self._ranks = training.run.ranks
-        self._optimizer_name = type(training.optimizer.original_optimizer).__name__
         self._collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
         self._saving: Future[None] | None = None  # a checkpoint that is still being written
 
@@ -485,7 +484,7 @@ class Checkpoints:
                 checkpoint[name + _SAVED] = part.state_dict()
         if options:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
-        state = {**self.state_dict(), "optimizer": self._optimizer_name}
+        state = self.state_dict()
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
         if is_folder(path):
             self._wait_for_saving()
@@ -513,9 +512,6 @@ class Checkpoints:
         accounted = f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint"
         require(_STATE in checkpoint, accounted)
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
-        name, other = self._optimizer_name, state["optimizer"]
-        remedy = f"the checkpoint is from {other}, whose state {name} cannot continue; build the same optimizer"
-        require(parts["optimizer"] is None or name == other, f"{remedy}. Nothing was loaded.")
 
         # If one part cannot be loaded, the others are restored.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]

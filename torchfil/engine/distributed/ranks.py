@@ -180,7 +180,10 @@ class Ranks:
 
     def joined(self, value: Tensor) -> Tensor:
         """The rows of all ranks' tensors, whose numbers of rows may differ."""
-        return torch.cat(self.objects(value.cpu().clone()))
+        lengths = self.objects(len(value))
+        padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
+        padded[: len(value)] = value.cpu()
+        return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
     @cached_property
     def saving_group(self) -> dist.ProcessGroup:

@@ -23,8 +23,7 @@ from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
 from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, read_spread
-from torchfil.engine.saving.shown import exposed_words, pixels_of_coordinates, thumbnails
+from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
