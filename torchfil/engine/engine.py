@@ -397,21 +397,14 @@ class FILPrivacyEngine(PrivacyEngine):
         """The target given to :meth:`make_private_with_bound`."""
         return self.pilot.target
 
-    def check_bound(self, target: LeakageTarget | None = None, *, merged: bool = False) -> TargetCheck:
+    def check_bound(self, target: LeakageTarget | None = None) -> TargetCheck:
         """Whether the run so far meets its target, with the numbers; print it.
 
         Args:
             target: None: the target of :meth:`make_private_with_bound`. Pass it if the run was made by
                 :meth:`make_private`, for example to resume from a checkpoint.
-            merged: Whether to average with the pilots that had the same σ: independent repetitions, which make errors
-                smaller. They were chosen because they met the target, so their mean is a little too good. For whole
-                runs only.
         """
-        repetitions = self.pilot.repetitions if merged else []
-        steps = [leakage.ledger.steps for leakage in (self.totals, *repetitions)]
-        whole = f"merged=True averages whole runs: this one has taken {steps[0]} steps, its pilots {max(steps)}"
-        require(len(set(steps)) == 1, f"{whole}; train to the end, or leave merged out")
-        return (target or self.bound_target).check(self.totals, *repetitions)
+        return (target or self.bound_target).check(self.totals)
 
     def _check_unused(self) -> None:
         require(self._made is None, "this engine already accounts for a run; make a new FILPrivacyEngine for another")

@@ -57,9 +57,12 @@ class FILOptimizer(DPOptimizer):
         **settings: Any,
     ) -> None:
         super().__init__(optimizer, **settings)
-        self.clip, self.noise, self._ranks, self._step = clip, noise, ranks, step
-        self._names, self._shares = names, shares
+        self.clip = clip
+        self.noise = noise
+        self._ranks = ranks
         self.initial_noise = self._noise_now()
+        self._step = step
+        self._names, self._shares = names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
         self._backward_passes = 1
 

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
 _CHANGES_OF_INTEGERS = 8  # changes that rebuild a recorded pass; an attribute that changes more often is a counter
-_PLAIN = frozenset((int, float, bool, str, type(None)))
-_FUNCTIONS = (FunctionType, partial)
+_PLAIN = (int, float, bool, str, type(None))
+_PLAIN_OR_FUNCTION = frozenset((*_PLAIN, FunctionType, partial))
 
 
 class Replica:
@@ -283,11 +283,11 @@ class Replica:
         """Raise if a child or a parameter was replaced, and note added or removed hooks."""
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
-                old = f"{name} was replaced after make_private, and optimizer and accounting know only the old one"
-                raise RuntimeError(f"{old}: change the model before make_private, or make a new engine and optimizer")
-        num_hooks = 0
-        for live, _ in self._pairs:
-            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
+                raise RuntimeError(
+                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
+                    "one: change the model before make_private, or make a new engine and optimizer"
+                )
+        num_hooks = sum([len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs])
         self.opaque_changes += self._num_hooks not in (None, num_hooks)
         self._num_hooks = num_hooks
 
@@ -363,15 +363,16 @@ def is_plain(value: Any) -> bool:
 
 def _plain_attributes(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> list[dict[str, Any]]:
     """The plain attributes of each live module, by name; whether a model has hooks of its own is not one."""
-    found: list[dict[str, Any]] = []
-    for live, _ in pairs:
-        found.append({})
-        for name, value in live.__dict__.items():
-            kind = type(value)
-            if kind in _PLAIN or (kind in _FUNCTIONS and is_plain(value)):
-                found[-1][name] = value
-        found[-1].pop(HOOKS_INSTALLED, None)
-    return found
+    return [
+        {
+            name: value
+            for name, value in live.__dict__.items()
+            if (kind := type(value)) in _PLAIN_OR_FUNCTION
+            and name != HOOKS_INSTALLED
+            and (kind in _PLAIN or is_plain(value))
+        }
+        for live, _ in pairs
+    ]
 
 
 # ---------------------------------------------------------------------- Opacus's recurrent layers
