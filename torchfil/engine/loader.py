@@ -44,6 +44,8 @@ from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
+__all__ = ["FILDataLoader", "FILStreamLoader", "check_sampler", "is_target_name", "split_batch"]
+
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
 _ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
