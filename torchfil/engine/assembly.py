@@ -262,13 +262,9 @@ class PrivateTraining:
         self.run = Run(options, loss, ids, self.replica.device, generator, accounted_rate, drawn, ranks)
         dataset: Any = None if stream else prepared.dataset
         self.passes = DatasetPasses(self.run, self.replica, dataset, prepared.collate_fn)
-        executor = Executor(
-            self.replica,
-            math.ceil(whole_batch / (1 if ranks is None else ranks.size)),
-            options.max_memory,
-            cuda_graphs=accounting.execution.cuda_graphs and not sharded,  # they keep the weights' addresses
-            recorded=options.shares is None,
-        )
+        graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses
+        size, recorded = math.ceil(whole_batch / (1 if ranks is None else ranks.size)), options.shares is None
+        executor = Executor(self.replica, size, options.max_memory, cuda_graphs=graphs, recorded=recorded)
         guard = Guard(self.replica, options, self._tracker)
         self.step = Step(self.run, self.replica, executor, guard, self._observer, self.passes.refresh_norms)
 
@@ -290,11 +286,8 @@ class PrivateTraining:
                 prepared.collate_fn.__class__ = EmptySecond
             with preserve_rng():
                 prepared.collate_fn([prepared.dataset[0]])
-        self.loader: FILDataLoader | FILStreamLoader
-        if stream:
-            self.loader = FILStreamLoader(prepared, self._tracker, self._begin_pass, id_of, ranks)
-        else:
-            self.loader = FILDataLoader(prepared, self._tracker, self._begin_pass, noise)
+        watched = (prepared, self._tracker, self._begin_pass)
+        self.loader = FILStreamLoader(*watched, id_of, ranks) if stream else FILDataLoader(*watched, noise)
 
     def _begin_pass(self) -> None:
         """At the start of a pass over the loader, refuse leftovers of the last one and a changed length of the data."""

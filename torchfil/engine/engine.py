@@ -30,35 +30,16 @@ from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import check_ranks
 from torchfil.engine.distributed.shards import without_shards
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import check_sampler, is_stream, split_batch
+from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import (
-    SHORTCUTS,
-    Accounting,
-    BatchToInputs,
-    asked_question,
-    check_modes,
-    checked_options,
-    most_in_a_pass,
-    thresholds,
-    with_rate,
-)
+from torchfil.engine.options import SHORTCUTS, Accounting, check_modes, checked_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
-from torchfil.planning.calibration import (
-    LeakageTarget,
-    NoiseChoice,
-    NoiseSearch,
-    Pilots,
-    TargetCheck,
-    Train,
-    choose_noise,
-    warn_when_missed,
-)
+from torchfil.planning import calibration
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
@@ -112,7 +93,7 @@ class FILPrivacyEngine(PrivacyEngine):
             super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
         self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
-        self._choice: NoiseChoice | None = None
+        self._choice: calibration.NoiseChoice | None = None
 
     @property
     def _training(self) -> PrivateTraining:
@@ -140,7 +121,7 @@ class FILPrivacyEngine(PrivacyEngine):
         clip: str | ClipFunction | None = None,
         private: Private | None = None,
         id_of: Callable[[Any], Any] | Sequence[Hashable] | int | None = None,
-        batch_to_inputs: BatchToInputs | None = None,
+        batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None = None,
         accounting: Accounting | None = None,
         **shortcuts: Any,
     ) -> tuple[Any, ...]:
@@ -319,7 +300,7 @@ class FILPrivacyEngine(PrivacyEngine):
         margin: float = 0.25,
         grid: float = 2**0.25,
         max_noise_multiplier: float = 64.0,
-        train: Train | None = None,
+        train: calibration.Train | None = None,
         progress: bool = False,
         accounting: Accounting | None = None,
         **options: Any,
@@ -365,18 +346,24 @@ class FILPrivacyEngine(PrivacyEngine):
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         accounting = replace(accounting, epochs=accounting.epochs or epochs)
-        asked = asked_question(question, target_true_positive_rate, accounting)
-        about = (target_true_positive_rate, asked, at_false_positive_rate)
-        target = LeakageTarget(target_mse_bound, *about, confidence, of)
-        search = NoiseSearch(margin, grid, max_noise_multiplier)
+        asked = list(accounting.questions)
+        if target_true_positive_rate is None:
+            question = None
+        else:
+            question = asked[0] if question is None and len(asked) == 1 else question
+            require(question in asked, f"question={question!r} must be one of questions=, which are {asked or 'none'}")
+        about = (target_true_positive_rate, question, at_false_positive_rate)
+        target = calibration.LeakageTarget(target_mse_bound, *about, confidence, of)
+        search = calibration.NoiseSearch(margin, grid, max_noise_multiplier)
         copied = (module, optimizer, data_loader)
-        pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
-        choice = choose_noise(pilots, target, search)
+        pilots = calibration.Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
+        choice = calibration.choose_noise(pilots, target, search)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
         )
         self._choice = choice
-        warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
+        every = max(1, len(data_loader) // 4)
+        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=every)
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
@@ -386,18 +373,18 @@ class FILPrivacyEngine(PrivacyEngine):
         return FILPrivacyEngine(secure_mode=self.secure_mode, noise_seed=seed)
 
     @property
-    def pilot(self) -> NoiseChoice:
+    def pilot(self) -> calibration.NoiseChoice:
         """The noise that :meth:`make_private_with_bound` chose, and its pilots; print it."""
         if self._choice is None:
             raise RuntimeError("no noise was chosen by pilots: this run was not made by make_private_with_bound")
         return self._choice
 
     @property
-    def bound_target(self) -> LeakageTarget:
+    def bound_target(self) -> calibration.LeakageTarget:
         """The target given to :meth:`make_private_with_bound`."""
         return self.pilot.target
 
-    def check_bound(self, target: LeakageTarget | None = None) -> TargetCheck:
+    def check_bound(self, target: calibration.LeakageTarget | None = None) -> calibration.TargetCheck:
         """Whether the run so far meets its target, with the numbers; print it.
 
         Args:
@@ -527,7 +514,8 @@ class FILPrivacyEngine(PrivacyEngine):
             The rest of the checkpoint, with what ``checkpoint_dict`` held.
 
         Raises:
-            ValueError: The run was made with other data, ids, clip function or sampling; nothing was changed.
+            ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
+                changed.
             RuntimeError: The weights do not fit the module; nothing was changed.
             CheckpointError: The file is damaged or truncated; nothing was changed.
         """

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import threading
 import warnings
 import weakref
@@ -572,6 +573,14 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     if isinstance(inner, data.WeightedRandomSampler):
         often = "examples with larger weights take part more often, and each participation counts, so they leak more"
         warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
+
+
+def most_in_a_pass(loader: DataLoader[Any]) -> int:
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if is_stream(loader) or sampler is None:
+        return 1
+    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def check_reads_alike(

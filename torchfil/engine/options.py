@@ -507,21 +507,3 @@ def rate_and_batch_size(
         rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
         drawn = max(1, int(ids.num_examples * rate))
     return rate, drawn, (divisor or drawn) / num_ranks
-
-
-def most_in_a_pass(loader: DataLoader[Any]) -> int:
-    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if is_stream(loader) or sampler is None:
-        return 1
-    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
-
-
-def asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
-    """The question that a target is about; the only one if none is named. None: there is no such target."""
-    asked = list(accounting.questions)
-    if rate is None:
-        return None
-    question = asked[0] if question is None and len(asked) == 1 else question
-    require(question in asked, f"question={question!r} must be one of questions=, which are {asked or 'none'}")
-    return question

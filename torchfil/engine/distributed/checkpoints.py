@@ -8,8 +8,8 @@ A folder is written by ``torch.distributed.checkpoint``: every rank writes and r
 ``latest`` names a subfolder with a complete checkpoint. A new checkpoint is written next to it; when all ranks are
 done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the last complete checkpoint
 therefore remains, and the next write removes the unfinished one. Tensors are stored under their own names, which are
-their keys as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``. Everything else, and
-small tensors, form one more tensor of bytes. Each file ends with its SHA-256.
+their keys as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``. Everything else
+forms one more tensor of bytes. Each file ends with its SHA-256.
 
 Reading cannot run code: tensors and plain values are loaded with ``weights_only=True``, and of a folder's metadata only
 the classes of metadata are unpickled.
@@ -60,8 +60,7 @@ logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
-_REST = "rest"  # the tensor with everything that is small
-_SMALL = 4096  # bytes
+_REST = "rest"  # the tensor with everything else
 _PART = "tensor by the name of"  # marks a tensor in the rest
 _NO_GROUP = "torch.distributed is disabled"  # torch's warning in a single process
 _METADATA_CLASSES = {  # what a folder's metadata may contain, by module
@@ -180,8 +179,6 @@ def write_folder(
     def taken_out(place: Any, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not isinstance(leaf, DTensor) and leaf.nbytes <= _SMALL:
-            return leaf.detach().clone()
         key = pytree.keystr(place)
         if is_first or isinstance(leaf, DTensor):
             tensors[key] = leaf.detach()
@@ -368,6 +365,7 @@ class Checkpoints:
     def __init__(self, training: PrivateTraining, accountant: IAccountant) -> None:
         self._training, self._accountant = training, accountant
         self._ranks = training.run.ranks
+        self._optimizer_name = type(training.optimizer.original_optimizer).__name__
         self._collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
         self._saving: Future[None] | None = None  # a checkpoint that is still being written
 
@@ -484,7 +482,7 @@ class Checkpoints:
                 checkpoint[name + _SAVED] = part.state_dict()
         if options:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
-        state = self.state_dict()
+        state = {**self.state_dict(), "optimizer": self._optimizer_name}
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
         if is_folder(path):
             self._wait_for_saving()
@@ -512,6 +510,9 @@ class Checkpoints:
         accounted = f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint"
         require(_STATE in checkpoint, accounted)
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
+        name, other = self._optimizer_name, state["optimizer"]
+        remedy = f"the checkpoint is from {other}, whose state {name} cannot continue; build the same optimizer"
+        require(parts["optimizer"] is None or name == other, f"{remedy}. Nothing was loaded.")
 
         # If one part cannot be loaded, the others are restored.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.private import Examples
-from torchfil.report.saved_run import Pictures, Spread, Texts
+from torchfil.report.saved_run import Pictures, Spread, Texts, Yardsticks
 from torchfil.report.yardsticks import counted_spread
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
@@ -109,23 +108,11 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-@dataclass(frozen=True, eq=False)
-class DataSpread:
-    """Mean, deviation and range of the private coordinates.
+def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> Yardsticks | None:
+    """The spread of the run's data, each coordinate an attribute; None for streams, and if none has a fixed value.
 
-    Attributes:
-        examples: How many examples were read.
-        inputs: Over all coordinates, each weighted by how many examples have it: mean, root mean variance, range.
-        coordinates: The spread of each coordinate, [d]; NaN if unknown, as for submodules' outputs.
-    """
-
-    examples: int
-    inputs: Spread
-    coordinates: Spread
-
-
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> DataSpread | None:
-    """The spread of the run's data; None for streams, and if no private coordinate has a fixed value.
+    That of the inputs is over all coordinates, each weighted by how many examples have it: mean, root mean variance,
+    range.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -157,7 +144,7 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
     weight = counts[known] / counts.sum()
     mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
     inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    return DataSpread(len(rows), Spread(*map(np.asarray, inputs)), each)
+    return Yardsticks(len(rows), Spread(*map(np.asarray, inputs)), each, {})
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
