@@ -47,6 +47,7 @@ from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["FILDataLoader", "FILStreamLoader", "check_sampler", "is_target_name", "split_batch"]
 
+OnStart = Callable[[], None]  # called when a pass over the data begins
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
 _ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
@@ -308,7 +309,7 @@ class FILPoissonSampler(UniformWithReplacementSampler):
     other parts.
     """
 
-    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
+    def __init__(self, sampler: Any, on_start: OnStart, tracker: BatchTracker, source: NoiseSource) -> None:
         self.__dict__.update(vars(sampler))
         self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, len(sampler) // tracker.parts)
         self._on_start, self._tracker, self._source = on_start, tracker, source
@@ -337,7 +338,7 @@ class FILPoissonSampler(UniformWithReplacementSampler):
 class FILBatchSampler(BatchSampler):
     """An ordinary batch sampler, which announces the start of each pass over the data."""
 
-    def __init__(self, sampler: BatchSampler, on_start: Callable[[], None]) -> None:
+    def __init__(self, sampler: BatchSampler, on_start: OnStart) -> None:
         for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
             setattr(self, name, getattr(sampler, name, None))
         self._batches = sampler
@@ -361,9 +362,7 @@ class FILDataLoader(DataLoader[Any]):
         source: Makes the Poisson draws.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: Callable[[], None], source: NoiseSource
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
@@ -375,17 +374,14 @@ class FILDataLoader(DataLoader[Any]):
             batch_sampler = FILPoissonSampler(sampler, on_start, tracker, source)
         self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
+        collate_fn: Any = loader.collate_fn  # perhaps in Opacus's wrapper, which knows an empty batch
+        plainly = getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
         super().__init__(
-            dataset=NotingDataset(loader.dataset, note, collates_plainly=_collates_plainly(loader.collate_fn)),
+            dataset=NotingDataset(loader.dataset, note, collates_plainly=plainly),
             batch_sampler=batch_sampler,
-            collate_fn=partial(_collate_noted, loader.collate_fn, note, tracker.token, loader.num_workers > 0),
+            collate_fn=partial(_collate_noted, collate_fn, note, tracker.token, loader.num_workers > 0),
             **worker_options(loader),
         )
-
-
-def _collates_plainly(collate_fn: Any) -> bool:
-    """Whether this is torch's default collate function, or Opacus's wrapper of it, which knows an empty batch."""
-    return getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -472,12 +468,7 @@ class FILStreamLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        tracker: BatchTracker,
-        on_start: Callable[[], None],
-        id_of: IdOf,
-        ranks: Ranks | None,
+        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, id_of: IdOf, ranks: Ranks | None
     ) -> None:
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn

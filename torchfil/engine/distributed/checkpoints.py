@@ -262,7 +262,7 @@ def read_folder(
         OSError: A file cannot be read.
         CheckpointError: There is no complete checkpoint, or it was changed after it was written.
     """
-    tree: dict[str, Any] = {}
+    tree: Any = None
     problem: BaseException | None = None
     try:
         tree = _read(Path(path), like)
