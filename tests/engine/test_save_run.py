@@ -20,8 +20,7 @@ from torchfil import FILPrivacyEngine
 from torchfil.accounting.ledger import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult
 from torchfil.engine.reading import epsilon_over_time
-from torchfil.engine.saving.data import data_sha256
-from torchfil.engine.saving.shown import as_image
+from torchfil.engine.saving.data import as_image, data_sha256
 from torchfil.report import load
 
 DELTA = 1e-5

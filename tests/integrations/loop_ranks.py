@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.distributed.rank_runs import replaying
 from torchfil import Accounting, FILPrivacyEngine, Private
-from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler, FILRankSampler
+from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler
 from torchfil.integrations.huggingface import FILTrainer
 from torchfil.integrations.lightning import FILCallback
 
@@ -80,7 +80,7 @@ def noting_draws() -> Iterator[list[list[int]]]:
     """Gives a list in which the examples of every batch of this process are noted."""
     draws: list[list[int]] = []
     patches = []
-    for kind in (FILRankSampler, FILBatchSampler, FILPoissonSampler):
+    for kind in (FILBatchSampler, FILPoissonSampler):
 
         def note(sampler: Any, plain: Callable[[Any], Iterator[list[int]]] = kind.__iter__) -> Iterator[list[int]]:
             for drawn in plain(sampler):
@@ -88,7 +88,7 @@ def noting_draws() -> Iterator[list[list[int]]]:
                 yield drawn
 
         patches.append(mock.patch.object(kind, "__iter__", note))
-    with patches[0], patches[1], patches[2]:
+    with patches[0], patches[1]:
         yield draws
 
 

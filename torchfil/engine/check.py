@@ -131,11 +131,8 @@ class ModelCheck:
     def __str__(self) -> str:
         """The table, followed by what to change."""
         lines = [f"{self.model}, batch of {self.batch_size}: {_VERDICTS[self.verdict]}"]
-        facts = {
-            "why": self.reason,
-            "loss": self.loss,
-            "private": self.private and f"{self.private}; d = {self.num_coordinates:,}",
-        }
+        private = self.private and f"{self.private}; d = {self.num_coordinates:,}"
+        facts = {"why": self.reason, "loss": self.loss, "private": private}
         lines += [f"{name + ':':<10}{text}" for name, text in facts.items() if text]
         if self.layers:
             rows = [(each.name, each.kind, str(each.count), f"{each.parameters:,}", each.rule) for each in self.layers]

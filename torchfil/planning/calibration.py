@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
-from torchfil.fisher.results import Estimate, Part
+from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
@@ -110,26 +110,21 @@ class LeakageTarget:
         assert self.true_positive_rate is not None
         return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
 
-    def check(self, *runs: Leakage) -> TargetCheck:
-        """Whether a run met the target; for several independent runs with the same noise, whether their mean did.
-
-        Examples that no run has measured do not count: nothing is known about them.
-        """
-        measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
+    def check(self, run: Leakage) -> TargetCheck:
+        """Whether a run met the target; examples that were not measured do not count: nothing is known about them."""
+        measured = run.was_measured()
         level = 2 * self.confidence - 1  # the confidence of an interval one end of which has this confidence
         bound, divergence = None, None
         if self.mse_bound is not None:
-            trace = mean_of_runs([run.get_trace() for run in runs])
-            inverse = trace.raised(-1.0, runs[0].get_num_coordinates())
+            inverse = run.get_trace().raised(-1.0, run.get_num_coordinates())
             low = inverse.interval(level, self.of)[0]
             bound = _worst(torch.Tensor.min, inverse.value, low, measured, no_leakage=math.inf)
         if self.true_positive_rate is not None:
             assert self.question is not None
-            answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
+            answers = run.get_guess(self.question).divergence
             high = answers.interval(level, self.of)[1]
             divergence = _worst(torch.Tensor.max, answers.value, high, measured, no_leakage=0.0)
-        steps = runs[0].ledger.steps
-        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
+        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
         """Whether the estimates so far are worse than the target: leakage cannot be undone. Cheap to call often."""
@@ -151,7 +146,6 @@ class TargetCheck:
         divergence: The largest estimate of D over examples and answers, and the end above it; None: not wanted.
         num_measured: How many examples were measured.
         num_examples: The number of examples.
-        num_runs: The number of independent runs that were averaged.
         num_steps: The number of steps; more steps leak more.
     """
 
@@ -160,7 +154,6 @@ class TargetCheck:
     divergence: tuple[float, float] | None
     num_measured: int
     num_examples: int
-    num_runs: int = 1
     num_steps: int = 0
 
     @property
@@ -209,7 +202,6 @@ class TargetCheck:
 
     def __str__(self) -> str:
         verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
-        runs = "" if self.num_runs == 1 else f", the mean of {self.num_runs} runs"
         unknown = f"{self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
         remarks = {
             unknown: self.num_measured < self.num_examples,
@@ -219,50 +211,10 @@ class TargetCheck:
         }
         lines = [
             f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
-            f"  {self.measured}, over {self.num_measured} examples{runs}",
+            f"  {self.measured}, over {self.num_measured} examples",
             *(f"  {remark}" for remark, holds in remarks.items() if holds),
         ]
         return "\n".join(lines)
-
-
-def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates of one positive quantity, [ids, …] each, with errors from each run's own.
-
-    Unlike an average whose error is the spread between runs (:meth:`Leakage.average`), it needs only two runs. If a run
-    does not know its error (an example was hardly ever drawn), the largest error of the others is used.
-
-    Example:
-        >>> one = Estimate(torch.tensor([2.0]), torch.tensor([0.3]), "estimate", positive=True)
-        >>> mean_of_runs([one, one])
-        Estimate([2 ± 0.21], estimate)
-    """
-    if len(estimates) == 1:
-        return estimates[0]
-
-    def mean(name: str) -> Any:  # None if a run does not know it
-        values = [getattr(each, name) for each in estimates]
-        return None if any(value is None for value in values) else torch.stack(values).mean(dim=0)
-
-    def error_of_mean(errors: Tensor) -> Tensor:  # [runs, ids, …] to [ids, …]
-        return torch.linalg.vector_norm(errors, dim=0) / len(estimates)
-
-    value, limit = mean("value"), mean("variance_limit")
-    run_error, known = None, [each.run_error for each in estimates if each.run_error is not None]
-    if known:
-        errors = torch.stack(known)
-        finite = errors.isfinite()
-        largest = errors.where(finite, 0.0).amax(dim=0).where(finite.any(dim=0), torch.inf)
-        run_error = error_of_mean(errors.where(finite, largest))
-    freedoms = [torch.as_tensor(each.degrees_of_freedom, dtype=torch.float64) for each in estimates]
-    return replace(
-        estimates[0],
-        value=value,
-        standard_error=error_of_mean(torch.stack([each.standard_error for each in estimates])),
-        degrees_of_freedom=torch.stack([freedom.to(value.device).expand(len(value)) for freedom in freedoms]).amin(0),
-        certain=mean("certain"),
-        variance_limit=None if limit is None else limit / len(estimates),
-        run_error=run_error,
-    )
 
 
 def _worst(
@@ -373,11 +325,6 @@ class NoiseChoice:
     target: LeakageTarget
     search: NoiseSearch
     pilots: tuple[Pilot, ...]
-
-    @property
-    def repetitions(self) -> list[Leakage]:
-        """The pilots with the chosen σ: independent repetitions, chosen for meeting the target."""
-        return [pilot.leakage for pilot in self.pilots if pilot.leakage is not None]
 
     def summary(self, leakage: Leakage) -> dict[str, Any]:
         """What a run file keeps: the target, and how the run so far compares with it (met if headroom is ≥ 1).
