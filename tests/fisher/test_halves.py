@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.cases import DEVICE, build, relative_error
-from tests.fisher.recorded_cases import BATCH, LAYERS, Flat
+from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, norm_gradient
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, norm_gradient, record
+from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, record
 from torchfil.fisher.rules import register_rule
 from torchfil.fisher.rules.linear import LinearRule
 

@@ -391,26 +391,3 @@ def _maps_that_pay() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
-
-
-@dataclass(frozen=True)
-class NormGradient:
-    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
-
-    square: Tensor
-    gradient: Tensor
-
-
-def norm_gradient(gradients: ExampleGradients) -> NormGradient:
-    """‖g‖² and its gradient with respect to z: a forward pass, a backward pass, and a backward pass through both.
-
-    Raises:
-        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` finds out beforehand.
-    """
-    z = gradients.examples.z.detach().requires_grad_()
-    with torch.enable_grad(), gradients.backward_state():
-        attached = cut(record(gradients, z))
-        square = attached.squared_norm()
-        cotangents: Cotangents = {}
-        square.add_derivative(cotangents)
-        return NormGradient(square.total, attached.pulled_back(cotangents).detach())
