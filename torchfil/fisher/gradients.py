@@ -28,7 +28,6 @@ from torchfil.fisher.models import (
     check_modules,
     check_unweighted_mean,
     explain_derivatives,
-    explain_layers,
     trainable_and_constant,
     without_checkpoints,
     without_opacus,
@@ -44,7 +43,7 @@ from torchfil.fisher.precision import (
     wide_dtype,
 )
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.errors import ran_out
+from torchfil.utils.errors import UnsupportedModuleError, ran_out
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
@@ -338,16 +337,21 @@ class ExampleGradients:
         It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
         An empty batch gives an empty tensor of that trailing shape.
         """
-        examples = self.examples
+        examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
         if len(examples) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         if not self.facts.unmapped:
             in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
             mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
             try:
-                with self._mapping_state(), replayed_masks(examples.masks):
+                with alone.forward_state(), replayed_masks(examples.masks):
                     return wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
             except RuntimeError as error:
+                if "randomness" in str(error):
+                    raise UnsupportedModuleError(
+                        "the model draws random numbers in its forward pass (dropout called as a function?), so its "
+                        "gradient's Jacobian is undefined; put it in eval mode"
+                    ) from error
                 if ran_out(error):
                     raise
                 self.facts.unmapped = True
@@ -356,15 +360,9 @@ class ExampleGradients:
             example = examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
-            with explain_derivatives(), self._mapping_state(), replayed_masks(example.masks):
+            with explain_derivatives(), alone.forward_state(), replayed_masks(example.masks):
                 rows.append(wide(one(example.z[0], public, *more).detach()))
         return torch.stack(rows)
-
-    @contextlib.contextmanager
-    def _mapping_state(self) -> Iterator[None]:
-        """Inside, model and loss run in the precision of the weights: torch.func does not support autocast."""
-        with replace(self, autocast=None).forward_state(), explain_layers(self.model):
-            yield
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
         """A vector of length p by parameter name, in the parameters' shapes."""

@@ -198,42 +198,8 @@ def explain_derivatives() -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def explain_layers(model: nn.Module) -> Iterator[None]:
-    """If something inside fails, name random numbers or layers that are known to fail, and what to use instead."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "randomness" in str(error):
-            raise UnsupportedModuleError(
-                "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
-                "Jacobian is undefined; put it in eval mode"
-            ) from error
-        culprits = [
-            f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
-            for name, module in model.named_modules()
-            if (instead := _instead_of(module)) is not None
-        ]
-        if ran_out(error) or not culprits:
-            raise
-        raise UnsupportedModuleError(
-            f"the gradient could not be taken example by example ({_first_line(error)}). Layers known "
-            f"to prevent that: {'; '.join(culprits)}."
-        ) from error
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _instead_of(module: nn.Module) -> str | None:
-    if isinstance(module, nn.RNNBase):
-        return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', without a map"
-    if isinstance(module, nn.EmbeddingBag):
-        return "give it bags of one length, [batch, T], without offsets, and mode='mean' or 'sum'"
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return "build it without max_norm and sparse"
-    return None
 
 
 @contextlib.contextmanager
