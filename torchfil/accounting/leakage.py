@@ -19,7 +19,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
 from torchfil.accounting.quantities import Divergence, Reading, TrackedQuantity
-from torchfil.fisher.fim import largest_eigenvalue
+from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.path import path_additions, path_sums
-from torchfil.fisher.batch import Measurement
+from torchfil.fisher.batch import Measurement, nystrom_norm
 from torchfil.fisher.estimators import Quantity
-from torchfil.fisher.fim import nystrom_norm
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
 
