@@ -66,7 +66,7 @@ class ModelFacts:
         overwrites: Whether the model or its loss overwrites a layer's input or output, so that copies are needed.
         unmapped: Whether torch.func does not run the model: it reads a tensor's values, …
         probes_apart: Whether probes cannot be processed together.
-        layers: What a recorded pass does with each layer, by the model's id; follows from the rest.
+        layers: What a recorded pass does with each layer, by model; follows from the rest.
     """
 
     whole: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class ModelFacts:
     overwrites: bool = False
     unmapped: bool = False
     probes_apart: bool = False
-    layers: dict[int, Any] = field(default_factory=dict)
+    layers: dict[nn.Module, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -282,11 +282,6 @@ class RecordedJacobian(Jacobian):
         measured: bool = True,
     ) -> None:
         z = gradients.examples.z.detach()
-        if forward is not None and forward.z.shape != z.shape:
-            raise ValueError(
-                f"the forward pass was over {tuple(forward.z.shape)} examples and coordinates, not over "
-                f"{tuple(z.shape)}; run forward_pass on these examples, or pass forward=None"
-            )
         super().__init__(gradients if measured else replace(gradients, twice=False), clip, max_grad_norm)
         if forward is None:
             forward = forward_pass(self.gradients, z.requires_grad_() if measured else z)
