@@ -144,7 +144,7 @@ class TestRates:
             assert perp.item() * sigma**2 == pytest.approx(amplification.kappa(0.01, sigma))
 
     def test_another_rate_than_the_samplers_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"for the sampling rate q=0\.01, but examples are drawn at rate 0\.1"):
+        with pytest.raises(ValueError, match=r"\(q=0\.01\) does not fit: examples are drawn at rate 0\.1"):
             Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.01), sample_rate=0.1)
         assert Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.1), sample_rate=0.1).sample_rate == 0.1
 
@@ -184,7 +184,7 @@ class TestRegistry:
                 return rho, rho
 
         for strange in (Silent(), 0.5):
-            with pytest.raises(TypeError, match=r"needs a method factors\(rho, q, sigma\) and a flag secret_batches"):
+            with pytest.raises(TypeError, match=r"needs factors\(rho, q, sigma\) and a flag secret_batches"):
                 register_amplification("strange", strange)  # type: ignore[arg-type]
             with pytest.raises(TypeError, match="secret_batches"):
                 Mechanism.build(1.0, 1.0, amplification=strange)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_zero_loss_everywhere_gives_zero() -> None:
 def test_sigma_must_be_positive(function: Callable[..., Any], sigma: float) -> None:
     case = build("mlp", 2)
     with pytest.raises(
-        ValueError, match=r"noise_multiplier=.* must be positive and finite: without noise the step releases"
+        ValueError, match=r"noise_multiplier=.* must be positive and finite: without noise, all information leaks"
     ):
         function(*case.arguments, max_grad_norm=1.0, noise_multiplier=sigma)
 

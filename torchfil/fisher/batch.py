@@ -134,11 +134,8 @@ class PrivateBatch:
             return cls(gradients, mechanism)
 
         weights = torch.as_tensor(clip_weights, dtype=torch.float64, device=gradients.device)
-        if weights.shape != (len(gradients),):
-            raise ValueError(
-                f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples; give one "
-                "weight for each"
-            )
+        shape = f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples"
+        require(weights.shape == (len(gradients),), f"{shape}; give one weight for each")
         check_clip_weights(weights)
         weighted = replace(gradients.examples, clip_weights=weights)
         return cls(replace(gradients, examples=weighted), mechanism)

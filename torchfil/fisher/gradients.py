@@ -43,7 +43,7 @@ from torchfil.fisher.precision import (
     wide_dtype,
 )
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.errors import UnsupportedModuleError, ran_out
+from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
@@ -127,12 +127,8 @@ class ExampleGradients:
         live, model = without_opacus(model)
         check_modules(model)
         parameters, constants = trainable_and_constant(live)
-        if not parameters:
-            raise ValueError(
-                f"{type(model).__name__} has no trainable parameter (requires_grad=True), so its gradient "
-                "releases nothing; unfreeze what the optimizer trains"
-            )
-
+        none = f"{type(model).__name__} has no trainable parameter, so its gradient releases nothing; unfreeze some"
+        require(bool(parameters), none)
         examples = Examples.build(inputs, targets, private, model=live)
         device = next(iter(parameters.values())).device
         return cls(model, loss_fn, examples, parameters, constants, autocast_now(device))
@@ -311,10 +307,8 @@ class ExampleGradients:
             outputs = call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
-            raise ValueError(
-                f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example; it must give "
-                "one. Use reduction='mean' or 'sum', or sum over the outputs of an example yourself."
-            )
+            many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
+            raise ValueError(f"{many}; it must give one: use reduction='mean' or 'sum'")
         return value.reshape(())
 
     def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
@@ -348,10 +342,8 @@ class ExampleGradients:
                     return wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
             except RuntimeError as error:
                 if "randomness" in str(error):
-                    raise UnsupportedModuleError(
-                        "the model draws random numbers in its forward pass (dropout called as a function?), so its "
-                        "gradient's Jacobian is undefined; put it in eval mode"
-                    ) from error
+                    what = "the model draws random numbers in its forward pass (dropout called as a function?)"
+                    raise UnsupportedModuleError(f"{what}: its gradient is random; use eval mode") from error
                 if ran_out(error):
                     raise
                 self.facts.unmapped = True

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.amplification import Amplification, NoAmplification, agreed_rate, check_rate, get_amplification
+from torchfil.utils.errors import require
 
 __all__ = ["Mechanism", "step_divergence"]
 
@@ -88,15 +89,10 @@ class Mechanism:
         allow_zero_noise: bool = False,
     ) -> Mechanism:
         """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
-        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm={max_grad_norm} must be positive and finite")
+        require(0 < max_grad_norm < math.inf, f"max_grad_norm={max_grad_norm} must be positive and finite")
         enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
-        if not (math.isfinite(noise_multiplier) and enough):
-            raise ValueError(
-                f"noise_multiplier={noise_multiplier} must be positive and finite: without noise the step releases "
-                "its gradients exactly, and the Fisher information about every example is infinite"
-            )
-
+        wrong = f"noise_multiplier={noise_multiplier} must be positive and finite: without noise, all information leaks"
+        require(math.isfinite(noise_multiplier) and enough, wrong)
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
             sample_rate = agreed_rate(chosen, sample_rate)

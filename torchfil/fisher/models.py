@@ -90,9 +90,8 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module, memo)
     except RuntimeError as error:
         raise UnsupportedModuleError(
-            f"the model cannot be copied ({_first_line(error)}): it holds a tensor that was computed from parameters. "
-            "Use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm; detach other "
-            "tensors that modules hold as attributes, or compute them in forward()."
+            f"the model cannot be copied ({_first_line(error)}): it holds a tensor computed from parameters. Use "
+            "torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm; compute others in forward()."
         ) from error
     for part in copied.modules():
         vars(part).pop(HOOKS_INSTALLED, None)
@@ -151,8 +150,7 @@ def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
-            "batch, so no example has its own loss; pass reduction='sum', and in the loop divide by the number of "
-            "examples: criterion(outputs, targets) / len(targets)"
+            "batch; pass reduction='sum', and in the loop use criterion(outputs, targets) / len(targets)"
         )
 
 
@@ -167,20 +165,14 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
                 act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
                 parts = f"GroupNorm(1, {module.num_features}){act}"
                 fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
-            raise UnsupportedModuleError(
-                f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one example. "
-                f"Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
-            )
+            wrong = f"{where}: batch normalisation mixes the examples of a batch"
+            raise UnsupportedModuleError(f"{wrong}. Use GroupNorm ({fix}), or freeze it and put it in eval mode.")
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-            raise UnsupportedModuleError(
-                f"{where}: running statistics carry information from one example to the next outside the private "
-                "gradient. Build it with track_running_stats=False."
-            )
+            wrong = f"{where}: running statistics carry information outside the private gradient"
+            raise UnsupportedModuleError(f"{wrong}. Build it with track_running_stats=False.")
         if has_active_dropout(module) and not allow_dropout:
-            raise UnsupportedModuleError(
-                f"{where}: active dropout makes the gradient random, so its Jacobian is undefined. Put it in eval "
-                "mode or set its probability to 0."
-            )
+            wrong = f"{where}: active dropout makes the gradient random"
+            raise UnsupportedModuleError(f"{wrong}. Put it in eval mode or set its probability to 0.")
 
 
 @contextlib.contextmanager
