@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Required, Unpack  # of torch; in typing since Python 3.11
 
-from torchfil.clipping import DEFAULT_CLIP, ClipFunction, check_clip_weights
+from torchfil.clipping import ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.estimators import Draws, Quantity, get_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
@@ -119,16 +119,12 @@ class PrivateBatch:
         loss_fn: LossFunction,
         inputs: Inputs,
         targets: Any,
-        *,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        clip: str | ClipFunction = DEFAULT_CLIP,
-        amplification: str | Amplification | None = None,
         private: Private | None = None,
         clip_weights: Tensor | Sequence[float] | None = None,
+        **settings: Any,
     ) -> PrivateBatch:
-        """Check everything and bind it together; settings as in :class:`StepSettings`."""
-        mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
+        """Check everything and bind it together; the other settings are those of :meth:`Mechanism.build`."""
+        mechanism = Mechanism.build(**settings)
         gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
         if clip_weights is None:
             return cls(gradients, mechanism)

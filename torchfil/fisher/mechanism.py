@@ -122,7 +122,8 @@ class Mechanism:
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
         products = products.double()
-        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self._thresholds_like(products))
+        shares = 1.0 if self.shares is None else products.new_tensor(list(self.shares.values()))  # [parameters]
+        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm * shares)
         products = products * torch.stack([own * own, other * other, own * other])
         squared, squared_other, product = products if self.shares is None else products.sum(dim=2)
         if clip_weights is not None:
@@ -135,12 +136,6 @@ class Mechanism:
         variance = self.noise_std**2
         step = step_divergence(squared / variance, squared_other / variance, product / variance, rate)
         return step if rate is None else step / rate
-
-    def _thresholds_like(self, values: Tensor) -> float | Tensor:
-        """C, or C_l of each parameter, [parameters]."""
-        if self.shares is None:
-            return self.max_grad_norm
-        return self.max_grad_norm * values.new_tensor(list(self.shares.values()))
 
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
         """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""

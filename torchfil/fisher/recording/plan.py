@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.gradients import ExampleGradients, ModelFacts
+from torchfil.fisher.gradients import ExampleGradients, ModelFacts, flatten
 from torchfil.fisher.recording.jacobian import Cotangents, cut, term_of, weighted_sum
 from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import Call
@@ -218,8 +218,7 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
         products = attached.pulled_back(cotangents).detach()
         sums = weighted_sum(recording, torch.ones(len(part), dtype=part.dtype, device=part.device))
 
-    flat = [sums[name] if name in sums else torch.zeros_like(value) for name, value in part.parameters.items()]
-    summed = torch.cat([value.flatten() for value in flat])
+    summed = flatten({name: sums.get(name, torch.zeros_like(value)) for name, value in part.parameters.items()})
     return _Recorded(square.total, slopes, products, summed, recording.calls, held.total)
 
 
