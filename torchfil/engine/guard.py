@@ -439,6 +439,23 @@ class Guard:
 
         (flags.later if late else flags.pending).append(Flag(~total.isfinite() | (total == 0), error))
 
+    def _compare_live_losses(
+        self, call: ForwardPass, live: tuple[Any, Any], loss: IdentifiedLoss, ours: Tensor, *, alone: bool
+    ) -> None:
+        """Raise unless the losses of the live model's (outputs, targets) equal ours on the first few examples."""
+        few = [_one_example(live, i) for i in range(min(len(ours), _EXAMPLES_TO_LOOK_AT))]
+        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
+            losses = torch.stack([loss(*example).reshape(()) for example in few])
+        apart, size = _distance(ours[: len(few)], losses).tolist()
+        if not math.isfinite(size):
+            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
+        if apart > self._tolerance(ours, call) * size:
+            theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
+            message = f"the model's losses on this batch are at most {size:.4g}, {theirs}"
+            raise _alone_differs(apart, size) if alone else RuntimeError(message)
+        if check_equal_weights(loss, *live):
+            self._warn_once(WEIGHTED_BY_TOKENS)
+
     def check_live_model(
         self, call: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
     ) -> None:
@@ -460,19 +477,8 @@ class Guard:
             outputs = live(*call.args, **call.kwargs)
         if loss.is_models_own:
             self.raise_if_any(Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)]))
-            return
-        few = [_one_example((outputs, targets), i) for i in range(min(len(ours), _EXAMPLES_TO_LOOK_AT))]
-        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            losses = torch.stack([loss(*example).reshape(()) for example in few])
-        apart, size = _distance(ours[: len(few)], losses).tolist()
-        if not math.isfinite(size):
-            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-        if apart > self._tolerance(ours, call) * size:
-            theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
-            message = f"the model's losses on this batch are at most {size:.4g}, {theirs}"
-            raise _alone_differs(apart, size) if now else RuntimeError(message)
-        if check_equal_weights(loss, outputs, targets):
-            self._warn_once(WEIGHTED_BY_TOKENS)
+        else:
+            self._compare_live_losses(call, (outputs, targets), loss, ours, alone=now)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
 

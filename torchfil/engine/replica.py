@@ -216,7 +216,6 @@ class Replica:
         if not masks:
             return ()
         inputs = (args, dict(kwargs))
-        self.follow()
 
         def run_first() -> None:
             first = map_tensors(lambda leaf: leaf[:1], inputs)
@@ -232,7 +231,6 @@ class Replica:
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """Masks for a batch of these inputs as the model would draw them; None if only the model can draw them."""
         inputs = (args, dict(kwargs))
-        self.follow()
         return self._mask_layouts.again(
             (form_of(inputs, shapes=True), self.key), len(tensors_of(inputs)[0]), self.device
         )
@@ -247,8 +245,7 @@ class Replica:
         return ExampleGradients(self.template, loss, examples, parameters, constants)
 
     def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
-        """The same by the live module itself, for the loop's own pass."""
-        self.follow()
+        """The same by the live module itself, for the loop's own pass; the copy has followed it."""
         return ExampleGradients(self.live, loss, examples, *self._weights())
 
     def follow(self) -> None:

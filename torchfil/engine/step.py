@@ -257,7 +257,9 @@ class Step:
         assert values.losses is not None
         mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
         if from_loop and not mapped:
-            flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
+            with self.executor.after_outputs():
+                flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
+                flags.start_reading()
         elif from_loop:
             if not looked_at:
                 guard.check_loss(call, loss, by_opacus=not wanted.summed)
@@ -315,6 +317,7 @@ class Step:
             private = private_without_labels(self.options.private, call.args, call.kwargs)
             first = self.run.ledger is None
             examples = self.replica.lay_out(call.args, call.kwargs, targets, private, check_values=first)
+        self.replica.follow()
         if call.outputs is None and self._may_draw():
             again = self.replica.masks_again(call.args, call.kwargs)
             call.masks = self._fresh_masks(call) if again is None else again
@@ -414,7 +417,6 @@ class Step:
 
     def _may_draw(self) -> bool:
         """Whether a forward pass may draw random numbers; not if one drew none with the modules in this state."""
-        self.replica.follow()
         return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
 
     def _fresh_masks(self, call: ForwardPass) -> tuple[Tensor, ...]:
