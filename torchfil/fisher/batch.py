@@ -203,24 +203,22 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` for one chunk of the batch, with given draws."""
-        if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
-            some = replace(self.mechanism, noise_multiplier=1.0, amplification=NoAmplification())
-            noisy = replace(self, mechanism=some)
-            return noisy.measured(jacobian, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
-
-        chosen = get_estimator(estimator)
-        given = chosen.function(jacobian, self.mechanism, quantities, draws)
+        chosen, mechanism = get_estimator(estimator), self.mechanism
+        if mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
+            mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
+        given = chosen.function(jacobian, mechanism, quantities, draws)
         moments = chosen.checked(given, jacobian, quantities)
         products = slope = None
         if susceptibility:
-            factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
+            factor = 2 * jacobian.clipped_norm / mechanism.noise_std**2
             slope = factor[:, None] * jacobian.clipped_norm_gradient()
         if test_matrix is not None:
-            matvec = self._fim_matvec(jacobian)
+            matvec = _fim_matvec(jacobian, mechanism)
             columns = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
             products = torch.stack(columns, dim=2)
         estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
-        return Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
+        found = Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
+        return found.without_noise() if self.mechanism.noiseless else found
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
         """How many weight probes to process together: several if they fit and this is known to be faster.
@@ -239,7 +237,9 @@ class PrivateBatch:
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
         chunks = replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS)
-        return torch.cat([lanczos(self._fim_matvec(jacobian), start[rows], iterations) for rows, jacobian in chunks])
+        return torch.cat(
+            [lanczos(_fim_matvec(jacobian, self.mechanism), start[rows], iterations) for rows, jacobian in chunks]
+        )
 
     def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
         """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
@@ -256,18 +256,6 @@ class PrivateBatch:
             else:
                 yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
 
-    def _fim_matvec(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
-        """v ↦ Iv for the examples of a chunk."""
-        assert isinstance(jacobian, ClippedJacobian)
-        perp, par = self.mechanism.weights(jacobian.clipped_norm)
-        a = jacobian.clipped_norm_gradient()
-
-        def matvec(v: Tensor) -> Tensor:
-            along = (a * v).sum(dim=1)
-            return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
-
-        return matvec
-
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
         """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
         if not get_estimator(estimator).exact:
@@ -275,6 +263,19 @@ class PrivateBatch:
         room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
+
+
+def _fim_matvec(jacobian: Jacobian, mechanism: Mechanism) -> Callable[[Tensor], Tensor]:
+    """v ↦ Iv for the examples of a chunk."""
+    assert isinstance(jacobian, ClippedJacobian)
+    perp, par = mechanism.weights(jacobian.clipped_norm)
+    a = jacobian.clipped_norm_gradient()
+
+    def matvec(v: Tensor) -> Tensor:
+        along = (a * v).sum(dim=1)
+        return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
+
+    return matvec
 
 
 def exact_fim(

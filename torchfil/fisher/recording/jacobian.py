@@ -6,12 +6,10 @@ which are leaves there; one backward pass from the leaves' origins then gives th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -334,8 +332,7 @@ class RecordedJacobian(Jacobian):
             rows: Iterable[Tensor] = ()
             if not facts.probes_apart:
                 try:
-                    with _maps_that_pay():
-                        rows = vmap(self.perpendicular_rmatvec)(part)
+                    rows = vmap(self.perpendicular_rmatvec)(part)
                 except (RuntimeError, UnsupportedCallError) as error:
                     logger.info("probes are processed one by one: %s", error)
                     facts.probes_apart = True
@@ -374,15 +371,3 @@ class RecordedJacobian(Jacobian):
         recording = record(others, others.examples.z.detach(), differentiable=False)
         with self.gradients.backward_state():
             return gradient_products(self.recording, recording)
-
-
-@contextlib.contextmanager
-def _maps_that_pay() -> Iterator[None]:
-    """Inside, an operation that vmap could only run as a loop (with a warning) raises an error."""
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)
