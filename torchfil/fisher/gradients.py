@@ -27,7 +27,7 @@ from torchfil.fisher.models import (
     call_with,
     check_modules,
     check_unweighted_mean,
-    explain_derivatives,
+    first_line,
     trainable_and_constant,
     without_checkpoints,
     without_opacus,
@@ -348,8 +348,17 @@ class ExampleGradients:
             example = examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
-            with explain_derivatives(), alone.forward_state(), replayed_masks(example.masks):
-                rows.append(wide(one(example.z[0], public, *more).detach()))
+            try:
+                with alone.forward_state(), replayed_masks(example.masks):
+                    rows.append(wide(one(example.z[0], public, *more).detach()))
+            except RuntimeError as error:
+                if ran_out(error):
+                    raise
+                raise UnsupportedModuleError(
+                    f"one example's gradient, or its derivative, cannot be computed ({first_line(error)}): the model "
+                    "does not run on a batch of one, or torch has no second derivative of an operation. Write it with "
+                    "others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+                ) from error
         return torch.stack(rows)
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:

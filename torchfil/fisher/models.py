@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchfil.utils.errors import UnsupportedModuleError, ran_out
+from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module, memo)
     except RuntimeError as error:
         raise UnsupportedModuleError(
-            f"the model cannot be copied ({_first_line(error)}): it holds a tensor computed from parameters. Use "
+            f"the model cannot be copied ({first_line(error)}): it holds a tensor computed from parameters. Use "
             "torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm; compute others in forward()."
         ) from error
     for part in copied.modules():
@@ -175,22 +175,8 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
             raise UnsupportedModuleError(f"{wrong}. Put it in eval mode or set its probability to 0.")
 
 
-@contextlib.contextmanager
-def explain_derivatives() -> Iterator[None]:
-    """If the gradient of a single example cannot be taken or differentiated, say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if ran_out(error):
-            raise
-        raise UnsupportedModuleError(
-            f"one example's gradient, or its derivative, cannot be computed ({_first_line(error)}): the model does not "
-            "run on a batch of one, or torch has no second derivative of an operation in the model or the loss. Write "
-            "that operation with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

@@ -2,14 +2,13 @@
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.plan import Plan, plan
-from torchfil.fisher.recording.record import RecordedForward, Recording, forward_pass, losses_of, record
+from torchfil.fisher.recording.record import RecordedForward, forward_pass, losses_of, record
 from torchfil.fisher.rules.base import UnsupportedCallError
 
 __all__ = [
     "Plan",
     "RecordedForward",
     "RecordedJacobian",
-    "Recording",
     "UnsupportedCallError",
     "forward_pass",
     "losses_of",
