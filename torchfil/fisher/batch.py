@@ -203,8 +203,8 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` for one chunk of the batch, with given draws."""
-        chosen, mechanism = get_estimator(estimator), self.mechanism
-        if mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
+        chosen, mechanism, noiseless = get_estimator(estimator), self.mechanism, self.mechanism.noiseless
+        if noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
         given = chosen.function(jacobian, mechanism, quantities, draws)
         moments = chosen.checked(given, jacobian, quantities)
@@ -218,7 +218,7 @@ class PrivateBatch:
             products = torch.stack(columns, dim=2)
         estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
         found = Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
-        return found.without_noise() if self.mechanism.noiseless else found
+        return found.without_noise() if noiseless else found
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
         """How many weight probes to process together: several if they fit and this is known to be faster.

@@ -453,7 +453,8 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
             if use.reported is not None:  # it concerns only some of the module's parameters
                 names, constants = {local: names[name] for local, name in use.reported.items() if name in names}, {}
         if names:
-            own, fixed = ({local: weights[name] for local, name in part.items()} for part in (names, constants))
+            own = {local: weights[name] for local, name in names.items()}
+            fixed = {local: weights[name] for local, name in constants.items()} if constants else {}
             rows = by_example(delta, use.dim, batch)
             calls.append(Call(use.name, use.module, rule, args, kwargs, rows, own, fixed, names))
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
