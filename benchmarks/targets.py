@@ -117,7 +117,7 @@ def kept(
     return {
         "seed": seed,
         "noise_multiplier": engine.pilot.noise_multiplier,
-        "pilots": [(pilot.noise_multiplier, pilot.headroom) for pilot in engine.pilot.pilots],
+        "pilots": [(pilot.noise_multiplier, pilot.check.headroom) for pilot in engine.pilot.pilots],
         "met": check.met,
         "headroom": check.headroom,
         "mse_bound": check.mse_bound,

@@ -127,13 +127,6 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
 
 
-class WithoutForward(Classifier):
-    forward = pl.LightningModule.forward
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
-
 class Looks(pl.Callback):
     """At what torch's wrapper has left."""
 
@@ -157,7 +150,6 @@ def data(n: int = 41, bad: int | None = None) -> TensorDataset:
 def lightning_fit(
     folder: str,
     *,
-    kind: type = Classifier,
     n: int = 41,
     batch_size: int = 4,
     epochs: int = 2,
@@ -170,7 +162,7 @@ def lightning_fit(
 ) -> Fitted:
     """A fit in this process, as one of several ranks where there are any."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # rank 0's weights count
-    module, dataset = kind(), data(n, bad)
+    module, dataset = Classifier(), data(n, bad)
     callback = FILCallback(path=Path(folder) / "leakage.csv", delta=DELTA, max_grad_norm=0.8, **settings(**options))
     Path(folder).mkdir(exist_ok=True)
     looks, saved = Looks(), Path(folder) / "last.ckpt"

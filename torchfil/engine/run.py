@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
-from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import exposed_rows
-from torchfil.accounting.timeline import Timeline
+from torchfil.accounting.quantities import Conditions
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.forward import ForwardPass
@@ -375,8 +375,8 @@ class Run:
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
-            for contribution in contributions:
-                self.pace.note(contribution)
+            if self.pace.target is not None:
+                self.pace.note(contributions)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -388,7 +388,8 @@ class Run:
         noise_multiplier = float(optimizer.noise_multiplier)
         self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
         self.batch.clear()
-        if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
+        is_look = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
+        if self.ledger is not None and is_look:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
     # ------------------------------------------------------------------ known batches, and a stream's examples

@@ -31,7 +31,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.path import FEWEST_PARTICIPATIONS
+from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
@@ -357,11 +357,6 @@ class Pilot:
     check: TargetCheck
     leakage: Leakage | None = field(default=None, repr=False)
 
-    @property
-    def headroom(self) -> float:
-        """How many times better than the target it was; see :attr:`TargetCheck.headroom`."""
-        return self.check.headroom
-
 
 @dataclass(frozen=True)
 class NoiseChoice:
@@ -403,7 +398,7 @@ class NoiseChoice:
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
         lines += [
-            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.headroom:.3g} of the target"
+            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.check.headroom:.3g} of the target"
             for pilot in self.pilots
         ]
         lines += [
@@ -443,14 +438,6 @@ class Pilots:
     split: Callable[[Any, Any], tuple[Any, Any]]
     train: Train | None = None
     progress: bool = False
-
-    def __post_init__(self) -> None:
-        if self.train is None and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            warnings.warn(
-                "the optimizer has a learning-rate scheduler, which pilots do not step. Pass your loop, "
-                "train=f(engine, model, optimizer, loader), with a scheduler for the optimizer that it is given.",
-                stacklevel=4,
-            )
 
     def run(self, noise_multiplier: float, number: int) -> Leakage:
         """The leakage of a pilot with this noise.
@@ -535,24 +522,25 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
 
     chosen = search.smallest(headroom)
     if chosen is None:
-        raise ValueError(_not_met(target, search, max(ran, key=lambda each: (each.headroom, each.noise_multiplier))))
+        best = max(ran, key=lambda each: (each.check.headroom, each.noise_multiplier))
+        raise ValueError(_not_met(target, search, best))
     kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
     return NoiseChoice(chosen, target, search, tuple(kept))
 
 
 def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> str:
     """Why no σ was chosen: by how much the best pilot missed the target, and what to do."""
-    wanted = 1 + search.margin
+    wanted, reached = 1 + search.margin, best.check.headroom
     # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
-    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
+    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * reached or reached == 0:
         remedy = "Ends are far from estimates, so runs differ a lot: lower the learning rate first. Or allow more noise"
     else:
-        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / best.headroom):.2g} may do)"
+        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
     return (
         f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
         f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
-        f"{best.headroom:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for "
-        "fewer epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
+        f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for fewer "
+        "epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
     )
 
 

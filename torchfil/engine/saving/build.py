@@ -171,7 +171,7 @@ def _about(
         "dataset": {
             "num_examples": leakage.ids.num_examples,
             # the length of the longest text belongs to one example, so a redacted report must not show it
-            ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
+            ("num_coordinates" if leakage.ledger.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
             "data_sha256": data_sha256(passes.dataset) if hash_data and passes.dataset is not None else None,
         },
@@ -182,7 +182,7 @@ def _about(
         "versions": {**versions, "python": platform.python_version()},
         "probe_seed": training.run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "exact": leakage.exact,
+        "exact": leakage.conditions.exact,
     }
 
 
