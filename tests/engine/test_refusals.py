@@ -424,7 +424,7 @@ class TestMistakesOfOpacusUsers:
 
     def test_class_weights(self) -> None:
         weight = torch.tensor([1.0, 3.0, 2.0], device=DEVICE, dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"reduction='sum', and in the loop divide by the number of examples"):
+        with pytest.raises(ValueError, match=r"reduction='sum', and in the loop use criterion"):
             make(criterion=nn.CrossEntropyLoss(weight=weight))
         criterion = nn.CrossEntropyLoss(weight=weight, reduction="sum")
         engine, _, model, optimizer, private = make(criterion=criterion)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tests.cases import DEVICE
+from torchfil.clipping import get_clip
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan
+from torchfil.fisher.recording import RecordedJacobian, plan
 
 BATCH = 3
+
+
+class NormGradient(NamedTuple):
+    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
+
+    square: Tensor
+    gradient: Tensor
+
+
+def norm_gradient(gradients: ExampleGradients) -> NormGradient:
+    jacobian = RecordedJacobian(gradients, get_clip("rsqrt"), 1.0)
+    return NormGradient(jacobian.norm.square(), 2 * jacobian.norm[:, None] * jacobian.norm_gradient())
 
 
 def brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Any) -> tuple[Tensor, Tensor]:

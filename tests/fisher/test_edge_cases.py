@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tests.cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torchfil import PLIS, fisher
 from torchfil.fisher import PoissonAmplification, reference
-from torchfil.fisher.models import explain_layers
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
 
@@ -66,7 +65,7 @@ def test_zero_loss_everywhere_gives_zero() -> None:
 def test_sigma_must_be_positive(function: Callable[..., Any], sigma: float) -> None:
     case = build("mlp", 2)
     with pytest.raises(
-        ValueError, match=r"noise_multiplier=.* must be positive and finite: without noise the step releases"
+        ValueError, match=r"noise_multiplier=.* must be positive and finite: without noise, all information leaks"
     ):
         function(*case.arguments, max_grad_norm=1.0, noise_multiplier=sigma)
 
@@ -87,7 +86,7 @@ def test_empty_batch(estimator: str) -> None:
         assert trace.value.shape == trace.standard_error.shape == (0,)
         assert fisher.exact_fim(*case.arguments, **settings).shape == (0, d, d)
         assert fisher.fim_diagonal(*case.arguments, **settings).value.shape == (0, d)
-        for method in ("lanczos", "power", "exact"):
+        for method in ("lanczos", "exact"):
             assert fisher.fim_spectral_norm(*case.arguments, **settings, method=method).value.shape == (0,)
 
 
@@ -383,35 +382,25 @@ def test_a_refused_call_leaves_model_and_random_state_alone() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.GRU(3, 3, batch_first=True), r"layer \(GRU\): use opacus.layers.DPLSTM, DPGRU or DPRNN"),
-        (nn.RNN(3, 3, batch_first=True), r"layer \(RNN\): use opacus.layers"),
-    ],
-)
-def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, message: str) -> None:
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_recurrent_layers_that_cannot_be_mapped_run_one_example_after_the_other(kind: Any) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.head = layer, nn.Linear(3, 2)
+            self.layer, self.head = kind(3, 3, batch_first=True), nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             """The last output."""
             result: Tensor = self.head(self.layer(x)[0][:, -1])
             return result
 
-    x, y = torch.randn(3, 4, 3), torch.randint(2, (3,))
-    arguments: Any = (Reads(), nn.CrossEntropyLoss(), x, y)
-    with pytest.raises(UnsupportedModuleError, match=message):
-        fisher.fim_trace(*arguments, estimator="exact", max_grad_norm=1.0, noise_multiplier=1.0)
-    estimate = fisher.fim_trace(*arguments, estimator="weight-probes", max_grad_norm=1.0, noise_multiplier=1.0)
-    assert bool((estimate.value > 0).all())
-
-
-def test_a_lack_of_memory_is_not_blamed_on_a_layer() -> None:
-    with pytest.raises(torch.OutOfMemoryError), explain_layers(nn.GRU(3, 3)):
-        raise torch.OutOfMemoryError
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 4, 3).double(), torch.randint(2, (3,))
+    arguments: Any = (Reads().double(), nn.CrossEntropyLoss(), x, y)
+    settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    got = fisher.fim_trace(*arguments, estimator="exact", **settings).value
+    want = reference.exact_fim(*arguments, **settings).diagonal(dim1=1, dim2=2).sum(dim=1)
+    assert torch.allclose(got, want, rtol=1e-8)
 
 
 class _Flat(nn.Module):

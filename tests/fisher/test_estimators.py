@@ -251,17 +251,17 @@ class TestRegistered:
     @pytest.mark.parametrize(
         ("given", "told"),
         [
-            (lambda moments: {}, r"asked for the diagonal and gave \[\]; it must return a dict with a"),
-            (lambda moments: {"trace": moments}, r"asked for the diagonal and gave \['trace'\]"),
-            (lambda moments: moments, "asked for the diagonal and gave Moments"),
-            (lambda moments: {"diagonal": moments.mean}, "asked for the diagonal and gave"),
+            (lambda moments: {}, "NoneType; it must return a dict with a"),
+            (lambda moments: {"trace": moments}, "NoneType"),
+            (lambda moments: moments, "NoneType"),
+            (lambda moments: {"diagonal": moments.mean}, "Tensor"),
             (
                 lambda moments: {"diagonal": replace(moments, mean=moments.mean.sum(dim=1))},
-                r"gave a diagonal whose mean has shape \(2,\); it must be \(2, 24\), by example of the chunk and",
+                r"a mean and a variance of shapes .*\[2\].* of shape \[2, 24\]",
             ),
             (
                 lambda moments: {"diagonal": replace(moments, variance=moments.variance[:1])},
-                r"gave a diagonal whose variance has shape \(1, 24\)",
+                r"a mean and a variance of shapes .*\[1, 24\]",
             ),
         ],
     )
@@ -271,7 +271,7 @@ class TestRegistered:
 
         fisher.register_estimator("wrong", wrong, quantities=("trace", "diagonal"))
         case = regression()
-        with pytest.raises(ValueError, match=f"estimator 'wrong' (was )?{told}"):
+        with pytest.raises(ValueError, match=f"estimator 'wrong' was asked for the diagonal and gave {told}"):
             fisher.fim_diagonal(*case.arguments, **settings(case), estimator="wrong")
 
 

@@ -241,16 +241,16 @@ def test_probed_matrix_converges_to_the_exact_one() -> None:
     assert relative_error(probed.value, exact) < 0.2
 
 
-def test_power_iteration_is_a_lower_bound_that_converges() -> None:
+def test_lanczos_is_a_lower_bound_that_converges() -> None:
     case = build("mlp", 3)
     settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "generator": torch.Generator().manual_seed(0)}
     exact = fisher.fim_spectral_norm(*case.arguments, **settings, method="exact")
     assert exact.kind == "exact"
     previous = torch.zeros(3, dtype=torch.float64, device=DEVICE)
-    for iterations in (2, 10, 150):
+    for iterations in (2, 5, 40):
         settings["generator"] = torch.Generator().manual_seed(0)
-        power = fisher.fim_spectral_norm(*case.arguments, **settings, method="power", iterations=iterations)
-        assert (power.value <= exact.value * (1 + 1e-12)).all()
-        assert (power.value >= previous).all()
-        previous = power.value
+        found = fisher.fim_spectral_norm(*case.arguments, **settings, iterations=iterations)
+        assert (found.value <= exact.value * (1 + 1e-12)).all()
+        assert (found.value >= previous).all()
+        previous = found.value
     assert relative_error(previous, exact.value) < 1e-6

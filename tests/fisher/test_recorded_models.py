@@ -14,12 +14,12 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.cases import DEVICE, relative_error
-from tests.fisher.recorded_cases import BATCH, brute_force, check
+from tests.fisher.recorded_cases import BATCH, brute_force, check, norm_gradient
 from torchfil import fisher
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan
+from torchfil.fisher.recording import RecordedJacobian, plan
 from torchfil.private import Private
 
 pytestmark = pytest.mark.torch_versions

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.cases import CASES, DEVICE, build
-from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brute_force, check
+from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brute_force, check, norm_gradient
 from torchfil import zoo
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import product_precision, products_in
-from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan
+from torchfil.fisher.recording import RecordedJacobian, plan
 from torchfil.fisher.rules.substitutes import convolution_precision
 from torchfil.private import Private
 

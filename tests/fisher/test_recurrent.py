@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchfil.engine  # noqa: F401  (registers Opacus's layers)
 from tests.cases import DEVICE
+from tests.fisher.recorded_cases import norm_gradient
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import MaskLayouts, recorded_masks
-from torchfil.fisher.recording import RecordedJacobian, forward_pass, norm_gradient, plan
+from torchfil.fisher.recording import RecordedJacobian, forward_pass, plan
 from torchfil.fisher.rules.recurrent import CELLS, recurrence
 
 BATCH, TIME, WIDTH, HIDDEN = 4, 5, 3, 4

@@ -41,7 +41,7 @@ class TestAsArray:
         assert len(found) == 5
         assert [float(part) for part in found] == found.value.tolist()
         assert sorted(found, key=float)[-1].value == found.value.max()
-        with pytest.raises(TypeError, match=r"an estimate of 5 numbers is not a float; choose one, as in estimate"):
+        with pytest.raises(TypeError, match=r"an estimate of 5 numbers is not a float; choose one, as in e"):
             float(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.fisher.recorded_cases import BATCH
 from torchfil import PLIS, fisher
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import plan
-from torchfil.fisher.recording.plan import _difference, _plain, _probe, _recorded
+from torchfil.fisher.recording.plan import _difference, _Plain, _recorded
 from torchfil.fisher.rules import register_rule, rule_for
 from torchfil.fisher.rules.linear import LinearRule
 from torchfil.fisher.rules.parameters import GenericRule
@@ -126,8 +127,8 @@ def test_the_trial_takes_rounding_for_what_it_is() -> None:
     with torch.no_grad():
         y = model(x) * (1 + 1e-7)
     gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
-    probe = _probe(gradients)
-    plain = _plain(gradients, probe, range(BATCH))
+    probe = torch.randn(gradients.num_parameters, generator=torch.Generator().manual_seed(1)).to(gradients.gradients())
+    plain = _Plain.of(partial(gradients.plain_products_of_one, u=probe), range(BATCH))
     if _difference(gradients, _recorded(gradients, probe), plain)[0] is None:
         pytest.skip("the pass and plain passes round alike here")
     assert plan(gradients).fits

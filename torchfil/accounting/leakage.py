@@ -26,7 +26,7 @@ from torchfil.accounting.quantities import (
     relative_change,
     run_variance,
 )
-from torchfil.fisher.fim import largest_eigenvalue
+from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table

@@ -40,9 +40,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.fisher.batch import Measurement
+from torchfil.fisher.batch import Measurement, nystrom_norm
 from torchfil.fisher.estimators import Quantity
-from torchfil.fisher.fim import nystrom_norm
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
 

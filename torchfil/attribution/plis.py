@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
+from torchfil.fisher.amplification import NoAmplification
+from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.fisher.recording import NormGradient, Plan, UnsupportedCallError, norm_gradient, plan
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError, plan
 from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.private import Examples, Inputs, Private
+from torchfil.utils.trees import concatenated
 
 __all__ = [
     "PLIS",
@@ -36,6 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_UNCLIPPED = ClipFunction("none", torch.ones_like, torch.zeros_like, norm_bound=math.inf, calibrated=False)
 _MOST_GRAPHS = 8
 _WORKING_VECTORS = 6  # vectors of length p per example, if gradients must be formed
 
@@ -48,95 +54,86 @@ class Susceptibility:
     gradient: Tensor
 
 
+def unclipped(noise_std: float) -> Mechanism:
+    """A mechanism that adds noise of that standard deviation, and does not clip."""
+    return Mechanism(1.0, noise_std, _UNCLIPPED, NoAmplification())
+
+
+def recorded_norms(gradients: ExampleGradients, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
+    """‖g̃‖, [batch], and a = ∂‖g̃‖/∂z, [batch, d]: a forward pass, a backward pass, and a backward pass through both."""
+    jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    return jacobian.clipped_norm, jacobian.clipped_norm_gradient()
+
+
+class _GraphedNorms:
+    """:func:`recorded_norms`, on a GPU as a CUDA graph, from the second batch of a kind on."""
+
+    def __init__(self) -> None:
+        self.usable = True
+        self._captured: dict[Hashable, CapturedPass | None] = {}  # None: seen once
+
+    def __call__(self, gradients: ExampleGradients, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
+        if not self.usable or gradients.device.type != "cuda":
+            return recorded_norms(gradients, mechanism)
+
+        training = tuple(module.training for module in gradients.model.modules())
+        key = (len(gradients), signature(gradients), training)
+        if key not in self._captured:
+            if len(self._captured) >= _MOST_GRAPHS:
+                self._captured.clear()
+            self._captured[key] = None
+            return recorded_norms(gradients, mechanism)
+
+        def stages(given: ExampleGradients) -> Iterator[tuple[Tensor, Tensor]]:
+            yield recorded_norms(given, mechanism)
+
+        try:
+            captured = self._captured[key] or CapturedPass(gradients, len(gradients), stages)
+            self._captured[key] = captured
+            ((norm, slope),) = captured.replay(gradients.examples)
+        except RuntimeError as error:
+            logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
+            self.usable = False
+            self._captured.clear()
+            return recorded_norms(gradients, mechanism)
+        return norm.clone(), slope.clone()  # the next replay overwrites them
+
+
 def susceptibility(
     gradients: ExampleGradients,
+    mechanism: Mechanism | None = None,
     *,
-    noise_std: float | None = None,
-    max_grad_norm: float | None = None,
-    clip: str | ClipFunction = DEFAULT_CLIP,
     max_memory: int = DEFAULT_MAX_MEMORY,
     batch_plan: Plan | None = None,
-    recorded_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
+    recorded_pass: Callable[[ExampleGradients, Mechanism], tuple[Tensor, Tensor]] = recorded_norms,
 ) -> Susceptibility:
-    """PL and PLIS of every example of a batch.
+    """PL = ‖g̃‖²/s² and PLIS = 2‖g̃‖a/s² of every example of a batch.
 
     If the layers allow, this takes one recorded pass without per-example gradients (:mod:`torchfil.fisher.recording`),
     otherwise gradients mapped over examples; in chunks either way.
 
     Args:
         gradients: The examples with model and loss, and their clip weights ω, if any.
-        noise_std: s; None: 1.
-        max_grad_norm: C; None: no clipping.
-        clip: The clip function.
+        mechanism: How gradients are clipped, and s; None: the gradient signal, not clipped, not weighted, and s = 1.
         max_memory: The bytes for a chunk's graph or gradients; a chunk has at least one example.
         batch_plan: An earlier result of :func:`torchfil.fisher.recording.plan` for such a batch.
-        recorded_pass: How to compute ‖g‖² and its gradient if the layers allow a recorded pass.
+        recorded_pass: How to compute ‖g̃‖ and a if the layers allow a recorded pass.
     """
-    if len(gradients) == 0:
-        empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)
-        return Susceptibility(empty.new_zeros(0), empty)
-
-    batch_plan = batch_plan if batch_plan is not None else plan(gradients)
-    parts = []
-    if batch_plan.reason is None:
+    if mechanism is None:
+        mechanism, plain = unclipped(1.0), replace(gradients.examples, clip_weights=None)
+        gradients = replace(gradients, examples=plain)
+    parts: list[tuple[Tensor, Tensor]] = []
+    if len(gradients) and mechanism.shares is None:
+        batch_plan = batch_plan if batch_plan is not None else plan(gradients)
         chunks = gradients.chunks(max_memory, batch_plan.bytes_per_example)
         with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
-            parts = [recorded_pass(part) for _, part in chunks]
+            parts = [recorded_pass(part, mechanism) for _, part in chunks] if batch_plan.fits else []
     if not parts:
-        for _, part in gradients.chunks(max_memory, _WORKING_VECTORS * gradients.bytes_per_vector):
-            g = part.gradients()
-            parts.append(NormGradient(g.square().sum(dim=1), 2 * part.vjp(g)))
-    square = torch.cat([part.square for part in parts])
-    slope = torch.cat([part.gradient for part in parts])
-
-    # With clipping, PL = (ωφ)²‖g‖²/s², and the chain rule adds φ′ to the slope of ‖g‖².
-    factor = torch.full_like(square, 1.0 if noise_std is None else noise_std**-2)
-    weight = factor
-    if max_grad_norm is not None:
-        if gradients.examples.clip_weights is not None:
-            factor = factor * gradients.examples.clip_weights.square().to(factor)
-        clip, norm = get_clip(clip), square.sqrt()
-        scale = clip.scale(norm, max_grad_norm)
-        weight = factor * scale * (scale + norm * clip.scale_derivative(norm, max_grad_norm))
-        factor = factor * scale.square()
-    return Susceptibility(factor * square, weight[:, None] * slope)
-
-
-class _GraphedNorms:
-    """:func:`norm_gradient`, on a GPU as a CUDA graph, from the second batch of a kind on."""
-
-    def __init__(self) -> None:
-        self.usable = True
-        self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, CapturedPass] = {}
-
-    def __call__(self, gradients: ExampleGradients) -> NormGradient:
-        if not self.usable or gradients.device.type != "cuda":
-            return norm_gradient(gradients)
-
-        training = tuple(module.training for module in gradients.model.modules())
-        key = (len(gradients), signature(gradients), training)
-        if key not in self._seen:
-            if len(self._seen) >= _MOST_GRAPHS:
-                self._seen.clear()
-                self._captured.clear()
-            self._seen.add(key)
-            return norm_gradient(gradients)
-
-        try:
-            if key not in self._captured:
-                self._captured[key] = CapturedPass(gradients, len(gradients), _as_one_stage)
-            (replayed,) = self._captured[key].replay(gradients.examples)
-        except RuntimeError as error:
-            logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
-            self.usable = False
-            self._captured.clear()
-            return norm_gradient(gradients)
-        return NormGradient(replayed.square.clone(), replayed.gradient.clone())  # the next replay overwrites them
-
-
-def _as_one_stage(gradients: ExampleGradients) -> Iterator[NormGradient]:
-    yield norm_gradient(gradients)
+        mapped = PrivateBatch(gradients, mechanism).chunks(max_memory, _WORKING_VECTORS)
+        parts = [(jacobian.clipped_norm, jacobian.clipped_norm_gradient()) for _, jacobian in mapped]
+    norm, slope = concatenated(parts)
+    factor = mechanism.noise_std**-2
+    return Susceptibility(factor * norm.square(), 2 * factor * norm[:, None] * slope)
 
 
 class PLIS:
@@ -192,14 +189,14 @@ class PLIS:
                 raise ValueError(f"{name}={value} must be positive; leave it out to have none")
         self.model = model
         self.loss_fn = loss_fn
-        self.noise_std = noise_std
-        self.max_grad_norm = max_grad_norm
-        self.clip = get_clip(clip)
+        std, limit = 1.0 if noise_std is None else noise_std, max_grad_norm
+        clipped = None if limit is None else Mechanism(limit, std / limit, get_clip(clip), NoAmplification())
+        self.mechanism = clipped or unclipped(std)
         self.private = private
         self.max_memory = max_memory
         self.method: str | None = None
         self._plans: dict[Hashable, Plan] = {}
-        self._recorded_pass = _GraphedNorms() if cuda_graphs else norm_gradient
+        self._recorded_pass = _GraphedNorms() if cuda_graphs else recorded_norms
 
     def attribute(self, inputs: Inputs, targets: Any) -> Any:
         """The PLIS of every example, in the shape of the inputs.
@@ -232,9 +229,7 @@ class PLIS:
             self.method = "recorded pass" if reason is None else f"mapped gradients: {reason}"
         return gradients.examples, susceptibility(
             gradients,
-            noise_std=self.noise_std,
-            max_grad_norm=self.max_grad_norm,
-            clip=self.clip,
+            self.mechanism,
             max_memory=self.max_memory,
             batch_plan=batch_plan,
             recorded_pass=self._recorded_pass,

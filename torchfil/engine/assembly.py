@@ -146,20 +146,8 @@ class DatasetPasses:
         options, limit = self.run.options, float(optimizer.max_grad_norm)
         parts: dict[Hashable, list[Tensor]] = {}
         for _, gradients in self._batches(rows):
-            if private and options.shares is not None:
-                # ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d], if each parameter's gradient is clipped separately
-                mechanism = options.mechanism(float(optimizer.noise_multiplier), limit)
-                chunks = [jacobian for _, jacobian in PrivateBatch(gradients, mechanism).chunks(options.max_memory, 8)]
-                terms = [2 * part.clipped_norm[:, None] * part.clipped_norm_gradient() for part in chunks]
-                slopes = torch.cat(terms) / mechanism.noise_std**2
-            else:
-                slopes = susceptibility(
-                    gradients,
-                    noise_std=float(optimizer.noise_multiplier) * limit if private else None,
-                    max_grad_norm=limit if private else None,
-                    clip=options.clip,
-                    max_memory=options.max_memory,
-                ).gradient
+            mechanism = options.mechanism(float(optimizer.noise_multiplier), limit) if private else None
+            slopes = susceptibility(gradients, mechanism, max_memory=options.max_memory).gradient
             for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
         return {key: _joined(pieces) for key, pieces in parts.items()}

@@ -56,7 +56,7 @@ class Execution:
     """How the accounting's passes run; none of it changes a number beyond rounding.
 
     Attributes:
-        max_memory: Limit for the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB,
+        max_memory: Limit for the accounting's temporary tensors in bytes (:mod:`torchfil.fisher.batch`); None: 1 GiB,
             or a quarter of the free memory on the model's GPU when the run starts, if that is more.
         cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
         probe_precision: Precision of products with probes: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32" on

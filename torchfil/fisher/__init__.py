@@ -17,8 +17,8 @@ from torchfil.fisher.amplification import (
     poisson_amplification,
     register_amplification,
 )
+from torchfil.fisher.batch import StepSettings, exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
 from torchfil.fisher.estimators import Estimator, available_estimators, get_estimator, register_estimator
-from torchfil.fisher.fim import StepSettings, exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian

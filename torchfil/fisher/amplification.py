@@ -155,15 +155,9 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
     own: float | None = getattr(amplification, "q", None)
     name, rate = type(amplification).__name__, q if own is None else own
     if rate is None:
-        raise ValueError(
-            f"{name} needs the rate at which examples are drawn, which is unknown: give it as {name}(q=…), or as "
-            "sample_rate to the mechanism; if the attacker knows the batches, use NoAmplification()"
-        )
+        raise ValueError(f"{name} needs the sampling rate, which is unknown: give it as {name}(q=…), or as sample_rate")
     if q is not None and not math.isclose(rate, q, rel_tol=1e-9):
-        raise ValueError(
-            f"{name} was made for the sampling rate q={rate:g}, but examples are drawn at rate {q:g}; leave q out of "
-            f"{name}(), so that it follows the sampler"
-        )
+        raise ValueError(f"{name}(q={rate:g}) does not fit: examples are drawn at rate {q:g}; leave q out")
     check_rate(rate)
     return rate
 
@@ -184,10 +178,8 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
         PoissonAmplification(q=None)
     """
     if isinstance(amplification, str) and amplification not in _REGISTRY:
-        raise ValueError(
-            f"amplification={amplification!r} is unknown; use one of {', '.join(available_amplifications())}, an "
-            "object, or register your own with torchfil.fisher.register_amplification"
-        )
+        known = ", ".join(available_amplifications())
+        raise ValueError(f"amplification={amplification!r} is unknown; use one of {known}, or register your own")
     return _REGISTRY[amplification] if isinstance(amplification, str) else _checked(amplification)
 
 
@@ -217,10 +209,7 @@ def name_of_amplification(amplification: Amplification) -> str:
 
 def _checked(amplification: Any) -> Amplification:
     if not isinstance(amplification, Amplification):
-        raise TypeError(
-            f"amplification={amplification!r} is none: it needs a method factors(rho, q, sigma) and a flag "
-            "secret_batches (does the attacker not know who was in a batch?); or use a registered name"
-        )
+        raise TypeError(f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag secret_batches")
     return amplification
 
 

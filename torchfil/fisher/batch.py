@@ -1,6 +1,18 @@
-"""A batch of examples under one private step, processed chunk by chunk.
+"""The Fisher information of one private step about each example of a batch: matrix, trace, diagonal, norm.
 
-The public functions of :mod:`torchfil.fisher.fim` and the training engine both use :class:`PrivateBatch`.
+Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and returns results per
+example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to the private coordinates,
+
+    I = J̃ᵀJ̃ / s²                                   (batch membership known)
+    I = (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s²           (subsampled; see torchfil.fisher.amplification)
+
+Memory: the gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes, unless one example needs
+more. The model's own activations and the result come on top.
+
+These functions and the training engine both use :class:`PrivateBatch`, which processes a batch chunk by chunk.
+
+:func:`lanczos` finds the norm from products with vectors, for all examples of a batch at once. Ritz values never exceed
+the true norm: they are lower bounds that converge to it.
 """
 
 from __future__ import annotations
@@ -8,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Required, Unpack  # of torch; in typing since Python 3.11
 
-from torchfil.clipping import DEFAULT_CLIP, ClipFunction, check_clip_weights
+from torchfil.clipping import ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.estimators import Draws, Quantity, get_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
@@ -23,15 +36,34 @@ from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallErr
 from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
+from torchfil.utils.errors import require
 from torchfil.utils.trees import concatenated
-
-__all__ = ["Measurement", "PrivateBatch"]
 
 _WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
 _FEW_CONVOLUTIONS = 0.25  # of the layers
 _SMALL_PASS = 2**24  # bytes; above, several probes no longer fit into a CPU's cache
 _MOST_PROBES_AT_ONCE = 8
 _COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
+
+
+class StepSettings(TypedDict, total=False):
+    """The settings of one private step, as every function here takes them.
+
+    Attributes:
+        max_grad_norm: C, as in Opacus. Required.
+        noise_multiplier: σ, as in Opacus. Required.
+        clip: "smooth" (the default), "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
+        amplification: The effect of subsampling; None: none.
+        private: Which coordinates are private; None: every floating-point input.
+        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient; held fixed.
+    """
+
+    max_grad_norm: Required[float]
+    noise_multiplier: Required[float]
+    clip: str | ClipFunction
+    amplification: str | Amplification | None
+    private: Private | None
+    clip_weights: Tensor | Sequence[float] | None
 
 
 @dataclass(frozen=True)
@@ -87,26 +119,19 @@ class PrivateBatch:
         loss_fn: LossFunction,
         inputs: Inputs,
         targets: Any,
-        *,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        clip: str | ClipFunction = DEFAULT_CLIP,
-        amplification: str | Amplification | None = None,
         private: Private | None = None,
         clip_weights: Tensor | Sequence[float] | None = None,
+        **settings: Any,
     ) -> PrivateBatch:
-        """Check everything and bind it together; settings as in :class:`torchfil.fisher.StepSettings`."""
-        mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
+        """Check everything and bind it together; the other settings are those of :meth:`Mechanism.build`."""
+        mechanism = Mechanism.build(**settings)
         gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
         if clip_weights is None:
             return cls(gradients, mechanism)
 
         weights = torch.as_tensor(clip_weights, dtype=torch.float64, device=gradients.device)
-        if weights.shape != (len(gradients),):
-            raise ValueError(
-                f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples; give one "
-                "weight for each"
-            )
+        shape = f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples"
+        require(weights.shape == (len(gradients),), f"{shape}; give one weight for each")
         check_clip_weights(weights)
         weighted = replace(gradients.examples, clip_weights=weights)
         return cls(replace(gradients, examples=weighted), mechanism)
@@ -139,12 +164,11 @@ class PrivateBatch:
             estimator: The name of an estimator.
             num_probes: The number of probes.
             generator: Source of randomness.
-            max_memory: As in :mod:`torchfil.fisher.fim`.
+            max_memory: See the module's docstring.
             test_matrix: Ω of shape [d, r]; if given, I Ω is computed exactly, with two products per column.
             susceptibility: Whether to compute the PLIS, too.
         """
-        if num_probes < 1:
-            raise ValueError(f"num_probes={num_probes} must be at least 1")
+        require(num_probes >= 1, f"num_probes={num_probes} must be at least 1")
         chosen = get_estimator(estimator)
         chosen.check_gives(quantities)
 
@@ -179,24 +203,22 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` for one chunk of the batch, with given draws."""
-        if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
-            some = replace(self.mechanism, noise_multiplier=1.0, amplification=NoAmplification())
-            noisy = replace(self, mechanism=some)
-            return noisy.measured(jacobian, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
-
-        chosen = get_estimator(estimator)
-        given = chosen.function(jacobian, self.mechanism, quantities, draws)
+        chosen, mechanism, noiseless = get_estimator(estimator), self.mechanism, self.mechanism.noiseless
+        if noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
+            mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
+        given = chosen.function(jacobian, mechanism, quantities, draws)
         moments = chosen.checked(given, jacobian, quantities)
         products = slope = None
         if susceptibility:
-            factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
+            factor = 2 * jacobian.clipped_norm / mechanism.noise_std**2
             slope = factor[:, None] * jacobian.clipped_norm_gradient()
         if test_matrix is not None:
-            matvec = self._fim_matvec(jacobian)
+            matvec = _fim_matvec(jacobian, mechanism)
             columns = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
             products = torch.stack(columns, dim=2)
         estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
-        return Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
+        found = Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
+        return found.without_noise() if noiseless else found
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
         """How many weight probes to process together: several if they fit and this is known to be faster.
@@ -208,20 +230,16 @@ class PrivateBatch:
         held = max(1, self.plan.bytes_per_example * len(self.gradients))
         return 1 if held > _SMALL_PASS else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
 
-    def spectral_norm(
-        self,
-        solve: Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor],
-        iterations: int,
-        generator: torch.Generator | None = None,
-        max_memory: int = DEFAULT_MAX_MEMORY,
-    ) -> Tensor:
-        """The largest eigenvalue of each example's FIM by an iterative method, [batch]."""
+    def spectral_norm(self, iterations: int, generator: torch.Generator | None, max_memory: int) -> Tensor:
+        """The largest eigenvalue of each example's FIM by Lanczos's method, [batch]."""
         (seed,) = Draws.seeds_from(1, generator)
         z = self.gradients.examples.z
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
         chunks = replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS)
-        return torch.cat([solve(self._fim_matvec(jacobian), start[rows], iterations) for rows, jacobian in chunks])
+        return torch.cat(
+            [lanczos(_fim_matvec(jacobian, self.mechanism), start[rows], iterations) for rows, jacobian in chunks]
+        )
 
     def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
         """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
@@ -238,18 +256,6 @@ class PrivateBatch:
             else:
                 yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
 
-    def _fim_matvec(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
-        """v ↦ Iv for the examples of a chunk."""
-        assert isinstance(jacobian, ClippedJacobian)
-        perp, par = self.mechanism.weights(jacobian.clipped_norm)
-        a = jacobian.clipped_norm_gradient()
-
-        def matvec(v: Tensor) -> Tensor:
-            along = (a * v).sum(dim=1)
-            return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
-
-        return matvec
-
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
         """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
         if not get_estimator(estimator).exact:
@@ -257,3 +263,219 @@ class PrivateBatch:
         room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
+
+
+def _fim_matvec(jacobian: Jacobian, mechanism: Mechanism) -> Callable[[Tensor], Tensor]:
+    """v ↦ Iv for the examples of a chunk."""
+    assert isinstance(jacobian, ClippedJacobian)
+    perp, par = mechanism.weights(jacobian.clipped_norm)
+    a = jacobian.clipped_norm_gradient()
+
+    def matvec(v: Tensor) -> Tensor:
+        along = (a * v).sum(dim=1)
+        return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
+
+    return matvec
+
+
+def exact_fim(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
+) -> Tensor:
+    """The full Fisher information matrix of each example, [batch, d, d].
+
+    Args:
+        model: Any module that treats the examples of a batch independently.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
+        inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
+        targets: The targets for ``loss_fn``, [batch, …].
+        max_memory: See the module's docstring.
+        **step: ``max_grad_norm`` and ``noise_multiplier``, and if needed ``clip``, ``amplification``, ``private`` and
+            ``clip_weights``: see :class:`StepSettings`.
+
+    Example:
+        Linear regression, clipped softly by c = sqrt(1 + t²), at a gradient of norm 0 (a perfect fit): the
+        Jacobian of g = 2 (w·x − y) x at w·x = y is J = 2 x wᵀ, and J̃ = J.
+
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
+        >>> x, y = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0]])
+        >>> exact_fim(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=2.0, clip="rsqrt")
+        tensor([[[2., 4.],
+                 [4., 8.]]])
+    """
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
+    return batch.estimate("matrix", "exact", max_memory=max_memory).value
+
+
+def fim_matrix(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    estimator: str = "exact",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
+) -> Estimate:
+    """The full Fisher information matrix with its error, [batch, d, d]; "exact" or "weight-probes".
+
+    Arguments as in :func:`exact_fim` and :func:`fim_trace`.
+    """
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
+    return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
+
+
+def fim_trace(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    estimator: str = "weight-probes",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
+) -> Estimate:
+    """The trace of each example's Fisher information matrix, [batch]; η̄² = trace / d.
+
+    Args:
+        model: As in :func:`exact_fim`, and so for all arguments that are not named here.
+        loss_fn: See there.
+        inputs: See there.
+        targets: See there.
+        estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
+        num_probes: The number of random vectors (or coordinates). "exact" needs none.
+        generator: Source of randomness; None: torch's global one. The result does not depend on how
+            ``max_memory`` cuts the batch.
+        max_memory: See the module's docstring.
+        **step: See :class:`StepSettings`.
+    """
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
+    return batch.estimate("trace", estimator, num_probes, generator, max_memory)
+
+
+def fim_diagonal(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    estimator: str = "weight-probes",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
+) -> Estimate:
+    """The Fisher information about each single coordinate, [batch, d]; "exact" or "weight-probes".
+
+    An attacker's unbiased guess of coordinate j errs by at least 1/sqrt(I_jj). Arguments as in
+    :func:`fim_trace`.
+    """
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
+    return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
+
+
+def fim_spectral_norm(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    method: Literal["lanczos", "exact"] = "lanczos",
+    iterations: int = 20,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    **step: Unpack[StepSettings],
+) -> Estimate:
+    """η² = ‖I‖₂ of each example, [batch].
+
+    Args:
+        model: As in :func:`exact_fim`, and so for all arguments that are not named here.
+        loss_fn: See there.
+        inputs: See there.
+        targets: See there.
+        method: "lanczos" (a lower bound that converges to the norm from below, two Jacobian products per iteration),
+            or "exact" (all of I and its eigenvalues).
+        iterations: The number of products with I.
+        generator: Source of the random starting vector.
+        max_memory: See the module's docstring.
+        **step: See :class:`StepSettings`.
+    """
+    require(method in ("lanczos", "exact"), f"method={method!r} must be 'lanczos' or 'exact'")
+    require(iterations >= 1, f"iterations={iterations} must be at least 1")
+    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
+    if method == "exact":
+        return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
+    value = batch.spectral_norm(iterations, generator, max_memory)
+    return Estimate(value, torch.zeros_like(value), "lower bound")
+
+
+def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
+    """The largest Ritz value of the Krylov space after ``iterations`` products, [batch]; ``start`` is [batch, d].
+
+    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier; infinite for an example whose
+    products are not finite.
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
+        >>> bool(lanczos(lambda v: v @ matrix, torch.ones(1, 3), 3).allclose(torch.tensor([5.0])))
+        True
+    """
+    batch, d = start.shape
+    steps = min(iterations, d)
+    basis = torch.zeros(steps, batch, d, dtype=start.dtype, device=start.device)
+    tridiagonal = torch.zeros(batch, steps, steps, dtype=start.dtype, device=start.device)
+    v = _normalised(start)
+    scale = torch.zeros_like(start[:, 0])
+    for k in range(steps):
+        basis[k] = v
+        image = matvec(v)
+        tridiagonal[:, k, k] = (v * image).sum(dim=1)
+        for _ in range(2):  # twice is enough
+            image = image - torch.einsum("kbd,kb->bd", basis, torch.einsum("kbd,bd->kb", basis, image))
+        beta = torch.linalg.vector_norm(image, dim=1)
+        scale = torch.maximum(scale, torch.maximum(tridiagonal[:, k, k].abs(), beta))
+        closed = beta <= 10 * torch.finfo(start.dtype).eps * scale
+        beta = torch.where(closed, torch.zeros_like(beta), beta)
+        v = torch.where(closed[:, None], torch.zeros_like(image), _normalised(image))
+        if k + 1 < steps:
+            tridiagonal[:, k, k + 1] = tridiagonal[:, k + 1, k] = beta
+    return largest_eigenvalue(tridiagonal)
+
+
+def largest_eigenvalue(matrix: Tensor) -> Tensor:
+    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite if an entry is not finite."""
+    finite = matrix.isfinite().all(dim=(1, 2))
+    largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[:, -1].clamp(min=0)
+    return torch.where(finite, largest, torch.inf)
+
+
+def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
+    """The largest eigenvalue of Y (ΩᵀY)⁺ Yᵀ for Y = IΩ, [batch]; never above ‖I‖₂ for a PSD matrix I.
+
+    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. It is infinite if Y is not finite.
+    """
+    finite = sketch.isfinite().all(dim=(1, 2))
+    sketch = sketch.where(finite[:, None, None], torch.zeros_like(sketch))
+
+    core = test_matrix.to(sketch).mT @ sketch  # ΩᵀIΩ, [batch, r, r]
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    floor = values[:, -1:].clamp(min=0) * 1e-10
+    keep = values > floor
+    inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
+    half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
+    return torch.where(finite, torch.linalg.matrix_norm(half, ord=2).square(), torch.inf)
+
+
+def _normalised(v: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+    return v / norm.where(norm > 0, torch.ones_like(norm))

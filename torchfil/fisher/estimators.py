@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -32,20 +32,7 @@ from torch import Tensor
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, Jacobian
 from torchfil.fisher.results import Estimate
-
-__all__ = [
-    "Draws",
-    "Estimator",
-    "EstimatorFunction",
-    "Moments",
-    "Quantity",
-    "RunningMoments",
-    "available_estimators",
-    "get_estimator",
-    "names_of_estimators",
-    "register_estimator",
-    "shape_of",
-]
+from torchfil.utils.errors import require
 
 Quantity = Literal["trace", "diagonal", "matrix"]
 _PROBE_SPREAD = 2.0  # Var X ≤ 2 (EX)² for X = ‖Au‖², u ∈ {±1}^p
@@ -170,18 +157,10 @@ class RunningMoments:
         return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0, limit=limit)
 
 
-class EstimatorFunction(Protocol):
-    """Estimates quantities of I for the examples of one chunk, all from the same draws.
-
-    It receives a :class:`torchfil.fisher.ClippedJacobian`; with ``one_pass``, a
-    :class:`torchfil.fisher.operator.Jacobian`, which has norms and products with vectors of length p only.
-    """
-
-    def __call__(
-        self, jacobian: Any, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-    ) -> dict[Quantity, Moments]:
-        """For each quantity, the mean over the draws and its variance."""
-        ...
+# Estimates quantities of I for the examples of one chunk, all from the same draws: the mean over the draws and its
+# variance for each quantity. The first argument is a ClippedJacobian; with ``one_pass``, any Jacobian, which has norms
+# and products with vectors of length p only.
+EstimatorFunction = Callable[[Any, Mechanism, Sequence[Quantity], Draws], dict[Quantity, Moments]]
 
 
 @dataclass(frozen=True)
@@ -207,12 +186,6 @@ class Estimator:
     one_pass: bool = False
     name: str = ""
 
-    def __call__(
-        self, jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-    ) -> dict[Quantity, Moments]:
-        """The requested quantities, all from the same draws."""
-        return self.checked(self.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
-
     def checked(self, given: Any, jacobian: Jacobian, quantities: Sequence[Quantity]) -> dict[Quantity, Moments]:
         """What the function gave, if it is as it must be.
 
@@ -221,19 +194,14 @@ class Estimator:
         """
         for quantity in quantities:
             moments = given.get(quantity) if isinstance(given, dict) else None
-            if not isinstance(moments, Moments):
-                got = sorted(given) if isinstance(given, dict) else type(given).__name__
+            found = [moments.mean.shape, moments.variance.shape] if isinstance(moments, Moments) else None
+            shape = shape_of(quantity, *jacobian.gradients.examples.z.shape)
+            if found != [shape, shape]:
+                got = type(moments).__name__ if found is None else f"a mean and a variance of shapes {found}"
                 raise ValueError(
                     f"estimator {self.name!r} was asked for the {quantity} and gave {got}; it must return a dict with "
-                    f"a torchfil.fisher.estimators.Moments for each of its quantities {list(self.quantities)}"
+                    f"a torchfil.fisher.estimators.Moments of shape {list(shape)} for each of its quantities"
                 )
-            shape = shape_of(quantity, *jacobian.gradients.examples.z.shape)
-            for part, value in (("mean", moments.mean), ("variance", moments.variance)):
-                if tuple(value.shape) != shape:
-                    raise ValueError(
-                        f"estimator {self.name!r} gave a {quantity} whose {part} has shape {tuple(value.shape)}; it "
-                        f"must be {shape}, by example of the chunk{' and private coordinate' * (len(shape) > 1)}"
-                    )
         return {name: replace(given[name], exact=self.exact or given[name].exact) for name in quantities}
 
     def check_gives(self, quantities: Iterable[Quantity], wish: str = "") -> None:
@@ -380,20 +348,18 @@ def register_estimator(
 
     Args:
         name: The name by which callers choose it.
-        function: The function that estimates, see :class:`EstimatorFunction`.
+        function: Estimates quantities for the examples of one chunk: ``function(jacobian, mechanism, quantities,
+            draws)`` returns a dict of :class:`torchfil.fisher.estimators.Moments` by quantity.
         quantities: The quantities that it estimates, from "trace", "diagonal" and "matrix"; the trace is required.
         exact: Whether nothing is sampled.
         one_pass: Whether the recorded pass serves it; see :class:`Estimator`.
         overwrite: Whether an estimator of that name may be replaced.
     """
-    if name in _REGISTRY and not overwrite:
-        raise ValueError(f"estimator {name!r} is already registered; pass overwrite=True to replace it")
-    unknown = set(quantities) - set(get_args(Quantity))
-    if unknown or "trace" not in quantities:
-        raise ValueError(
-            f"estimator {name!r} was registered for {list(quantities)}; choose from {', '.join(get_args(Quantity))}, "
-            "and the trace must be among them"
-        )
+    taken = name in _REGISTRY and not overwrite
+    require(not taken, f"estimator {name!r} is already registered; pass overwrite=True to replace it")
+    choice = f"choose from {', '.join(get_args(Quantity))}, and the trace must be among them"
+    known = {"trace"} <= set(quantities) <= set(get_args(Quantity))
+    require(known, f"estimator {name!r} was registered for {list(quantities)}; {choice}")
     _REGISTRY[name] = estimator = Estimator(function, tuple(quantities), exact, one_pass, name)
     return estimator
 

@@ -27,8 +27,7 @@ from torchfil.fisher.models import (
     call_with,
     check_modules,
     check_unweighted_mean,
-    explain_derivatives,
-    explain_layers,
+    first_line,
     trainable_and_constant,
     without_checkpoints,
     without_opacus,
@@ -44,8 +43,8 @@ from torchfil.fisher.precision import (
     wide_dtype,
 )
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.errors import ran_out
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
 
@@ -65,9 +64,9 @@ class ModelFacts:
             range of positions), or not called at all (``F.linear(x, self.layer.weight)``).
         layouts: For each call of a layer, the dimension of the examples in its output; None: the first everywhere.
         overwrites: Whether the model or its loss overwrites a layer's input or output, so that copies are needed.
-        unmapped: Whether torch.func does not run the model: it reads a tensor's values, …
+        unmapped: Whether vmap does not run the model: it reads a tensor's values, …
         probes_apart: Whether probes cannot be processed together.
-        layers: What a recorded pass does with each layer, by the model's id; follows from the rest.
+        layers: What a recorded pass does with each layer, by model; follows from the rest.
     """
 
     whole: set[str] = field(default_factory=set)
@@ -76,7 +75,7 @@ class ModelFacts:
     overwrites: bool = False
     unmapped: bool = False
     probes_apart: bool = False
-    layers: dict[int, Any] = field(default_factory=dict)
+    layers: dict[nn.Module, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,8 @@ class ExampleGradients:
         live, model = without_opacus(model)
         check_modules(model)
         parameters, constants = trainable_and_constant(live)
-        if not parameters:
-            raise ValueError(
-                f"{type(model).__name__} has no trainable parameter (requires_grad=True), so its gradient "
-                "releases nothing; unfreeze what the optimizer trains"
-            )
-
+        none = f"{type(model).__name__} has no trainable parameter, so its gradient releases nothing; unfreeze some"
+        require(bool(parameters), none)
         examples = Examples.build(inputs, targets, private, model=live)
         device = next(iter(parameters.values())).device
         return cls(model, loss_fn, examples, parameters, constants, autocast_now(device))
@@ -231,7 +226,7 @@ class ExampleGradients:
         """g of every example, [batch, p], and ℓ, [batch]."""
 
         def one(z: Tensor, public: Any) -> Tensor:
-            gradient, loss = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)
+            gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
             return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
         both = self._map(one, (), (self.num_parameters + 1,))
@@ -269,9 +264,9 @@ class ExampleGradients:
         """Jv of one example, [p], for z and v of shape [d]; may be mapped over either."""
 
         def directional(parameters: dict[str, Tensor]) -> Tensor:
-            return (self._grad_and_value(self.loss_of_one, 1)(parameters, z, public)[0] * v).sum()
+            return (grad_and_value(self.loss_of_one, 1)(parameters, z, public)[0] * v).sum()
 
-        return flatten(self._grad_and_value(directional)(self.parameters)[0])
+        return flatten(grad_and_value(directional)(self.parameters)[0])
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -280,10 +275,10 @@ class ExampleGradients:
             direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
-                gradient = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
+                gradient = grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
                 return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
 
-            return self._grad_and_value(directional)(z)[0]
+            return grad_and_value(directional)(z)[0]
 
         return self._map(one, ((u, 0 if u.ndim == 2 else None),), (self.num_coordinates,))
 
@@ -312,15 +307,9 @@ class ExampleGradients:
             outputs = call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
-            raise ValueError(
-                f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example; it must give "
-                "one. Use reduction='mean' or 'sum', or sum over the outputs of an example yourself."
-            )
+            many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
+            raise ValueError(f"{many}; it must give one: use reduction='mean' or 'sum'")
         return value.reshape(())
-
-    def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
-        """torch.func's ``grad_and_value``; the same by plain backward passes if torch.func does not run the model."""
-        return (_plain_grad_and_value if self.facts.unmapped else grad_and_value)(function, argnum)
 
     @cached_property
     def _buffers(self) -> frozenset[str]:
@@ -333,21 +322,24 @@ class ExampleGradients:
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """``one`` over all examples together, or one after the other if torch.func does not run the model.
+        """``one`` over all examples together, or one after the other if vmap does not run the model.
 
-        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
+        It does not run models that read a tensor's values or send rows to experts, nor recurrent layers.
         An empty batch gives an empty tensor of that trailing shape.
         """
-        examples = self.examples
+        examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
         if len(examples) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         if not self.facts.unmapped:
             in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
             mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
             try:
-                with self._mapping_state(), replayed_masks(examples.masks):
+                with alone.forward_state(), replayed_masks(examples.masks):
                     return wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
             except RuntimeError as error:
+                if "randomness" in str(error):
+                    what = "the model draws random numbers in its forward pass (dropout called as a function?)"
+                    raise UnsupportedModuleError(f"{what}: its gradient is random; use eval mode") from error
                 if ran_out(error):
                     raise
                 self.facts.unmapped = True
@@ -356,15 +348,18 @@ class ExampleGradients:
             example = examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
-            with explain_derivatives(), self._mapping_state(), replayed_masks(example.masks):
-                rows.append(wide(one(example.z[0], public, *more).detach()))
+            try:
+                with alone.forward_state(), replayed_masks(example.masks):
+                    rows.append(wide(one(example.z[0], public, *more).detach()))
+            except RuntimeError as error:
+                if ran_out(error):
+                    raise
+                raise UnsupportedModuleError(
+                    f"one example's gradient, or its derivative, cannot be computed ({first_line(error)}): the model "
+                    "does not run on a batch of one, or torch has no second derivative of an operation. Write it with "
+                    "others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+                ) from error
         return torch.stack(rows)
-
-    @contextlib.contextmanager
-    def _mapping_state(self) -> Iterator[None]:
-        """Inside, model and loss run in the precision of the weights: torch.func does not support autocast."""
-        with replace(self, autocast=None).forward_state(), explain_layers(self.model):
-            yield
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
         """A vector of length p by parameter name, in the parameters' shapes."""
@@ -373,23 +368,6 @@ class ExampleGradients:
             name: piece.reshape(value.shape)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
         }
-
-
-def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:
-    """The gradient with respect to one argument, which can be differentiated again, and the value."""
-
-    def run(*args: Any) -> tuple[Any, Tensor]:
-        given = map_tensors(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), args[argnum])
-        leaves = tensors_of(given)
-        with torch.enable_grad():
-            value = function(*args[:argnum], given, *args[argnum + 1 :])
-            constant = 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
-            moving = value if value.requires_grad else constant
-            found = torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-            parts = iter(found)
-        return map_tensors(lambda _: next(parts), given), value
-
-    return run
 
 
 def flatten(tree: Mapping[str, Tensor]) -> Tensor:

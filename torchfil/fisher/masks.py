@@ -87,10 +87,8 @@ class _Recorder(TorchDispatchMode):
         if _draws(func, args):
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
-                raise UnsupportedModuleError(
-                    f"the model calls {func}, whose random numbers cannot be seen from outside, so its gradient cannot "
-                    "be repeated for the accounting. Use dropout 0 there, or put that part in eval mode."
-                )
+                unseen = f"the random numbers of {func} cannot be seen from outside, so its gradient cannot be repeated"
+                raise UnsupportedModuleError(f"{unseen}: use dropout 0 there, or put that part in eval mode")
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
             self.draws.append(_Draw.of(func, args, kwargs or {}))
         return result

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.amplification import Amplification, NoAmplification, agreed_rate, check_rate, get_amplification
+from torchfil.utils.errors import require
 
 __all__ = ["Mechanism", "step_divergence"]
 
@@ -88,15 +89,10 @@ class Mechanism:
         allow_zero_noise: bool = False,
     ) -> Mechanism:
         """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
-        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm={max_grad_norm} must be positive and finite")
+        require(0 < max_grad_norm < math.inf, f"max_grad_norm={max_grad_norm} must be positive and finite")
         enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
-        if not (math.isfinite(noise_multiplier) and enough):
-            raise ValueError(
-                f"noise_multiplier={noise_multiplier} must be positive and finite: without noise the step releases "
-                "its gradients exactly, and the Fisher information about every example is infinite"
-            )
-
+        wrong = f"noise_multiplier={noise_multiplier} must be positive and finite: without noise, all information leaks"
+        require(math.isfinite(noise_multiplier) and enough, wrong)
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
             sample_rate = agreed_rate(chosen, sample_rate)
@@ -126,7 +122,8 @@ class Mechanism:
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
         products = products.double()
-        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self._thresholds_like(products))
+        shares = 1.0 if self.shares is None else products.new_tensor(list(self.shares.values()))  # [parameters]
+        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm * shares)
         products = products * torch.stack([own * own, other * other, own * other])
         squared, squared_other, product = products if self.shares is None else products.sum(dim=2)
         if clip_weights is not None:
@@ -139,12 +136,6 @@ class Mechanism:
         variance = self.noise_std**2
         step = step_divergence(squared / variance, squared_other / variance, product / variance, rate)
         return step if rate is None else step / rate
-
-    def _thresholds_like(self, values: Tensor) -> float | Tensor:
-        """C, or C_l of each parameter, [parameters]."""
-        if self.shares is None:
-            return self.max_grad_norm
-        return self.max_grad_norm * values.new_tensor(list(self.shares.values()))
 
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
         """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""

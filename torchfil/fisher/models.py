@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchfil.utils.errors import UnsupportedModuleError, ran_out
+from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,8 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module, memo)
     except RuntimeError as error:
         raise UnsupportedModuleError(
-            f"the model cannot be copied ({_first_line(error)}): it holds a tensor that was computed from parameters. "
-            "Use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm; detach other "
-            "tensors that modules hold as attributes, or compute them in forward()."
+            f"the model cannot be copied ({first_line(error)}): it holds a tensor computed from parameters. Use "
+            "torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm; compute others in forward()."
         ) from error
     for part in copied.modules():
         vars(part).pop(HOOKS_INSTALLED, None)
@@ -151,8 +150,7 @@ def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
-            "batch, so no example has its own loss; pass reduction='sum', and in the loop divide by the number of "
-            "examples: criterion(outputs, targets) / len(targets)"
+            "batch; pass reduction='sum', and in the loop use criterion(outputs, targets) / len(targets)"
         )
 
 
@@ -167,73 +165,19 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
                 act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
                 parts = f"GroupNorm(1, {module.num_features}){act}"
                 fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
-            raise UnsupportedModuleError(
-                f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one example. "
-                f"Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
-            )
+            wrong = f"{where}: batch normalisation mixes the examples of a batch"
+            raise UnsupportedModuleError(f"{wrong}. Use GroupNorm ({fix}), or freeze it and put it in eval mode.")
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-            raise UnsupportedModuleError(
-                f"{where}: running statistics carry information from one example to the next outside the private "
-                "gradient. Build it with track_running_stats=False."
-            )
+            wrong = f"{where}: running statistics carry information outside the private gradient"
+            raise UnsupportedModuleError(f"{wrong}. Build it with track_running_stats=False.")
         if has_active_dropout(module) and not allow_dropout:
-            raise UnsupportedModuleError(
-                f"{where}: active dropout makes the gradient random, so its Jacobian is undefined. Put it in eval "
-                "mode or set its probability to 0."
-            )
+            wrong = f"{where}: active dropout makes the gradient random"
+            raise UnsupportedModuleError(f"{wrong}. Put it in eval mode or set its probability to 0.")
 
 
-@contextlib.contextmanager
-def explain_derivatives() -> Iterator[None]:
-    """If the gradient of a single example cannot be taken or differentiated, say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if ran_out(error):
-            raise
-        raise UnsupportedModuleError(
-            f"one example's gradient, or its derivative, cannot be computed ({_first_line(error)}): the model does not "
-            "run on a batch of one, or torch has no second derivative of an operation in the model or the loss. Write "
-            "that operation with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
-        ) from error
-
-
-@contextlib.contextmanager
-def explain_layers(model: nn.Module) -> Iterator[None]:
-    """If something inside fails, name random numbers or layers that are known to fail, and what to use instead."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "randomness" in str(error):
-            raise UnsupportedModuleError(
-                "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
-                "Jacobian is undefined; put it in eval mode"
-            ) from error
-        culprits = [
-            f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
-            for name, module in model.named_modules()
-            if (instead := _instead_of(module)) is not None
-        ]
-        if ran_out(error) or not culprits:
-            raise
-        raise UnsupportedModuleError(
-            f"the gradient could not be taken example by example ({_first_line(error)}). Layers known "
-            f"to prevent that: {'; '.join(culprits)}."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _instead_of(module: nn.Module) -> str | None:
-    if isinstance(module, nn.RNNBase):
-        return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', without a map"
-    if isinstance(module, nn.EmbeddingBag):
-        return "give it bags of one length, [batch, T], without offsets, and mode='mean' or 'sum'"
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return "build it without max_norm and sparse"
-    return None
 
 
 @contextlib.contextmanager

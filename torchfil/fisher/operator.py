@@ -200,9 +200,9 @@ class ClippedJacobian(Jacobian):
         """J̃ᵀu, [batch, d], for u of shape [p] (shared by the batch) or [batch, p]."""
         return self.gradients.vjp(self._clip_derivative(u.expand(len(self.gradients), -1)))
 
-    def dense(self) -> Tensor:
-        """J̃, [batch, p, d]."""
-        return self._clip_derivative(self.gradients.jacobian_columns(slice(None)))
+    def dense(self, coordinates: slice = slice(None)) -> Tensor:
+        """J̃, [batch, p, d], or the columns of these coordinates."""
+        return self._clip_derivative(self.gradients.jacobian_columns(coordinates))
 
     def gram(self, columns_at_once: int | None = None) -> Tensor:
         """J̃ᵀJ̃, [batch, d, d].
@@ -242,7 +242,7 @@ class ClippedJacobian(Jacobian):
             return dense.mT @ dense - a[:, :, None] * a[:, None, :]
         rows = []
         for start in range(0, d, max(1, columns_at_once)):
-            block = self._columns(slice(start, start + max(1, columns_at_once)))  # [batch, p, columns]
+            block = self.dense(slice(start, start + max(1, columns_at_once)))  # [batch, p, columns]
             rows += [self.perpendicular_rmatvec(column) for column in block.unbind(dim=2)]
         return torch.stack(rows, dim=1)
 
@@ -250,12 +250,8 @@ class ClippedJacobian(Jacobian):
         """The diagonal of JᵀDQDJ, [batch, d], without the matrix; ``columns_at_once`` as in :meth:`gram`."""
         d = self.gradients.num_coordinates
         width = d if columns_at_once is None else max(1, columns_at_once)
-        squares = [self._columns(slice(start, start + width)).square().sum(dim=1) for start in range(0, d, width)]
+        squares = [self.dense(slice(start, start + width)).square().sum(dim=1) for start in range(0, d, width)]
         return (torch.cat(squares, dim=1) - self.clipped_norm_gradient().square()).clamp(min=0)
-
-    def _columns(self, coordinates: slice) -> Tensor:
-        """These columns of J̃, [batch, p, columns]."""
-        return self._clip_derivative(self.gradients.jacobian_columns(coordinates))
 
     def _clip_derivative(self, u: Tensor) -> Tensor:
         """Du, for u of shape [batch, p] or [batch, p, columns]."""

@@ -29,7 +29,6 @@ __all__ = [
     "exact_jacobian",
     "poisson_amplification",
     "poisson_fim",
-    "sampled_fim",
 ]
 
 _ROWS_AT_ONCE = 256
@@ -105,40 +104,6 @@ def poisson_amplification(rho: float, q: float) -> tuple[float, float]:
     cell = step * 0.1 / q
     safe = np.where(density > 0, density, 1.0)
     return float((across**2 / safe).sum() * cell), float((along**2 / safe).sum() * cell)
-
-
-def sampled_fim(
-    jacobian: Tensor,
-    clipped_gradient: Tensor,
-    noise_std: float,
-    q: float,
-    *,
-    num_samples: int,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """The FIM of the real subsampled step from sampled scores, per participation: mean and standard error, [d, d] each.
-
-    Draws o = b g̃ + N(0, s²I), b ~ Bernoulli(q), and averages the outer product of the score
-    ∂/∂z log(q N(o; g̃, s²I) + (1−q) N(o; 0, s²I)); divided by q, the chance of taking part.
-
-    Args:
-        jacobian: J̃ of one example, [p, d].
-        clipped_gradient: g̃ of that example, [p].
-        noise_std: s.
-        q: The sampling rate.
-        num_samples: How many steps to simulate.
-        generator: Source of randomness.
-    """
-    j, g = jacobian.double(), clipped_gradient.double()
-    noise = noise_std * torch.randn(num_samples, len(g), generator=generator, dtype=torch.float64)
-    inside = torch.rand(num_samples, generator=generator, dtype=torch.float64) < q
-    released = noise + inside[:, None] * g
-    log_in = math.log(q) - (released - g).square().sum(dim=1) / (2 * noise_std**2)
-    log_out = math.log1p(-q) - released.square().sum(dim=1) / (2 * noise_std**2)
-    posterior = torch.sigmoid(log_in - log_out)
-    score = posterior[:, None] * ((released - g) @ j) / noise_std**2  # [samples, d]
-    outer = score[:, :, None] * score[:, None, :] / q
-    return outer.mean(dim=0), outer.std(dim=0) / math.sqrt(num_samples)
 
 
 def _clipped_gradient_functions(

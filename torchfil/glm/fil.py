@@ -27,7 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchfil.fisher.fim import lanczos
+from torchfil.fisher.batch import lanczos
 from torchfil.glm.losses import Loss
 
 __all__ = ["Sensitivity", "largest_eigenvalues"]

@@ -1,20 +1,17 @@
 """The recorded pass: norms of per-example gradients and their derivatives, for a whole batch, without the gradients."""
 
-from torchfil.fisher.recording.jacobian import NormGradient, RecordedJacobian, norm_gradient
+from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.plan import Plan, plan
-from torchfil.fisher.recording.record import RecordedForward, Recording, forward_pass, losses_of, record
+from torchfil.fisher.recording.record import RecordedForward, forward_pass, losses_of, record
 from torchfil.fisher.rules.base import UnsupportedCallError
 
 __all__ = [
-    "NormGradient",
     "Plan",
     "RecordedForward",
     "RecordedJacobian",
-    "Recording",
     "UnsupportedCallError",
     "forward_pass",
     "losses_of",
-    "norm_gradient",
     "plan",
     "record",
 ]

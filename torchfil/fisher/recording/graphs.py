@@ -88,10 +88,8 @@ class CapturedPass:
         release_memory()  # otherwise the stream would keep its memory in addition to the graphs'
         free, _ = torch.cuda.mem_get_info(device)
         if needed > _LARGEST_SHARE * free:
-            raise RuntimeError(
-                f"graphs over {self.size} examples would keep {needed / 2**30:.1f} GiB, more than half of the "
-                f"{free / 2**30:.1f} GiB of free memory"
-            )
+            room = f"{needed / 2**30:.1f} GiB, more than half of the free {free / 2**30:.1f} GiB"
+            raise RuntimeError(f"graphs over {self.size} examples would keep {room}")
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device

@@ -6,12 +6,10 @@ which are leaves there; one backward pass from the leaves' origins then gives th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -282,11 +280,6 @@ class RecordedJacobian(Jacobian):
         measured: bool = True,
     ) -> None:
         z = gradients.examples.z.detach()
-        if forward is not None and forward.z.shape != z.shape:
-            raise ValueError(
-                f"the forward pass was over {tuple(forward.z.shape)} examples and coordinates, not over "
-                f"{tuple(z.shape)}; run forward_pass on these examples, or pass forward=None"
-            )
         super().__init__(gradients if measured else replace(gradients, twice=False), clip, max_grad_norm)
         if forward is None:
             forward = forward_pass(self.gradients, z.requires_grad_() if measured else z)
@@ -339,8 +332,7 @@ class RecordedJacobian(Jacobian):
             rows: Iterable[Tensor] = ()
             if not facts.probes_apart:
                 try:
-                    with _maps_that_pay():
-                        rows = vmap(self.perpendicular_rmatvec)(part)
+                    rows = vmap(self.perpendicular_rmatvec)(part)
                 except (RuntimeError, UnsupportedCallError) as error:
                     logger.info("probes are processed one by one: %s", error)
                     facts.probes_apart = True
@@ -379,38 +371,3 @@ class RecordedJacobian(Jacobian):
         recording = record(others, others.examples.z.detach(), differentiable=False)
         with self.gradients.backward_state():
             return gradient_products(self.recording, recording)
-
-
-@contextlib.contextmanager
-def _maps_that_pay() -> Iterator[None]:
-    """Inside, an operation that vmap could only run as a loop (with a warning) raises an error."""
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)
-
-
-@dataclass(frozen=True)
-class NormGradient:
-    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
-
-    square: Tensor
-    gradient: Tensor
-
-
-def norm_gradient(gradients: ExampleGradients) -> NormGradient:
-    """‖g‖² and its gradient with respect to z: a forward pass, a backward pass, and a backward pass through both.
-
-    Raises:
-        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` finds out beforehand.
-    """
-    z = gradients.examples.z.detach().requires_grad_()
-    with torch.enable_grad(), gradients.backward_state():
-        attached = cut(record(gradients, z))
-        square = attached.squared_norm()
-        cotangents: Cotangents = {}
-        square.add_derivative(cotangents)
-        return NormGradient(square.total, attached.pulled_back(cotangents).detach())

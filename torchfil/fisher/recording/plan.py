@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.gradients import ExampleGradients, ModelFacts
+from torchfil.fisher.gradients import ExampleGradients, ModelFacts, flatten
 from torchfil.fisher.recording.jacobian import Cotangents, cut, term_of, weighted_sum
 from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import Call
@@ -40,7 +40,6 @@ class Plan:
         bytes_per_example: The memory that the pass holds for one example.
         generic: The layers without their own rule, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
-        tried_in: The dtype of the trial: float64, or the model's own dtype if it does not run in float64.
         facts: What passes over the model have shown; passes of this plan add to it.
     """
 
@@ -48,7 +47,6 @@ class Plan:
     bytes_per_example: int
     generic: tuple[str, ...] = ()
     convolutions: float = 1.0
-    tried_in: torch.dtype = torch.float64
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
     @property
@@ -81,15 +79,18 @@ def plan(gradients: ExampleGradients) -> Plan:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # mapping over examples may still work, or will report the error
-        return Plan(str(error) or type(error).__name__, 0, tried_in=gradients.dtype, facts=gradients.facts)
+        return Plan(str(error) or type(error).__name__, 0, facts=gradients.facts)
 
 
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
-    probe = _probe(gradients)
-    known: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    rows = _telling_rows(gradients, probe, known)
-    plain = _plain(gradients, probe, rows, known)
+    # a normal vector, drawn on the gradients' device: a CPU needs half a second for a hundred million numbers
+    source = torch.Generator(gradients.device).manual_seed(_PROBE_SEED)
+    drawn = torch.randn(gradients.num_parameters, generator=source, device=gradients.device)
+    probe = drawn.to(gradients.dtype)
+    products = cache(partial(gradients.plain_products_of_one, u=probe))
+    rows = _telling_rows(gradients, lambda row: bool(products(row)[0].any()))
+    plain = _Plain.of(products, rows)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
     recorded = _recorded(part, probe)
     reason, missing = _difference(part, recorded, plain)
@@ -102,7 +103,7 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
         reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
     if reason is not None:
-        return Plan(reason, 0, tried_in=gradients.dtype, facts=gradients.facts)
+        return Plan(reason, 0, facts=gradients.facts)
 
     rules = {call.module: call.rule for call in recorded.calls if not isinstance(call.rule, ParameterRule)}
     convolutions = sum(isinstance(rule, ConvolutionRule) for rule in rules.values())
@@ -112,7 +113,7 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
         for name, module in part.model.named_modules()
         if isinstance(rules.get(module), GenericRule)
     )
-    return Plan(None, size, generic, convolutions / max(1, len(rules)), gradients.dtype, gradients.facts)
+    return Plan(None, size, generic, convolutions / max(1, len(rules)), gradients.facts)
 
 
 class _Plain(NamedTuple):
@@ -122,16 +123,10 @@ class _Plain(NamedTuple):
     slopes: Tensor
     products: Tensor
 
-
-def _plain(
-    gradients: ExampleGradients,
-    probe: Tensor,
-    rows: Sequence[int],
-    known: Mapping[int, tuple[Tensor, Tensor, Tensor]] = MappingProxyType({}),
-) -> _Plain:
-    """The results for these rows; some may be known."""
-    by_row = [known[row] if row in known else gradients.plain_products_of_one(row, probe) for row in rows]
-    return _Plain(*map(torch.stack, zip(*by_row, strict=True)))
+    @classmethod
+    def of(cls, products: Callable[[int], tuple[Tensor, ...]], rows: Sequence[int]) -> _Plain:
+        """The results for these rows, one by one."""
+        return cls(*map(torch.stack, zip(*map(products, rows), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -146,20 +141,8 @@ class _Recorded:
     held: int
 
 
-def _probe(gradients: ExampleGradients) -> Tensor:
-    """A normal vector, [p], drawn on the gradients' device: a CPU needs half a second for a hundred million numbers."""
-    device = gradients.device
-    source = torch.Generator(device).manual_seed(_PROBE_SEED)
-    return torch.randn(gradients.num_parameters, generator=source, device=device).to(gradients.dtype)
-
-
-def _telling_rows(
-    gradients: ExampleGradients, probe: Tensor, known: dict[int, tuple[Tensor, Tensor, Tensor]]
-) -> list[int]:
-    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row.
-
-    What is computed to find them is added to ``known``.
-    """
+def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], bool]) -> list[int]:
+    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row."""
     count = len(gradients)
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
@@ -169,8 +152,7 @@ def _telling_rows(
     for row in candidates:
         if any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling):
             continue
-        known[row] = gradients.plain_products_of_one(row, probe)
-        if bool(known[row][0].any()):
+        if has_gradient(row):
             telling.append(row)
         if len(telling) == 2:
             break
@@ -189,7 +171,7 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
         return value + _FAR_ENOUGH * size * step
 
     near = replace(part, parameters={name: moved(value) for name, value in part.parameters.items()})
-    plain = _plain(near, probe, [0, 1, 0][: len(near)])  # the examples a, b, a
+    plain = _Plain.of(partial(near.plain_products_of_one, u=probe), range(len(near)))
     if not all(bool(value.isfinite().all()) for value in plain):
         return None
     return _difference(near, _recorded(near, probe), plain)[0]
@@ -235,8 +217,7 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
         products = attached.pulled_back(cotangents).detach()
         sums = weighted_sum(recording, torch.ones(len(part), dtype=part.dtype, device=part.device))
 
-    flat = [sums[name] if name in sums else torch.zeros_like(value) for name, value in part.parameters.items()]
-    summed = torch.cat([value.flatten() for value in flat])
+    summed = flatten({name: sums.get(name, torch.zeros_like(value)) for name, value in part.parameters.items()})
     return _Recorded(square.total, slopes, products, summed, recording.calls, held.total)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,7 +92,6 @@ class _Layers:
     """What a recorded pass does with each module of a model; found once, from the model and the facts.
 
     Attributes:
-        model: The model.
         by_module: The modules whose calls are recorded or whose uses are reported.
         hooked: Those of them whose calls are recorded.
         expected: Those of the hooked ones whose parameters would be watched if they were not called.
@@ -102,7 +100,6 @@ class _Layers:
         dropout: A module with active dropout; None: there is none.
     """
 
-    model: nn.Module
     by_module: dict[nn.Module, _Layer]
     hooked: tuple[nn.Module, ...]
     expected: frozenset[nn.Module]
@@ -341,10 +338,10 @@ def _not_one_per_example(module: nn.Module, what: str) -> UnsupportedCallError:
 
 def _layers_of(gradients: ExampleGradients) -> _Layers:
     """What a pass does with each module; looked up unless the facts have changed."""
-    known: dict[int, _Layers] = gradients.facts.layers
-    if id(gradients.model) not in known:
-        known[id(gradients.model)] = _find_layers(gradients)
-    return known[id(gradients.model)]
+    known: dict[nn.Module, _Layers] = gradients.facts.layers
+    if gradients.model not in known:
+        known[gradients.model] = _find_layers(gradients)
+    return known[gradients.model]
 
 
 def _find_layers(gradients: ExampleGradients) -> _Layers:
@@ -386,7 +383,6 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
         constants = {key[len(prefix) :]: key for key in below if key[len(prefix) :] not in parameters}
         by_module[module] = _Layer(names[module], rule_for(module), parameters, constants)
     return _Layers(
-        model,
         by_module,
         tuple(hooked),
         frozenset(module for module in hooked if names[module] not in facts.whole),
@@ -442,53 +438,38 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
 
 def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
     """The calls of the layers, from their uses and δ at each use's output."""
-    gradients, batch, uses = forward.gradients, len(forward.z), forward.uses.noted
-    leaves, calls = forward.watched.leaves, []
+    gradients, batch, uses, leaves = forward.gradients, len(forward.z), forward.uses.noted, forward.watched.leaves
+    weights = {**gradients.constants, **gradients.parameters}
+    calls = []
     for use, delta in zip(uses, deltas, strict=False):
-        rows = by_example(delta, use.dim, batch)
-        inputs = use.inputs_by_example(batch)
+        args, kwargs = use.inputs_by_example(batch)
+        constants: Mapping[str, str] = {}
         if use.values:
-            calls.append(_call_of_operation(gradients, use, inputs[0], rows, leaves))
-            continue
-        layer = forward.layers.by_module[use.module]
-        names, constants = layer.parameters, layer.constants
-        if use.reported is not None:  # it concerns only some of the module's parameters
-            names, constants = {local: names[name] for local, name in use.reported.items() if name in names}, {}
-        calls.append(_call(gradients, use.name, use.module, use.rule or layer.rule, inputs, rows, names, constants))
+            rule, names = _operation(use, leaves)
+        else:
+            layer = forward.layers.by_module[use.module]
+            rule, names, constants = use.rule or layer.rule, layer.parameters, layer.constants
+            if use.reported is not None:  # it concerns only some of the module's parameters
+                names, constants = {local: names[name] for local, name in use.reported.items() if name in names}, {}
+        if names:
+            own = {local: weights[name] for local, name in names.items()}
+            fixed = {local: weights[name] for local, name in constants.items()} if constants else {}
+            rows = by_example(delta, use.dim, batch)
+            calls.append(Call(use.name, use.module, rule, args, kwargs, rows, own, fixed, names))
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
         rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
+        own, names = {name: weights[name] for name in meeting.names}, {name: name for name in meeting.names}
         rows = by_example(delta, meeting.dim, batch)
-        names = dict(zip(meeting.names, meeting.names, strict=True))
-        calls.append(_call(gradients, ", ".join(names), gradients.model, rule, ((), {}), rows, names))
-    return tuple([call for call in calls if call.parameters])
+        calls.append(Call(", ".join(names), gradients.model, rule, (), {}, rows, own, {}, names))
+    return tuple(calls)
 
 
-def _call_of_operation(
-    gradients: ExampleGradients, use: Use, args: Any, delta: Tensor, leaves: Mapping[str, Tensor]
-) -> Call:
-    """The call of an operation with watched weights; if these are parameters, its layer's rule serves it directly."""
+def _operation(use: Use, leaves: Mapping[str, Tensor]) -> tuple[LayerRule, dict[str, str]]:
+    """Rule and parameters of an operation with watched weights; its layer's rule serves parameters directly."""
     by_id = {id(leaf): name for name, leaf in leaves.items()}
+    names = {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
     assert use.rule is not None
-    rule, names = use.rule, {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
-    if len(names) < len(use.values):  # functions of parameters: gradients by the model's names
-        names = {name: name for name in use.name.split(", ")}
-        rule = ReparametrisedRule(use.rule, use.values, {name: leaves[name] for name in names})
-    return _call(gradients, use.name, use.module, rule, (args, {}), delta, names)
-
-
-def _call(
-    gradients: ExampleGradients,
-    name: str,
-    module: nn.Module,
-    rule: LayerRule,
-    inputs: tuple[Any, Any],
-    delta: Tensor,
-    names: dict[str, str],
-    constants: Mapping[str, str] = MappingProxyType({}),
-) -> Call:
-    """A call; ``names`` and ``constants`` give the model's names of the weights by the rule's names."""
-    parameters = {local: gradients.parameters[key] for local, key in names.items()}
-    fixed = {}
-    for local, key in constants.items():
-        fixed[local] = gradients.constants[key] if key in gradients.constants else gradients.parameters[key]
-    return Call(name, module, rule, *inputs, delta, parameters, fixed, names)
+    if len(names) == len(use.values):
+        return use.rule, names
+    names = {name: name for name in use.name.split(", ")}  # functions of parameters: gradients by the model's names
+    return ReparametrisedRule(use.rule, use.values, {name: leaves[name] for name in names}), names
