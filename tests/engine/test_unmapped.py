@@ -1,4 +1,4 @@
-"""Models that vmap does not run: one example after the other, compared with the same function that it runs."""
+"""Models that torch.func does not run: one example after the other, compared with the same function that it runs."""
 
 from __future__ import annotations
 
@@ -70,21 +70,9 @@ def pair(kind: Any) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     return *models, torch.randn(6, 4, dtype=torch.float64, device=DEVICE), (torch.arange(6) % 3).to(DEVICE)
 
 
-def test_an_autograd_function_of_old_needs_the_recorded_pass() -> None:
-    *models, x, y = pair(Bent)
-    settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-
-    def trace(model: nn.Module) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, generator=generator, **settings).value
-
-    assert relative_error(trace(models[0]), trace(models[1])) < 1e-12
-    with pytest.raises(UnsupportedModuleError, match="must override the setup_context staticmethod"):
-        fisher.exact_fim(models[0], nn.CrossEntropyLoss(), x, y, **settings)
-
-
-def test_products_are_those_of_the_mapped_model() -> None:
-    *models, x, y = pair(Experts)
+@pytest.mark.parametrize("kind", [Experts, Bent])
+def test_products_are_those_of_the_mapped_model(kind: Any) -> None:
+    *models, x, y = pair(kind)
     ours, theirs = (ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y) for model in models)
     v, u = torch.randn(6, 4).to(x), torch.randn(6, ours.num_parameters).to(x)
     for name, *given in (

@@ -44,7 +44,7 @@ from torchfil.fisher.precision import (
 )
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
-from torchfil.utils.trees import map_tensors
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
 
@@ -64,7 +64,7 @@ class ModelFacts:
             range of positions), or not called at all (``F.linear(x, self.layer.weight)``).
         layouts: For each call of a layer, the dimension of the examples in its output; None: the first everywhere.
         overwrites: Whether the model or its loss overwrites a layer's input or output, so that copies are needed.
-        unmapped: Whether vmap does not run the model: it reads a tensor's values, …
+        unmapped: Whether torch.func does not run the model: it reads a tensor's values, …
         probes_apart: Whether probes cannot be processed together.
         layers: What a recorded pass does with each layer, by model; follows from the rest.
     """
@@ -226,7 +226,7 @@ class ExampleGradients:
         """g of every example, [batch, p], and ℓ, [batch]."""
 
         def one(z: Tensor, public: Any) -> Tensor:
-            gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
+            gradient, loss = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)
             return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
         both = self._map(one, (), (self.num_parameters + 1,))
@@ -264,9 +264,9 @@ class ExampleGradients:
         """Jv of one example, [p], for z and v of shape [d]; may be mapped over either."""
 
         def directional(parameters: dict[str, Tensor]) -> Tensor:
-            return (grad_and_value(self.loss_of_one, 1)(parameters, z, public)[0] * v).sum()
+            return (self._grad_and_value(self.loss_of_one, 1)(parameters, z, public)[0] * v).sum()
 
-        return flatten(grad_and_value(directional)(self.parameters)[0])
+        return flatten(self._grad_and_value(directional)(self.parameters)[0])
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -275,10 +275,10 @@ class ExampleGradients:
             direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
-                gradient = grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
+                gradient = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
                 return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
 
-            return grad_and_value(directional)(z)[0]
+            return self._grad_and_value(directional)(z)[0]
 
         return self._map(one, ((u, 0 if u.ndim == 2 else None),), (self.num_coordinates,))
 
@@ -311,6 +311,10 @@ class ExampleGradients:
             raise ValueError(f"{many}; it must give one: use reduction='mean' or 'sum'")
         return value.reshape(())
 
+    def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
+        """torch.func's ``grad_and_value``; the same by plain backward passes if torch.func does not run the model."""
+        return (_plain_grad_and_value if self.facts.unmapped else grad_and_value)(function, argnum)
+
     @cached_property
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
@@ -322,9 +326,9 @@ class ExampleGradients:
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """``one`` over all examples together, or one after the other if vmap does not run the model.
+        """``one`` over all examples together, or one after the other if torch.func does not run the model.
 
-        It does not run models that read a tensor's values or send rows to experts, nor recurrent layers.
+        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
         An empty batch gives an empty tensor of that trailing shape.
         """
         examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
@@ -368,6 +372,23 @@ class ExampleGradients:
             name: piece.reshape(value.shape)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
         }
+
+
+def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:
+    """The gradient with respect to one argument, which can be differentiated again, and the value."""
+
+    def run(*args: Any) -> tuple[Any, Tensor]:
+        given = map_tensors(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), args[argnum])
+        leaves = tensors_of(given)
+        with torch.enable_grad():
+            value = function(*args[:argnum], given, *args[argnum + 1 :])
+            constant = 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
+            moving = value if value.requires_grad else constant
+            found = torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+            parts = iter(found)
+        return map_tensors(lambda _: next(parts), given), value
+
+    return run
 
 
 def flatten(tree: Mapping[str, Tensor]) -> Tensor:
