@@ -273,6 +273,7 @@ def _examined(
     replica, execution, targets = guard.replica, options.accounting.execution, guard.targets(forward)
     private = private_without_labels(options.private, forward.args, forward.kwargs)
     examples = replica.lay_out(forward.args, forward.kwargs, targets, private)
+    replica.follow()  # the live model's pass may have changed attributes
     masks = replica.masks_by_example(forward.masks, forward.args, forward.kwargs)
     gradients = replace(
         replica.gradients(replace(examples, masks=masks), loss),
@@ -286,7 +287,7 @@ def _examined(
     wanted = Wanted((), options.accounting.estimator, seeds)
 
     # If an example's loss depends on others, no gradient belongs to it alone: the values of a first pass show this.
-    values = executor.run(gradients, mechanism, wanted)
+    values = executor.run(gradients, plan, mechanism, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -299,7 +300,7 @@ def _examined(
             torch.autograd.grad(losses.sum(), trainable, allow_unused=True)
 
     before = _median_seconds(plain_pass, replica.device, repeats)
-    after = _median_seconds(lambda: executor.run(gradients, mechanism, wanted), replica.device, repeats)
+    after = _median_seconds(lambda: executor.run(gradients, plan, mechanism, wanted), replica.device, repeats)
     verdict, probes = "recorded" if plan.fits else "mapped", f"{len(seeds)} probe{'s' if len(seeds) > 1 else ''}"
     own = examples.own_coordinates
     result = replace(

@@ -34,7 +34,6 @@ from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
 logger = logging.getLogger(__name__)
 
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
-Cut = Callable[[int], Passes]  # from a limit in bytes
 Half = RecordedForward | StartedGraph | None  # a forward pass that the loop has run
 
 _MOST_PLANS = 256
@@ -44,18 +43,6 @@ _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
 _DEVIATIONS = (-1, 0, 1, 3)  # of a Poisson draw's size from its mean, in standard deviations
-
-
-class Started:
-    """The loop's forward pass, to be completed once: a second attempt must not keep its tensors in memory."""
-
-    def __init__(self, half: Half) -> None:
-        self._half = half
-
-    def take(self) -> Half:
-        """The pass; None from the second call on."""
-        half, self._half = self._half, None
-        return half
 
 
 class Executor:
@@ -73,7 +60,8 @@ class Executor:
         self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, recorded: bool = True
     ) -> None:
         self.replica = replica
-        self.memory = PassMemory(max_memory)
+        self.memory_limit = max_memory  # bytes that a pass may hold; fewer once a pass has run out of memory
+        self._warned = False
         self._expected_batch = expected_batch
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
@@ -83,9 +71,9 @@ class Executor:
         self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
 
-    def knows(self, gradients: ExampleGradients) -> bool:
-        """Whether such examples were tried before."""
-        return self._key(gradients) in self._plans
+    def known(self, gradients: ExampleGradients) -> Plan | None:
+        """The plan of such examples; None: not tried yet."""
+        return self._plans.get(self._key(gradients))
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples.
@@ -118,62 +106,92 @@ class Executor:
     def run(
         self,
         gradients: ExampleGradients,
+        tried: Plan,
         mechanism: Mechanism,
         wanted: Wanted,
-        started: Started | None = None,
+        forward: Half = None,
         *,
         few: bool = False,
     ) -> StepValues:
         """The wanted values for a batch of at least one example; the next pass may overwrite them.
 
-        If a pass runs out of memory, it is repeated with half as many examples at once.
+        If a pass runs out of memory, it is repeated with half as many examples at once. It leaves nothing behind: no
+        number and no entry in the ledger. Its seeds determine its probes, so the numbers are the same up to rounding.
 
         Args:
             gradients: The examples with their model.
+            tried: The plan of such examples.
             mechanism: How their gradients are released.
             wanted: What to compute.
-            started: The loop's own forward pass over these examples, which is used up.
+            forward: The loop's own forward pass over these examples, which is used up.
             few: Whether these are a fixed number of examples from the batch that was run just before.
 
         Raises:
-            torch.OutOfMemoryError: Not even one example fits.
+            torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
         """
-        tried = self.plan(gradients)
         if wanted.questions:  # an alternative has a pass in addition to the examples' own
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
-        batch = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried)
-
-        before = self.memory.limit
+        batch, before = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried), self.memory_limit
         while True:
             try:
-                return self._evaluated(batch, tried, wanted, started.take() if started is not None else None, few=few)
+                return self._evaluated(batch, tried, wanted, forward, few=few)
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
                 reason = str(error)
+            forward = None  # a second attempt must not keep its tensors in memory
             # only here is the error gone, whose traceback held everything that the pass had allocated
-            if not self.memory.halve(lambda limit: _passes_within(limit, batch, wanted), reason):
-                self.memory.limit = before
+            if not self._halve_memory(lambda limit: _passes_within(limit, batch, wanted), reason):
+                self.memory_limit = before
                 raise torch.OutOfMemoryError(
                     f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
                     "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
                     "(num_probes=)."
                 )
 
+    def _halve_memory(self, cut: Callable[[int], Passes], reason: str) -> bool:
+        """Let a pass hold half as much; False if it held only one example.
+
+        Args:
+            cut: How a limit in bytes cuts the batch that ran out of memory.
+            reason: The device's message.
+        """
+        held = cut(self.memory_limit)
+        limit = min(self.memory_limit, max(examples * size for examples, size in held)) // 2
+        pieces = cut(limit)
+        if pieces == held:
+            return False
+        self.memory_limit = limit
+        release_memory()
+
+        # warn the first time: from now on every step takes longer
+        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
+        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
+        logger.info(text)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{text}, as later ones will be. The numbers are the same up to rounding; "
+                f"Execution(max_memory={limit}) starts with that size.",
+                stacklevel=2,
+            )
+        return True
+
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
         """By a recorded pass as far as one serves; other estimators use their own products with each J."""
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
-        if not tried.fits or (recorded is not wanted and not wanted.summed):
+        if tried.reason is not None or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
         try:
             values = self._from_graph(batch, tried, recorded, forward, few=few)
             if values is None:
-                count, limit, seeds = len(batch.gradients.examples), self.memory.limit, recorded.seeds
-                chunks = self._completed(batch, forward, measured=bool(seeds))
-                chunks = chunks or batch.chunks(limit, 1, measured=bool(seeds))
-                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), limit))
-                values = values_of(batch, chunks, recorded, draws, wanted.rate)
+                chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
+                count, seeds = len(batch.gradients.examples), recorded.seeds
+                at_once = batch.probes_at_once(len(seeds), self.memory_limit)
+                values = values_of(
+                    batch, chunks, recorded, Draws(seeds, slice(0, count), count, 1, at_once), wanted.rate
+                )
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
             self._plans[self._key(batch.gradients)] = found
@@ -200,32 +218,34 @@ class Executor:
             graphs = self._graphs_of_few
         return graphs.run(batch, wanted, room, self.replica.key, forward)
 
-    def _completed(
-        self, batch: PrivateBatch, forward: Half, *, measured: bool
-    ) -> Iterable[tuple[slice, Jacobian]] | None:
-        """The loop's own forward pass, completed; None if there is none, or if it cannot be completed."""
-        if not isinstance(forward, RecordedForward):
-            return None
-        mechanism, live = batch.mechanism, replace(batch.gradients, model=self.replica.live)
-        try:
-            jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward, measured=measured)
-        except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
-            self._not_recorded_live.add(self._key(batch.gradients))
-            return None
-        return [(slice(0, len(live)), jacobian)]
+    def _recorded_chunks(
+        self, batch: PrivateBatch, tried: Plan, forward: Half, *, measured: bool
+    ) -> Iterable[tuple[slice, Jacobian]]:
+        """The batch as recorded Jacobians: the loop's own forward pass completed, one pass over all, or pieces."""
+        gradients, clip, limit = batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm
+        count = len(gradients.examples)
+        if isinstance(forward, RecordedForward):
+            live = replace(gradients, model=self.replica.live)
+            try:
+                return [(slice(0, count), RecordedJacobian(live, clip, limit, forward, measured=measured))]
+            except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
+                self._not_recorded_live.add(self._key(gradients))
+        if count > self._room(tried):
+            return batch.chunks(self.memory_limit, 1, measured=measured)
+        return [(slice(0, count), RecordedJacobian(gradients, clip, limit, measured=measured))]
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""
-        columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
+        columns, vectors = batch.working_vectors(wanted.estimator, self.memory_limit)
         batch, count = replace(batch, plan=None), len(batch.gradients)
         draws = Draws(wanted.seeds, slice(0, count), count, columns)
-        return values_of(batch, batch.chunks(self.memory.limit, vectors), wanted, draws, wanted.rate)
+        return values_of(batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate)
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key, examples = self._key(gradients), gradients.examples
         tried = self._plans.get(key) if len(examples) else None
-        if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
+        if tried is None or tried.reason is not None or self.replica.written or key in self._not_recorded_live:
             return None
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
@@ -240,7 +260,8 @@ class Executor:
                 raise
             reason = str(error)
         if reason:
-            self.memory.halve(lambda limit: [_recorded_pass_within(limit, len(examples), tried)], reason)
+            size = max(1, tried.bytes_per_example)
+            self._halve_memory(lambda limit: [(min(len(examples), max(1, limit // size)), size)], reason)
         drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 
@@ -251,10 +272,9 @@ class Executor:
             return None
         return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
 
-    def runs_in_pieces(self, gradients: ExampleGradients) -> bool:
+    def runs_in_pieces(self, count: int, tried: Plan) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
-        tried = self.plan(gradients)
-        return not tried.fits or len(gradients) > self._room(tried)
+        return not tried.fits or count > self._room(tried)
 
     def _captured_passes(self) -> CapturedPasses:
         """The graphs for the model's current state; graphs for earlier states are freed."""
@@ -275,7 +295,7 @@ class Executor:
 
     def _room(self, tried: Plan) -> int:
         """How many examples a pass may hold at once."""
-        return self.memory.room(tried.bytes_per_example)
+        return max(1, self.memory_limit // max(1, tried.bytes_per_example))
 
     def _key(self, gradients: ExampleGradients) -> Hashable:
         return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
@@ -474,79 +494,17 @@ class _Captured:
         yield values_of(batch, [(draws.rows, jacobian)], self.wanted, draws, self.rate, mask)
 
 
-class PassMemory:
-    """The bytes that a pass over examples may hold at once; fewer once a pass has run out of memory.
-
-    Guarantees:
-        * A pass that ran out of memory leaves nothing behind: no number and no entry in the ledger. Its seeds determine
-          its probes, so that the repeated pass gives the same numbers up to rounding.
-        * If not even one example fits, the limit stays as it was, and the error says so.
-
-    Args:
-        limit: The bytes.
-
-    Attributes:
-        limit: The bytes now.
-
-    Example:
-        >>> memory = PassMemory(1000)
-        >>> memory.room(100), memory.room(4000)
-        (10, 1)
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._warned = False
-
-    def room(self, bytes_per_example: int) -> int:
-        """How many examples a pass may hold at once."""
-        return max(1, self.limit // max(1, bytes_per_example))
-
-    def halve(self, cut: Cut, reason: str) -> bool:
-        """Let a pass hold half as much; False if it held only one example.
-
-        Args:
-            cut: How a limit cuts the batch that ran out of memory.
-            reason: The device's message.
-        """
-        held = cut(self.limit)
-        limit = min(self.limit, max(examples * size for examples, size in held)) // 2
-        pieces = cut(limit)
-        if pieces == held:
-            return False
-        self.limit = limit
-        release_memory()
-
-        # warn the first time: from now on every step takes longer
-        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
-        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
-        logger.info(text)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{text}, as later ones will be. The numbers are the same up to rounding; "
-                f"Execution(max_memory={limit}) starts with that size.",
-                stacklevel=2,
-            )
-        return True
-
-
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
     gradients, passes = batch.gradients, []
     if batch.plan is not None and batch.plan.fits:
-        passes.append(_recorded_pass_within(limit, len(gradients), batch.plan))
+        size = max(1, batch.plan.bytes_per_example)
+        passes.append((min(len(gradients), max(1, limit // size)), size))
     if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
         vectors = batch.working_vectors(wanted.estimator, limit)[1]
         size = vectors * gradients.bytes_per_vector
         passes.append((min(len(gradients), max(1, limit // size)), size))
     return passes
-
-
-def _recorded_pass_within(limit: int, count: int, tried: Plan) -> tuple[int, int]:
-    """How many of ``count`` examples a recorded pass holds at once within this many bytes, and the bytes of one."""
-    size = max(1, tried.bytes_per_example)
-    return min(count, max(1, limit // size)), size
 
 
 def _shortened(reason: str) -> str:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -37,6 +39,7 @@ _in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently priva
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
 _HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not taken."
 _SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
+_went_backward = attrgetter("output_grads")
 _MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
 
 
@@ -79,8 +82,15 @@ class ForwardPass:
     @property
     def num_rows(self) -> int:
         """How many examples went through the model, or would have gone."""
-        leaves = tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
-        return next((len(leaf) for leaf in leaves if leaf.ndim), len(self.ids or ()))
+        for leaf in tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs):
+            if leaf.ndim:
+                return len(leaf)
+        return len(self.ids or ())
+
+    def take_recorded(self) -> RecordedForward | StartedGraph | None:
+        """The graph of this call, which is then held by the caller alone."""
+        recorded, self.recorded = self.recorded, None
+        return recorded
 
     def add_gradient(self, k: int, gradient: Tensor) -> None:
         """Add ∂loss/∂output k of a backward pass."""
@@ -101,6 +111,9 @@ class ForwardPass:
 
         A gradient γ at a loss that was made from other outputs counts at these outputs, as γ ∂loss/∂output.
         """
+        if not self.loss_grads:
+            given, leaves = self.output_grads, tensors_of(self.outputs)
+            return [given[k] if k in given else torch.zeros_like(leaf) for k, leaf in enumerate(leaves)]
         total: dict[int, Any] = {k: value for k, value in self.output_grads.items() if k not in self.loss_grads}
         for loss in self.loss_grads.keys() & self.output_grads.keys():
             for k, part in self.loss_grads[loss].items():
@@ -137,12 +150,12 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = [forward for forward in self.pending if not forward.output_grads]
+        self.pending = list(filterfalse(_went_backward, self.pending))
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
         """The forward passes that went backward and are still kept."""
-        return [forward for forward in self.pending if forward.output_grads]
+        return list(filter(_went_backward, self.pending))
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
@@ -152,9 +165,9 @@ class Observer:
                 "the one that you passed; its zero_grad() drops these passes"
             )
 
-    def check_ready(self) -> None:
+    def check_ready(self, finished: Sequence[ForwardPass]) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
-        finished, parts = self.finished(), self.tracker.parts
+        parts = self.tracker.parts
         if self.touched:
             names = ", ".join(sorted(self.touched))
             raise RuntimeError(
@@ -232,8 +245,10 @@ class LossInside:
         outputs: Any,
         masks: tuple[Tensor, ...] = (),
     ) -> ForwardPass:
-        """The call on the current batch that gave these outputs (with their graph), with labels and loss separated."""
-        args, kwargs = plain((args, kwargs))
+        """The call on the current batch that gave these outputs (with their graph), with labels and loss separated.
+
+        Inputs are plain trees.
+        """
         losses, loss_grads = self.losses_in(outputs), {}
         without, targets = self.without_labels(kwargs) if losses else (kwargs, NO_TARGETS)
         if targets is not NO_TARGETS:
@@ -248,7 +263,7 @@ class LossInside:
                 k: dict(zip(places, _gradients([leaves[k]], [leaves[j] for j in places]), strict=True))
                 for k, places in self.made_from[kind].items()
             }
-        args, kwargs, outputs = map_tensors(Tensor.detach, plain((args, kwargs, outputs)))
+        args, kwargs, outputs = map_tensors(Tensor.detach, (args, kwargs, plain(outputs)))
         forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks)
         if loss_grads:  # otherwise labels stay among the inputs
             own = {id(leaf) for k, leaf in enumerate(tensors_of(outputs)) if k in loss_grads}
@@ -358,8 +373,10 @@ class LoopForward:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
+        self.replica.follow()
         make_current((args, kwargs))  # a batch that the model itself reads
         args, kwargs = self.replica.examples_first((args, kwargs))
+        inputs: tuple[Any, Any] = plain((args, kwargs))
 
         # With a graph, a loss that uses more of the model than its outputs shows up at the parameters.
         device = self.replica.device
@@ -375,7 +392,7 @@ class LoopForward:
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return None if look or self._gives_loss else self._record(args, kwargs, self.observer.tracker.batch)
+            return None if look or self._gives_loss else self._record(*inputs, self.observer.tracker.batch)
 
         drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
@@ -391,7 +408,7 @@ class LoopForward:
         gave_loss, self._gives_loss = self._gives_loss, any(leaf.ndim == 0 for leaf in tensors_of(outputs))
         if self._gives_loss and not (gave_loss or with_graph):
             return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
-        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
+        call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, masks)
         call.recorded, call.examples, call.autocast = forward, examples, autocast_now(device)
         leaves = map_tensors(_as_leaf, outputs)
         self.observer.watch(call, leaves)
@@ -447,8 +464,8 @@ class HookedForward:
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another; the loss is differentiated with respect to each alone.
-        args, kwargs = self.replica.examples_first((args, kwargs))
-        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, tuple(self._masks))
+        inputs: tuple[Any, Any] = plain(self.replica.examples_first((args, kwargs)))
+        call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, tuple(self._masks))
         call.autocast = autocast_now(self.replica.device)
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         self.observer.watch(call, apart)

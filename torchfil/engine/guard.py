@@ -7,11 +7,13 @@ more rarely.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -110,22 +112,27 @@ class Flags:
 
     def add(self, *flags: Flag | None) -> None:
         """Add checks; None: nothing to check."""
-        self.pending += [flag for flag in flags if flag is not None]
+        for flag in flags:
+            if flag is not None:
+                self.pending.append(flag)
 
     def start_reading(self) -> None:
         """Start to copy the results so far to the CPU, before work is queued that they need not wait for."""
         if self.pending:
-            self._started.append((self.pending, read_later(torch.stack([flag.failed for flag in self.pending]))))
+            failed = torch.stack([flag.failed for flag in self.pending])
+            self._started.append((self.pending, read_later(failed) if failed.is_cuda else failed.cpu))
             self.pending = []
 
     def errors(self) -> list[Exception]:
         """What the failed checks found."""
         self.start_reading()
-        failed = [
-            flag for flags, read in self._started for flag, bad in zip(flags, read().tolist(), strict=True) if bad
-        ]
+        found = []
+        for flags, read in self._started:
+            for flag, bad in zip(flags, read().tolist(), strict=True):
+                if bad and (error := flag.error()) is not None:
+                    found.append(error)
         self._started = []
-        return [error for flag in failed if (error := flag.error()) is not None]
+        return found
 
 
 class Guard:
@@ -186,26 +193,30 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        floating = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
-        if not floating:
+        failed = []
+        for leaf in tensors_of((call.args, call.kwargs, targets)):
+            if leaf.is_floating_point():
+                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
+        if not failed:
             return None
-        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
 
         def error() -> Exception | None:  # infinite masks are fine
             return _error_of(lambda: check_finite(call.args, call.kwargs, targets))
 
         return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], error)
 
-    def check_batch(self, inputs: Any, targets: Any) -> Flag | None:
+    def check_batch(self, call: ForwardPass) -> Flag | None:
         """Did a step get an earlier batch than the last one read?
 
         Inputs decide, or targets if the inputs match no batch (they were augmented). A match with the last batch is
         right, a match with an earlier batch is wrong, and anything else passes. The first and last rows are compared.
         """
-        now, given = _with_rows(self.replica.examples_first(self.tracker.batch)), _with_rows(inputs)
-        if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
-            return None
-        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *_with_rows(targets))}
+        now, given = _with_rows(self.replica.examples_first(call.batch)), _with_rows((call.args, call.kwargs))
+        for a, b in product(given, now):
+            if a.data_ptr() == b.data_ptr() and a.shape == b.shape:
+                return None
+        targets = _with_rows(call.targets)
+        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *targets)}
         before = [
             leaf
             for batch in self.tracker.earlier
@@ -215,9 +226,7 @@ class Guard:
         if not before:
             return None
         input_is_last, input_is_earlier, target_is_last, target_is_earlier = (
-            _any_alike(part, leaves, self.replica.device)
-            for part in (given, _with_rows(targets))
-            for leaves in (now, before)
+            _any_alike(part, leaves, self.replica.device) for part in (given, targets) for leaves in (now, before)
         )
         failed = ~input_is_last & (input_is_earlier | (target_is_earlier & ~target_is_last))
         return Flag(failed, lambda: RuntimeError(_EARLIER_BATCH))
@@ -456,7 +465,8 @@ class Guard:
         self.until_look = 0  # check again at the next step, unless this check passes
 
         live, autocast = self.replica.live, autocast_as(call.autocast, self.replica.device)
-        with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(call.masks), autocast:
+        masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
+        with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             outputs = live(*call.args, **call.kwargs)
         if loss.is_models_own:
             self.raise_if_any(Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)]))

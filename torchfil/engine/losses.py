@@ -148,11 +148,14 @@ class IdentifiedLoss:
             return [float(len(targets))]
         if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.ndim or self.is_models_own:
             return [1.0]
-        shifts = [self.function.shifted] if isinstance(self.function, TokenMean) else [False, True]
-        parts = [targets[:, 1:] if shifted else targets for shifted in shifts if targets.ndim > shifted]
         ignored = getattr(getattr(self.function, "criterion", None), "ignore_index", -100)
-        counted = [(part != ignored).reshape(len(part), -1).sum(dim=1) for part in parts]
-        return [1.0, *(n * len(n) / n.sum().clamp(min=1) for n in counted)]
+        weights: list[Tensor | float] = [1.0]
+        for shifted in [self.function.shifted] if isinstance(self.function, TokenMean) else [False, True]:
+            if targets.ndim > shifted:
+                part = targets[:, 1:] if shifted else targets
+                n = (part != ignored).reshape(len(part), -1).sum(dim=1)
+                weights.append(n * len(n) / n.sum().clamp(min=1))
+        return weights
 
 
 # ---------------------------------------------------------------------- compare gradients at the outputs
@@ -194,21 +197,17 @@ def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor 
         observed: b_i, those of the batch's loss, unscaled by the batch size.
         weightings: w, [batch] or one number each.
     """
-    both = zip(tensors_of(alone), tensors_of(observed), strict=True)
-    pairs = [(a, b) for a, b in both if b.numel() and (b.is_floating_point() or b.is_complex())]
-
-    def largest(tensors: list[Tensor]) -> Tensor:
-        return torch.stack([leaf.abs().max().double().to(tensors[0].device) for leaf in tensors]).max()
-
-    distances = [largest([_weighted(a, weights) - b for a, b in pairs]) for weights in weightings]
-    return torch.stack(distances) / largest([b for _, b in pairs]).clamp(min=1e-300)
-
-
-def _weighted(gradient: Tensor, weights: Tensor | float) -> Tensor:
-    """The gradient of each example, [batch, …], times its weight."""
-    if isinstance(weights, Tensor):
-        weights = weights.to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
-    return gradient * weights
+    largest = []  # for each output: max |w_i a_i − b_i| for each weighting, then max |b|
+    for a, b in zip(tensors_of(alone), tensors_of(observed), strict=True):
+        if b.numel() and (b.is_floating_point() or b.is_complex()):
+            apart = [b]
+            for weights in weightings:
+                if isinstance(weights, Tensor):
+                    weights = weights.to(a).reshape(-1, *[1] * (a.ndim - 1))
+                apart.append(a * weights - b)
+            largest.append(torch.stack([each.abs().max() for each in apart]).double())
+    size, *distances = torch.stack([each.to(largest[0].device) for each in largest]).amax(dim=0)
+    return torch.stack(distances) / size.clamp(min=1e-300)
 
 
 def _agreements(loss: IdentifiedLoss, alone: Any, observed: Any, targets: Any) -> list[bool]:

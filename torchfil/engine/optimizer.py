@@ -99,7 +99,8 @@ class FILOptimizer(DPOptimizer):
     def clip_and_accumulate(self) -> None:
         """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
-        result = self._step.take(self)
+        step = self._step
+        result = step.measure(self, step.finished_calls(self), step.run.loss)
         self._backward_passes = result.backward_passes
         for p, summed in zip(self.params, self._by_parameter(result.sums), strict=True):
             if p.summed_grad is not None:
@@ -252,7 +253,8 @@ class GradSampleOptimizer(FILOptimizer):
         parts = self._norms_by_parameter()
         norms, scale = self._norms_and_scale(parts)
         clipped = torch.linalg.vector_norm(scale * parts, dim=1)
-        self._backward_passes = self._step.take(self, norms, clipped.detach()).backward_passes
+        calls, loss = self._step.finished_calls(self, len(norms)), self._step.run.loss
+        self._backward_passes = self._step.measure(self, calls, loss, norms, clipped.detach()).backward_passes
         for p, factor in zip(self.params, scale.unbind(dim=1), strict=True):
             grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
             summed = (factor.to(grad_sample) @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:])

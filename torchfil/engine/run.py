@@ -375,7 +375,7 @@ class Run:
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
-            for contribution in contributions:
+            for contribution in contributions if self.pace.target is not None else ():
                 self.pace.note(contribution)
         if self.ledger is not None:
             self.ledger.steps += 1
@@ -388,7 +388,8 @@ class Run:
         noise_multiplier = float(optimizer.noise_multiplier)
         self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
         self.batch.clear()
-        if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
+        steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
+        if self.ledger is not None and steered:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
     # ------------------------------------------------------------------ known batches, and a stream's examples

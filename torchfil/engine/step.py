@@ -7,6 +7,7 @@ formed per-example gradients, the sums come from them, and the engine's own norm
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.executor import Executor, Started
+from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass, LossInside, Observer
 from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
@@ -29,7 +30,7 @@ from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import autocast_now
-from torchfil.fisher.recording import RecordedForward
+from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call
 from torchfil.utils.trees import tensors_of
 
@@ -96,6 +97,8 @@ class Step:
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
         self._closed = False
+        precision = run.options.accounting.execution.probe_precision_on(replica.device)
+        self._probe_precision = None if replica.device.type == "cpu" and precision == "float32" else precision
         self._mechanism: tuple[Noise, Mechanism] | None = None  # of the last step
 
     # ------------------------------------------------------------------ the two entries
@@ -103,6 +106,7 @@ class Step:
     def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         self.replica.gather()
+        self.replica.follow()
         if self._closed:
             raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
@@ -117,25 +121,22 @@ class Step:
         losses = result.losses if result.losses is not None else torch.zeros(0, device=self.replica.device)
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
-    def take(
-        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
-    ) -> StepResult:
-        """Measure what the loop's finished passes release, check it, and keep it for the release.
+    def finished_calls(self, optimizer: FILOptimizer, num_gradients: int | None = None) -> list[ForwardPass]:
+        """The loop's calls that went backward, to be measured for this step.
 
         Args:
-            optimizer: Has the current noise and threshold.
-            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
-            clipped_norms: Their ‖g̃‖, [batch].
+            optimizer: Knows whether a logical batch has begun.
+            num_gradients: How many per-example gradients Opacus has formed; None: the engine computes the sums.
         """
         self.replica.gather()  # first, because a rank that refuses would leave the others waiting
+        self.replica.follow()
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.batch.clear()  # left from a logical batch that was given up
         calls = self.observer.finished()
-        if norms is None:
-            self.observer.check_ready()
-        else:
-            calls = _latest(calls, len(norms))
-        return self.measure(optimizer, calls, self.run.loss, norms, clipped_norms)
+        if num_gradients is not None:
+            return _latest(calls, num_gradients)
+        self.observer.check_ready(calls)
+        return calls
 
     # ------------------------------------------------------------------ where they meet
 
@@ -153,13 +154,13 @@ class Step:
             optimizer: Has the current noise and threshold.
             calls: Of the model, by the loop or instead of it.
             loss: The loss; None: not identified yet.
-            norms: As in :meth:`take`.
-            clipped_norms: As in :meth:`take`.
+            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
+            clipped_norms: Their ‖g̃‖, [batch].
         """
         run, guard, batch = self.run, self.guard, self.run.batch
         noise = batch.check_noise(optimizer)
         flags = guard.flags()
-        ids = run.check_ids(calls, sum(call.num_rows for call in calls) if norms is None else len(norms))
+        ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
         passes = parts if (parts := self.observer.tracker.parts) > 1 else len(calls)
         with run.draws_undone_if_refused():
             measured = run.chooses_to_measure()
@@ -186,9 +187,10 @@ class Step:
             # what the batches show is read before the costly part, or meanwhile
             if loss is not None and calls[0].outputs is None:
                 flags.add(guard.check_weights(loss, examples[0].public[2]))
-            flags.start_reading()
             if self.replica.device.type == "cpu":
                 guard.raise_if_any(flags)
+            else:
+                flags.start_reading()
 
             # the passes, and what they must agree with
             setting = _Setting(loss, noise, test_matrix, measured, norms is None)
@@ -214,14 +216,14 @@ class Step:
 
     def _examples_of(self, calls: Sequence[ForwardPass], flags: Flags) -> list[Examples]:
         """The private examples of each call, with masks; checks of the batches are added to the flags."""
-        guard = self.guard
+        guard, examples = self.guard, []
         for call in calls:
             if call.outputs is None:
-                flags.add(guard.check_batch((call.args, call.kwargs), call.targets))
+                flags.add(guard.check_batch(call))
             guard.check_rows(call)
-        examples = [self._examples(call) for call in calls]
-        if self.run.ledger is not None:  # the first step has looked at once
-            flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
+            examples.append(self._examples(call))
+            if self.run.ledger is not None:  # the first step has looked at once
+                flags.add(guard.check_inputs(call, examples[-1].public[2]))
         return examples
 
     def _values(
@@ -244,12 +246,14 @@ class Step:
 
         # a wrong loss would spoil the trial, so the loss is checked first
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
-        looked_at = from_loop and not self.executor.knows(gradients)
+        plan = self.executor.known(gradients)
+        looked_at = from_loop and plan is None
         if looked_at:
             guard.check_loss(call, loss, by_opacus=not wanted.summed)
+        plan = plan or self.executor.plan(gradients)
         mechanism = self._mechanism_with(setting.noise)
-        started, call.recorded = Started(call.recorded), None
-        values = self.executor.run(gradients, mechanism, wanted, started)
+        with differentiable_twice() if wanted.seeds else contextlib.nullcontext():
+            values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
         if wanted.seeds:
             values = self._measured_again(gradients, mechanism, values, wanted, call.ids or [])
 
@@ -269,7 +273,7 @@ class Step:
             guard.check_norms(values.norm, values.losses, flags)
         if not from_loop and self.replica.written:
             guard.raise_if_any(flags)
-            self._write_buffers(call, gradients)
+            self._write_buffers(call, gradients, plan)
         # the next replay of a graph would overwrite them
         return values.kept(sums=not alone) if self.replica.device.type == "cuda" else values
 
@@ -291,8 +295,7 @@ class Step:
         return self._mechanism[1]
 
     def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
-        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
-        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
+        return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
 
     def _measured_again(
         self, gradients: ExampleGradients, mechanism: Mechanism, values: StepValues, wanted: Wanted, ids: Sequence[int]
@@ -304,7 +307,7 @@ class Step:
         few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
         seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
         again = replace(wanted, seeds=seeds, summed=False, questions=())
-        anew = self.executor.run(few, mechanism, again, few=True)
+        anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
         return values.measured_anew(rows, anew.additions or {})
 
     def _examples(self, call: ForwardPass) -> Examples:
@@ -340,7 +343,6 @@ class Step:
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # there was no trial yet
             return None
-        args, kwargs = plain((args, kwargs))
         try:
             examples = self._examples(ForwardPass(None, batch, args, kwargs, ()))
         except (ValueError, TypeError):  # reported at the step, where the loop expects it
@@ -414,7 +416,6 @@ class Step:
 
     def _may_draw(self) -> bool:
         """Whether a forward pass may draw random numbers; not if one drew none with the modules in this state."""
-        self.replica.follow()
         return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
 
     def _fresh_masks(self, call: ForwardPass) -> tuple[Tensor, ...]:
@@ -425,13 +426,14 @@ class Step:
                 return self.replica.live(*call.args, **call.kwargs)
 
         masks = call_and_record_masks(run_live, self.replica.device, expected=True)[1]
+        self.replica.follow()  # the pass may have changed attributes
         if not masks:
             self._drew_nothing_at = self.replica.key
         return masks
 
-    def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients) -> None:
+    def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients, plan: Plan) -> None:
         """Update the model's buffers as its forward pass would, once, however the passes were cut."""
-        if not self.executor.runs_in_pieces(gradients):
+        if not self.executor.runs_in_pieces(len(gradients), plan):
             self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(call.masks):
@@ -471,9 +473,9 @@ class Step:
 
 def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
     """What is private; if this is not specified, labels among the inputs are not private."""
-    labels = [key for key in kwargs if is_target_name(key)]
-    if private is not None or not labels:
+    if private is not None or not kwargs:
         return private
+    labels = [key for key in kwargs if is_target_name(key)]
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -138,6 +138,7 @@ class Theorem4Amplification:
     def kappa(self, q: float | None, sigma: float) -> float:
         """κ = q / (q + (1−q) e^{−ε})."""
         rate = agreed_rate(self, q)
+        check_rate(rate)
         return rate / (rate + (1 - rate) * math.exp(-self.epsilon(sigma)))
 
     def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,6 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
             f"{name} was made for the sampling rate q={rate:g}, but examples are drawn at rate {q:g}; leave q out of "
             f"{name}(), so that it follows the sampler"
         )
-    check_rate(rate)
     return rate
 
 
@@ -288,7 +288,8 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
-    require(0 < q <= 1, f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+    if not 0 < q <= 1:
+        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import probe_inputs
+from torchfil.fisher.precision import probe_dtype, probe_inputs
 from torchfil.fisher.rules.base import (
     Call,
     LinearInWeightsRule,
@@ -31,13 +31,15 @@ class LinearRule(OuterProductRule):
         """aUᵀ + b."""
         if "weight" not in direction:
             return direction["bias"].expand(call.delta.shape)
-        return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
+        factors = call.input, direction["weight"], direction.get("bias")
+        return F.linear(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
         if "weight" not in direction:
             return torch.zeros_like(call.input)
-        return torch.matmul(*probe_inputs(delta, direction["weight"]))
+        factors = delta, direction["weight"]
+        return torch.matmul(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, one product over examples and positions."""

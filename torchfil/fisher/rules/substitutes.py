@@ -28,11 +28,12 @@ Entry = TypeVar("Entry")
 
 
 class _Substitute(NamedTuple):
-    """A function that makes the substitute for a module's method, and whether that reports all uses of parameters."""
+    """Makes the substitute for a module's method; whether that reports all uses of parameters, and on which device."""
 
     make: Callable[[Any], Callable[..., Any]]
     method: str
     reports_uses: bool
+    device: str | None
 
 
 _SUBSTITUTES: dict[type[nn.Module] | str, _Substitute] = {}
@@ -80,6 +81,7 @@ def register_substitute(
     *,
     method: str = "forward",
     reports_uses: bool = False,
+    device: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Compute modules of this class, and of subclasses that keep its forward pass, by ``make(module)``.
@@ -90,6 +92,7 @@ def register_substitute(
         make: Returns the substitute for the method of a module.
         method: The method that it replaces.
         reports_uses: Whether the substitute reports all uses of the module's parameters by :func:`report_use`.
+        device: The only kind of device on which it is used ("cuda"); None: all.
         overwrite: Whether to replace the class's current substitute.
 
     Raises:
@@ -98,7 +101,7 @@ def register_substitute(
     if kind in _SUBSTITUTES and not overwrite:
         name, current = kind if isinstance(kind, str) else kind.__name__, _SUBSTITUTES[kind].make.__qualname__
         raise ValueError(f"{name} already has a substitute, {current}; pass overwrite=True to replace it")
-    _SUBSTITUTES[kind] = _Substitute(make, method, reports_uses)
+    _SUBSTITUTES[kind] = _Substitute(make, method, reports_uses, device)
     _substitute_of.cache_clear()
 
 
@@ -108,8 +111,8 @@ def _substitute_of(kind: type[nn.Module]) -> _Substitute | None:
 
 
 @contextlib.contextmanager
-def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, layers that have a substitute are computed by it.
+def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: str = "cpu") -> Iterator[None]:
+    """Inside, layers that have a substitute on this device ("cpu", "cuda") are computed by it.
 
     Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
     """
@@ -117,7 +120,9 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Itera
     try:
         for module in model.modules():
             found = _substitute_of(type(module))  # type: ignore[arg-type]
-            if found is not None and found.method not in vars(module) and module not in but:
+            if found is None or found.device not in (None, device):
+                continue
+            if found.method not in vars(module) and module not in but:
                 setattr(module, found.method, found.make(module))
                 changed.append((module, found.method))
         yield
