@@ -235,7 +235,7 @@ class PrivateTraining:
                 "BatchMemoryManager?): continuing would add the next batch to it under one draw of noise. Call "
                 "optimizer.discard_partial_batch() to drop the unfinished batch (none of it was released)."
             )
-        self.run.batch.clear()
+        self.run.clear_batch()
         self.optimizer._step_skip_queue.clear()
 
     def detach(self) -> None:

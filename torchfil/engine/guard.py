@@ -46,7 +46,6 @@ from torchfil.utils.trees import map_tensors, tensors_of
 logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_LOOKS = 128  # steps between expensive checks; they are more frequent at the start
-_EXAMPLES_TO_LOOK_AT = 8
 _FAR_APART = 5  # times the tolerance: more than lower precision can explain
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _LOOSE_TOLERANCE = 0.1  # half precision
@@ -349,9 +348,11 @@ class Guard:
 
     def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
-        function, told = loss.function, WEIGHTED_BY_TOKENS[:20] in self._warned
-        weights = None if told or not isinstance(function, TokenMean) else loss.weightings(targets)[-1]
-        if not (isinstance(weights, Tensor) and isinstance(function, TokenMean) and function.mean):
+        function = loss.function
+        if WEIGHTED_BY_TOKENS[:20] in self._warned or not (isinstance(function, TokenMean) and function.mean):
+            return None
+        weights = loss.weightings(targets)[-1]
+        if not isinstance(weights, Tensor):
             return None
         return Flag((weights != weights[:1]).any(), lambda: UserWarning(WEIGHTED_BY_TOKENS))
 
@@ -380,37 +381,36 @@ class Guard:
         return Flag(~(differences[0] <= tolerance), error)
 
     def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
-        """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the loop's batch?"""
-        if loss.is_models_own:
-            return self._compare_own_loss(call, loss, ours)
+        """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the whole batch?
+
+        The model's own loss is one number for a batch: it is compared with the mean over the examples, and if it
+        differs, this is a warning.
+        """
         with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            theirs = losses_of(loss, call.outputs, self.targets(call))
+            if loss.is_models_own:
+                theirs = loss(call.outputs, None)
+                ours = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
+            else:
+                theirs = losses_of(loss, call.outputs, self.targets(call))
         distance = _distance(ours, theirs)
 
         def error() -> Exception:
             apart, size = distance.tolist()
-            if math.isfinite(apart + size):
-                return _alone_differs(apart, size)
-            finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
-            return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
-
-        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
-
-    def _compare_own_loss(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
-        """Is the mean of ℓ of each example alone, [batch], the model's loss on the batch?"""
-        whole = loss(call.outputs, None)
-        distance = _distance(ours.mean() if self.options.loss_reduction == "mean" else ours.sum(), whole)
-
-        def error() -> Exception:
-            if not math.isfinite(float(distance[0])):
-                return RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-            return UserWarning(
-                f"the model's own loss on this batch differs by {float(distance[0]):.3g} from the mean over its "
-                "examples alone: the model weights examples by others of the batch, or mixes them. Training and "
-                "accounting use its loss on each example alone, with equal weights."
+            if not math.isfinite(apart + size):
+                finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
+                return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
+            if loss.is_models_own:
+                return UserWarning(
+                    f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
+                    "the model weights examples by others of the batch, or mixes them. Training and accounting use its "
+                    "loss on each example alone, with equal weights."
+                )
+            return RuntimeError(
+                f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest "
+                f"being {size:.3g}). Either the model mixes examples, or {_COPY_DIFFERS.format('other outputs')}"
             )
 
-        return Flag(_is_far(distance, self._tolerance(whole, call)), error)
+        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
 
     def compare_norms(self, measured: Tensor, released: Tensor, calls: Sequence[ForwardPass]) -> Flag:
         """Are ‖g‖ and the norms of the gradients that Opacus has formed in these passes the same, [batch] each?"""
@@ -448,13 +448,12 @@ class Guard:
 
         (flags.later if late else flags.pending).append(Flag(~total.isfinite() | (total == 0), error))
 
-    def check_live_model(
-        self, call: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
-    ) -> None:
+    def check_live_model(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
         Raises:
-            RuntimeError: They differ: something outside the modules' forward methods changes the output.
+            RuntimeError: They differ: the model mixes examples, or something outside the modules' forward methods
+                changes the output.
             LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         if self._opaque_changes != self.replica.opaque_changes:
@@ -467,21 +466,11 @@ class Guard:
         live, autocast = self.replica.live, autocast_as(call.autocast, self.replica.device)
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
-            outputs = live(*call.args, **call.kwargs)
+            call = replace(call, outputs=live(*call.args, **call.kwargs))
+        self.raise_if_any(Flags([self.compare_losses(call, loss, ours)]))
         if loss.is_models_own:
-            self.raise_if_any(Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)]))
             return
-        few = [_one_example((outputs, targets), i) for i in range(min(len(ours), _EXAMPLES_TO_LOOK_AT))]
-        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            losses = torch.stack([loss(*example).reshape(()) for example in few])
-        apart, size = _distance(ours[: len(few)], losses).tolist()
-        if not math.isfinite(size):
-            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-        if apart > self._tolerance(ours, call) * size:
-            theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
-            message = f"the model's losses on this batch are at most {size:.4g}, {theirs}"
-            raise _alone_differs(apart, size) if now else RuntimeError(message)
-        if check_equal_weights(loss, outputs, targets):
+        if check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
@@ -507,13 +496,6 @@ def _error_of(check: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _alone_differs(apart: float, size: float) -> RuntimeError:
-    return RuntimeError(
-        f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest being "
-        f"{size:.3g}). Either the model mixes examples, or {_COPY_DIFFERS.format('other outputs')}"
-    )
-
-
 def _tolerance(values: Tensor, *, reduced: bool) -> float:
     return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
 
@@ -532,10 +514,6 @@ def _check_finite_outputs(call: ForwardPass) -> None:
     for leaf in tensors_of(call.outputs):
         if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-
-
-def _one_example(tree: Any, i: int) -> Any:
-    return map_tensors(lambda leaf: leaf[i : i + 1] if leaf.ndim else leaf, tree)
 
 
 def _with_rows(tree: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,35 +34,9 @@ from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Step", "StepResult", "private_without_labels"]
+__all__ = ["Step", "private_without_labels"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a physical batch gives.
-
-    Attributes:
-        sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
-        backward_passes: The number of the loop's backward passes that it came from.
-        losses: ℓ, [batch]; None for no example, or where nothing was computed.
-    """
-
-    sums: dict[str, Tensor] | None
-    backward_passes: int
-    losses: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What the calls of a step have in common."""
-
-    loss: IdentifiedLoss | None
-    noise: Noise
-    test_matrix: Tensor | None
-    measured: bool
-    summed: bool  # by the engine, not from Opacus's gradients
 
 
 class Step:
@@ -75,6 +49,9 @@ class Step:
         guard: Compares them with what the loop did.
         observer: Holds the loop's forward passes.
         refresh_norms: Computes every example's norm anew, for individual ε.
+
+    Attributes:
+        backward_passes: The number of the loop's backward passes that the current step came from.
     """
 
     def __init__(
@@ -97,6 +74,7 @@ class Step:
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
         self._closed = False
+        self.backward_passes = 1
         precision = run.options.accounting.execution.probe_precision_on(replica.device)
         self._probe_precision = None if replica.device.type == "cpu" and precision == "float32" else precision
         self._mechanism: tuple[Noise, Mechanism] | None = None  # of the last step
@@ -114,11 +92,12 @@ class Step:
                 "train_step takes whole draws: leave out accumulation_steps and BatchMemoryManager, and multiply the "
                 "DataLoader's batch_size instead (max_memory splits a batch automatically)"
             )
-        self.run.batch.clear()
+        self.run.clear_batch()
         call, loss = self._call_without_loop(inputs, targets)
-        result = self.measure(optimizer, [call], loss)
-        optimizer.release(result.sums)
-        losses = result.losses if result.losses is not None else torch.zeros(0, device=self.replica.device)
+        values = self.measure(optimizer, [call], loss)
+        optimizer.release(None if values is None else values.sums)
+        empty = torch.zeros(0, device=self.replica.device)
+        losses = empty if values is None or values.losses is None else values.losses
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
     def finished_calls(self, optimizer: FILOptimizer, num_gradients: int | None = None) -> list[ForwardPass]:
@@ -131,7 +110,7 @@ class Step:
         self.replica.gather()  # first, because a rank that refuses would leave the others waiting
         self.replica.follow()
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
-            self.run.batch.clear()  # left from a logical batch that was given up
+            self.run.clear_batch()  # left from a logical batch that was given up
         calls = self.observer.finished()
         if num_gradients is not None:
             return _latest(calls, num_gradients)
@@ -147,8 +126,10 @@ class Step:
         loss: IdentifiedLoss | None,
         norms: Tensor | None = None,
         clipped_norms: Tensor | None = None,
-    ) -> StepResult:
+    ) -> StepValues | None:
         """Losses, norms, sums and Fisher information of these calls; a refusal leaves everything as it was.
+
+        The values are staged, to be booked when they are released; None: there is no example.
 
         Args:
             optimizer: Has the current noise and threshold.
@@ -157,54 +138,53 @@ class Step:
             norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
             clipped_norms: Their ‖g̃‖, [batch].
         """
-        run, guard, batch = self.run, self.guard, self.run.batch
-        noise = batch.check_noise(optimizer)
+        run, guard = self.run, self.guard
+        values: StepValues | None = None
+        noise = run.check_noise(optimizer)
         flags = guard.flags()
         ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
-        passes = parts if (parts := self.observer.tracker.parts) > 1 else len(calls)
+        parts = self.observer.tracker.parts
+        self.backward_passes = parts if parts > 1 else len(calls)
         with run.draws_undone_if_refused():
             measured = run.chooses_to_measure()
             if not ids:
                 guard.raise_if_any(flags)
-                batch.is_measured = measured
+                run.is_measured = measured
                 self.observer.forget_finished()
-                return StepResult(None, passes)
+                return None
 
             # what the batches are, and which loss the loop uses
-            calls = [call for call in calls if call.ids]  # a part of a draw may be empty
-            if norms is None and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
-                guard.undo_division(calls, run.loss, passes)
-            examples = self._examples_of(calls, flags)
-            if loss is None and (norms is None or not run.paused):
-                loss = self._identified(calls[0])
-            if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
-                calls = [call.with_labels() for call in calls]  # its labels are inputs
-                examples = [self._examples(call) for call in calls]
+            calls, examples, loss = self._batches_and_loss(calls, loss, flags, summed=norms is None)
             if run.ledger is None:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
             # what the batches show is read before the costly part, or meanwhile
-            if loss is not None and calls[0].outputs is None:
-                flags.add(guard.check_weights(loss, examples[0].public[2]))
             if self.replica.device.type == "cpu":
                 guard.raise_if_any(flags)
             else:
                 flags.start_reading()
 
             # the passes, and what they must agree with
-            setting = _Setting(loss, noise, test_matrix, measured, norms is None)
-            by_call: list[StepValues] = []
-            for call, part in zip(calls, examples, strict=True):
-                known = self._values(call, part, setting, flags, alone=len(calls) == 1)
-                by_call += [] if known is None else [known]
-            values = joined(by_call) if by_call else None
+            measures = (measured or noise.noise_multiplier == 0) and not run.paused
+            if loss is not None and (norms is None or measures):
+                accounting, omega = self.options.accounting, test_matrix if measures else None
+                track, rate = tuple(accounting.track), run.pace.rate
+                wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
+                mechanism, on_gpu, by_call = self._mechanism_with(noise), self.replica.device.type == "cuda", []
+                for call, part in zip(calls, examples, strict=True):
+                    found = self._values(call, part, loss, mechanism, wanted, measures, flags)
+                    by_call.append(found.kept(sums=len(calls) > 1) if on_gpu else found)  # from the next replay
+                values = joined(by_call)
+            elif loss is not None and not run.paused:
+                for call in calls:
+                    guard.check_loss(call, loss, by_opacus=True)
             if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
-                if values is not None:
+                if values is None:
+                    values = StepValues(None, norms, clipped_norms, {}, None)
+                else:
                     flags.add(guard.compare_norms(values.norm, norms, calls))
                     values = replace(values, clipped_norm=clipped_norms, sums={})
-                else:
-                    values = StepValues(None, norms, clipped_norms, {}, None)
             guard.raise_if_any(flags)
         assert values is not None
 
@@ -212,49 +192,62 @@ class Step:
         run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
         run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(examples))
         self.observer.forget_finished()
-        return StepResult(values.sums or None, passes, values.losses)
+        return values
 
-    def _examples_of(self, calls: Sequence[ForwardPass], flags: Flags) -> list[Examples]:
-        """The private examples of each call, with masks; checks of the batches are added to the flags."""
-        guard, examples = self.guard, []
+    def _batches_and_loss(
+        self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, flags: Flags, *, summed: bool
+    ) -> tuple[list[ForwardPass], list[Examples], IdentifiedLoss | None]:
+        """The calls with examples, their private examples with masks, and the loss; checks are added to the flags."""
+        run, guard = self.run, self.guard
+        calls = [call for call in calls if call.ids]  # a part of a draw may be empty
+        if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
+            guard.undo_division(calls, loss, self.backward_passes)
+        examples = []
         for call in calls:
             if call.outputs is None:
                 flags.add(guard.check_batch(call))
             guard.check_rows(call)
             examples.append(self._examples(call))
-            if self.run.ledger is not None:  # the first step has looked at once
+            if run.ledger is not None:  # the first step has looked at once
                 flags.add(guard.check_inputs(call, examples[-1].public[2]))
-        return examples
+        if loss is None and (summed or not run.paused):
+            loss = self._identified(calls[0])
+        if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
+            calls = [call.with_labels() for call in calls]  # its labels are inputs
+            examples = [self._examples(call) for call in calls]
+        if loss is not None and calls[0].outputs is None:
+            flags.add(guard.check_weights(loss, examples[0].public[2]))
+        return calls, examples, loss
 
     def _values(
-        self, call: ForwardPass, examples: Examples, setting: _Setting, flags: Flags, *, alone: bool
-    ) -> StepValues | None:
-        """The values of one call, with its checks; None if none are needed. ``alone``: it is the step's only call."""
-        run, guard, from_loop, loss = self.run, self.guard, call.outputs is not None, setting.loss
-        measured = (setting.measured or setting.noise.noise_multiplier == 0) and not run.paused
-        if loss is None or not (setting.summed or measured):
-            if loss is not None and not run.paused:
-                guard.check_loss(call, loss, by_opacus=True)
-            return None
-        wanted = self._wanted(setting, measured=measured)
+        self,
+        call: ForwardPass,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        mechanism: Mechanism,
+        wanted: Wanted,
+        measures: bool,
+        flags: Flags,
+    ) -> StepValues:
+        """The values of one call, with its checks."""
+        run, guard, from_loop = self.run, self.guard, call.outputs is not None
         weights = run.weights_of(call.ids or ())
         examples = examples if weights is None else replace(examples, clip_weights=weights)
-        questions = self.options.accounting.questions
-        if wanted.seeds and questions:
-            examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
-            wanted = replace(wanted, questions=places)
+        if measures:
+            wanted = replace(wanted, seeds=Draws.seeds_from(run.num_probes, run.generator))
+            if questions := self.options.accounting.questions:
+                examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
+                wanted = replace(wanted, questions=places)
 
         # a wrong loss would spoil the trial, so the loss is checked first
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
         plan = self.executor.known(gradients)
-        looked_at = from_loop and plan is None
-        if looked_at:
+        if plan is None and from_loop:
             guard.check_loss(call, loss, by_opacus=not wanted.summed)
         plan = plan or self.executor.plan(gradients)
-        mechanism = self._mechanism_with(setting.noise)
-        with differentiable_twice() if wanted.seeds else contextlib.nullcontext():
+        with differentiable_twice() if measures else contextlib.nullcontext():
             values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
-        if wanted.seeds:
+        if measures:
             values = self._measured_again(gradients, mechanism, values, wanted, call.ids or [])
 
         # does the engine's pass agree with the loop's, or with the live model's?
@@ -263,30 +256,17 @@ class Step:
         if from_loop and not mapped:
             flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
         elif from_loop:
-            if not looked_at:
-                guard.check_loss(call, loss, by_opacus=not wanted.summed)
+            guard.check_loss(call, loss, by_opacus=not wanted.summed)
             flags.add(guard.compare_losses(call, loss, values.losses))
         else:
             guard.raise_if_any(flags)
-            guard.check_live_model(call, call.targets, loss, values.losses, now=mapped)
+            guard.check_live_model(call, loss, values.losses, now=mapped)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses, flags)
         if not from_loop and self.replica.written:
             guard.raise_if_any(flags)
             self._write_buffers(call, gradients, plan)
-        # the next replay of a graph would overwrite them
-        return values.kept(sums=not alone) if self.replica.device.type == "cuda" else values
-
-    def _wanted(self, setting: _Setting, *, measured: bool) -> Wanted:
-        run, accounting = self.run, self.options.accounting
-        return Wanted(
-            track=tuple(accounting.track),
-            estimator=accounting.estimator,
-            seeds=Draws.seeds_from(run.num_probes, run.generator) if measured else (),
-            rate=run.pace.rate,
-            summed=setting.summed,
-            test_matrix=setting.test_matrix if measured else None,
-        )
+        return values
 
     def _mechanism_with(self, noise: Noise) -> Mechanism:
         """Clipping, noise and subsampling of a release; the last mechanism is kept for reuse."""
@@ -462,7 +442,7 @@ class Step:
 
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
-        self.run.batch.clear()
+        self.run.clear_batch()
         self.replica.free_weights()
 
     def close(self) -> None:
