@@ -252,7 +252,6 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
     tracker.take(call.ids, call.batch)
     if losses:
         forward = inside.forward_pass(tracker, call.args, call.kwargs, call.outputs, call.masks)
-        forward.autocast = call.autocast
         forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
         loss = guard.identified_loss(forward)
         forward = forward.with_labels() if loss.is_models_own else forward

@@ -9,7 +9,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,7 +141,7 @@ class Executor:
                 reason = str(error)
             forward = None  # a second attempt must not keep its tensors in memory
             # only here is the error gone, whose traceback held everything that the pass had allocated
-            if not self._halve_memory(lambda limit: _passes_within(limit, batch, wanted), reason):
+            if not self._halve_memory(batch, wanted, reason):
                 self.memory_limit = before
                 raise torch.OutOfMemoryError(
                     f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
@@ -149,16 +149,11 @@ class Executor:
                     "(num_probes=)."
                 )
 
-    def _halve_memory(self, cut: Callable[[int], Passes], reason: str) -> bool:
-        """Let a pass hold half as much; False if it held only one example.
-
-        Args:
-            cut: How a limit in bytes cuts the batch that ran out of memory.
-            reason: The device's message.
-        """
-        held = cut(self.memory_limit)
+    def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
+        """Let a pass hold half as much as the one that ran out of memory; False if it held only one example."""
+        held = _passes_within(self.memory_limit, batch, wanted)
         limit = min(self.memory_limit, max(examples * size for examples, size in held)) // 2
-        pieces = cut(limit)
+        pieces = _passes_within(limit, batch, wanted)
         if pieces == held:
             return False
         self.memory_limit = limit
@@ -250,18 +245,13 @@ class Executor:
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
         drawn = RandomWatch(self.replica.device)
-        reason = ""
         try:
             return forward_pass(replace(gradients, facts=tried.facts), examples.z.detach().requires_grad_(), once=True)
         except UnsupportedCallError:
             self._not_recorded_live.add(key)
         except RuntimeError as error:
-            if not ran_out(error):
+            if not ran_out(error):  # otherwise the step's own pass finds out how many examples fit
                 raise
-            reason = str(error)
-        if reason:
-            size = max(1, tried.bytes_per_example)
-            self._halve_memory(lambda limit: [(min(len(examples), max(1, limit // size)), size)], reason)
         drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 

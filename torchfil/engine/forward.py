@@ -7,6 +7,7 @@ graph, and its passes are only watched.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -111,9 +112,6 @@ class ForwardPass:
 
         A gradient γ at a loss that was made from other outputs counts at these outputs, as γ ∂loss/∂output.
         """
-        if not self.loss_grads:
-            given, leaves = self.output_grads, tensors_of(self.outputs)
-            return [given[k] if k in given else torch.zeros_like(leaf) for k, leaf in enumerate(leaves)]
         total: dict[int, Any] = {k: value for k, value in self.output_grads.items() if k not in self.loss_grads}
         for loss in self.loss_grads.keys() & self.output_grads.keys():
             for k, part in self.loss_grads[loss].items():
@@ -165,8 +163,11 @@ class Observer:
                 "the one that you passed; its zero_grad() drops these passes"
             )
 
-    def check_ready(self, finished: Sequence[ForwardPass]) -> None:
-        """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
+    def check_ready(self, finished: Sequence[ForwardPass], *, by_opacus: bool) -> None:
+        """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
+
+        With Opacus's hooks the gradients may go anywhere, and Opacus counts the passes.
+        """
         parts = self.tracker.parts
         if self.touched:
             names = ", ".join(sorted(self.touched))
@@ -180,6 +181,8 @@ class Observer:
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
+        if by_opacus:
+            return
 
         # an example's gradient is clipped once, and it may be in one draw only
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
@@ -264,7 +267,8 @@ class LossInside:
                 for k, places in self.made_from[kind].items()
             }
         args, kwargs, outputs = map_tensors(Tensor.detach, (args, kwargs, plain(outputs)))
-        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks)
+        autocast = autocast_now(self.replica.device)
+        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks, autocast=autocast)
         if loss_grads:  # otherwise labels stay among the inputs
             own = {id(leaf) for k, leaf in enumerate(tensors_of(outputs)) if k in loss_grads}
             forward.outputs = map_tensors(lambda leaf: None if id(leaf) in own else leaf, outputs)
@@ -409,7 +413,7 @@ class LoopForward:
         if self._gives_loss and not (gave_loss or with_graph):
             return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
         call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, masks)
-        call.recorded, call.examples, call.autocast = forward, examples, autocast_now(device)
+        call.recorded, call.examples = forward, examples
         leaves = map_tensors(_as_leaf, outputs)
         self.observer.watch(call, leaves)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
@@ -427,7 +431,7 @@ class HookedForward:
         self.replica = replica
         self.observer = observer
         self._inside = LossInside(replica)
-        self._open: list[Any] = []  # the recording of masks, while a forward pass runs
+        self._open = contextlib.ExitStack()  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []
         self._watch: RandomWatch | None = None
         self._draws = True  # whether the model drew random numbers in its last pass; recording slows Python down
@@ -447,18 +451,16 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(forward.output_grads for forward in self.observer.pending):
+        if all(map(_went_backward, self.observer.pending)):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
-        self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
+        self._open.enter_context(without_checkpoints())  # Opacus's hooks would see a layer twice
         if self._draws or self.replica.drops_now():
-            self._open += [differentiable_twice(), recorded_masks()]
-        *_, masks = (context.__enter__() for context in self._open)
-        self._masks = [] if masks is None else masks
+            self._open.enter_context(differentiable_twice())
+            self._masks = self._open.enter_context(recorded_masks())
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        while self._open:  # also after an error inside the forward pass
-            self._open.pop().__exit__(None, None, None)
+        self._open.close()  # also after an error inside the forward pass
         if self._watch is not None:
             self._draws = self._watch.moved()
         if outputs is None or not (module.training and torch.is_grad_enabled()):
@@ -466,7 +468,6 @@ class HookedForward:
         # An output may be made from another; the loss is differentiated with respect to each alone.
         inputs: tuple[Any, Any] = plain(self.replica.examples_first((args, kwargs)))
         call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, tuple(self._masks))
-        call.autocast = autocast_now(self.replica.device)
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         self.observer.watch(call, apart)
         return apart
@@ -592,15 +593,13 @@ def _forget_failed_passes(module: nn.Module) -> None:
     The hooks count forward passes that still await their backward pass. If one never comes, they would no longer
     deliver a parameter's gradients.
     """
-    counted = [p for p in module.parameters() if getattr(p, "_forward_counter", 0)]
-    for p in counted:
-        p._forward_counter = 0  # type: ignore[attr-defined]
-        if hasattr(p, "_current_grad_sample"):
-            del p._current_grad_sample
-    for part in module.modules() if counted else ():
-        activations = part.__dict__.get("activations")
-        if isinstance(activations, list):
-            activations.clear()
+    for p in module.parameters():
+        if getattr(p, "_forward_counter", 0):
+            p._forward_counter = 0  # type: ignore[attr-defined]
+            vars(p).pop("_current_grad_sample", None)
+    for part in module.modules():
+        if isinstance(part.__dict__.get("activations"), list):
+            part.__dict__["activations"].clear()
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Checks that refuse a step that would be accounted for wrongly.
 
-A check leaves a flag on the device, and all flags of a step are read at once (:class:`Flags`). A failed check is then
-looked at closely, to say what is wrong. Checks that need more than a comparison run at the first steps and then ever
+A check leaves a flag on the device, and all flags of a step are read at once. A failed check is then looked at
+closely, to say what is wrong. Checks that need more than a comparison run at the first steps and then ever
 more rarely.
 """
 
@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -89,49 +90,12 @@ class Flag:
 
     Attributes:
         failed: Whether it failed, bool [].
-        error: What is wrong, made only if it failed: an exception to raise, a warning to show once, or None if a closer
-            look finds nothing.
+        error: Called only if it failed: raises or returns what is wrong, an exception or a warning to show once; None
+            if a closer look finds nothing.
     """
 
     failed: Tensor
     error: Callable[[], Exception | None]
-
-
-class Flags:
-    """The checks of one step; a GPU keeps computing until they are read, all at once.
-
-    Args:
-        flags: Checks that were left by the last step.
-    """
-
-    def __init__(self, flags: Sequence[Flag] = ()) -> None:
-        self.pending = list(flags)
-        self._started: list[tuple[list[Flag], Callable[[], Tensor]]] = []
-        self.later: list[Flag] = []  # read at the next step
-
-    def add(self, *flags: Flag | None) -> None:
-        """Add checks; None: nothing to check."""
-        for flag in flags:
-            if flag is not None:
-                self.pending.append(flag)
-
-    def start_reading(self) -> None:
-        """Start to copy the results so far to the CPU, before work is queued that they need not wait for."""
-        if self.pending:
-            failed = torch.stack([flag.failed for flag in self.pending])
-            self._started.append((self.pending, read_later(failed) if failed.is_cuda else failed.cpu))
-            self.pending = []
-
-    def errors(self) -> list[Exception]:
-        """What the failed checks found."""
-        self.start_reading()
-        found = []
-        for flags, read in self._started:
-            for flag, bad in zip(flags, read().tolist(), strict=True):
-                if bad and (error := flag.error()) is not None:
-                    found.append(error)
-        self._started = []
-        return found
 
 
 class Guard:
@@ -155,24 +119,45 @@ class Guard:
         self._opaque_changes = 0
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
-        self._late: list[Flag] = []  # about the last step, which a GPU was still computing
+        self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
+        self._reading: list[tuple[list[Flag], Callable[[], Tensor]]] = []
+        self._late: list[Flag] = []  # read at the next step, because a GPU is still computing
 
-    def flags(self) -> Flags:
-        """The checks of a new step, with what the last one has left."""
-        return Flags(self._late)
+    # ------------------------------------------------------------------ the flags of a step
+
+    def begin_step(self) -> None:
+        """Begin with what the last step has left to check."""
+        self._pending, self._late, self._reading = self._late, [], []
 
     def forget_last_step(self) -> None:
         """Forget what a step has left to check: other weights were loaded since."""
         self._late = []
 
-    def raise_if_any(self, flags: Flags) -> None:
-        """Read all flags of a step; raise the first error, and show new warnings."""
-        errors, self._late = flags.errors(), []
-        for error in errors:
-            if not isinstance(error, Warning):
-                raise error
-            self._warn_once(str(error))
-        self._late = flags.later
+    def add(self, flag: Flag | None) -> None:
+        """Add a check; None: nothing to check."""
+        if flag is not None:
+            self._pending.append(flag)
+
+    def start_reading(self) -> None:
+        """Start to copy the results so far to the CPU, before work is queued that they need not wait for."""
+        if self._pending:
+            failed = torch.stack([flag.failed for flag in self._pending])
+            self._reading.append((self._pending, read_later(failed) if failed.is_cuda else failed.cpu))
+            self._pending = []
+
+    def raise_if_any(self) -> None:
+        """Read all flags so far; raise the first error, and show new warnings."""
+        self.start_reading()
+        reading, late = self._reading, self._late
+        self._reading, self._late = [], []
+        for flags, read in reading:
+            for flag, bad in zip(flags, read().tolist(), strict=True):
+                error = flag.error() if bad else None
+                if isinstance(error, Warning):
+                    self._warn_once(str(error))
+                elif error is not None:
+                    raise error
+        self._late = late  # of a step that is not refused
 
     def _warn_once(self, text: str) -> None:
         if text[:20] not in self._warned:  # the rest may have numbers
@@ -199,10 +184,8 @@ class Guard:
         if not failed:
             return None
 
-        def error() -> Exception | None:  # infinite masks are fine
-            return _error_of(lambda: check_finite(call.args, call.kwargs, targets))
-
-        return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], error)
+        check = partial(check_finite, call.args, call.kwargs, targets)  # infinite masks are fine
+        return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], check)
 
     def check_batch(self, call: ForwardPass) -> Flag | None:
         """Did a step get an earlier batch than the last one read?
@@ -370,9 +353,9 @@ class Guard:
             apart = float(differences.min())
             if apart <= tolerance:  # with the weights of a mean over tokens
                 return LossMismatchError(_WEIGHTED_BY_OPACUS) if by_opacus else UserWarning(WEIGHTED_BY_TOKENS)
-            found = _error_of(lambda: self.check_loss(call, loss, by_opacus=by_opacus))  # if the loss is the cause
-            if found is not None or (math.isfinite(apart) and apart <= _FAR_APART * tolerance):  # lower precision
-                return found
+            self.check_loss(call, loss, by_opacus=by_opacus)  # if the loss is the cause
+            if apart <= _FAR_APART * tolerance:  # lower precision
+                return None
             if not math.isfinite(apart):
                 return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             theirs = f"a gradient at the outputs that differs by {apart:.3g}, relative to the largest"
@@ -432,7 +415,7 @@ class Guard:
 
         return Flag(_is_far(distance, tolerance) | (distance[1] == 0), error)
 
-    def check_norms(self, norms: Tensor, losses: Tensor, flags: Flags) -> None:
+    def check_norms(self, norms: Tensor, losses: Tensor) -> None:
         """Is ‖g‖, [batch], finite and not all 0? A GPU, which is still computing it, answers at the next step.
 
         If it is not finite, the losses ℓ, [batch], show whether the training has diverged.
@@ -446,7 +429,7 @@ class Guard:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError((_NOT_FINITE if bool(finite) else _DIVERGED).format(taken))
 
-        (flags.later if late else flags.pending).append(Flag(~total.isfinite() | (total == 0), error))
+        (self._late if late else self._pending).append(Flag(~total.isfinite() | (total == 0), error))
 
     def check_live_model(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
@@ -467,7 +450,8 @@ class Guard:
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
-        self.raise_if_any(Flags([self.compare_losses(call, loss, ours)]))
+        self.add(self.compare_losses(call, loss, ours))
+        self.raise_if_any()
         if loss.is_models_own:
             return
         if check_equal_weights(loss, call.outputs, self.targets(call)):
@@ -485,15 +469,6 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
     if apart > _tolerance(loops, reduced=reduced) * size:
         theirs = f"some that differ by up to {apart:.3g}"
         raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
-
-
-def _error_of(check: Callable[[], None]) -> Exception | None:
-    """What a check raises."""
-    try:
-        check()
-    except (ValueError, RuntimeError) as found:
-        return found
-    return None
 
 
 def _tolerance(values: Tensor, *, reduced: bool) -> float:

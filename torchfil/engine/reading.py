@@ -138,19 +138,12 @@ def everybodys_robustness(
     sigmas, rates, steps = (list(column) for column in zip(*releases, strict=True))
     if min(sigmas) == 0:  # nothing is robust
         return Bracket(torch.ones_like(prior), torch.ones_like(prior))
-    settings = {(float(sigma), float(q)) for sigma, q, _ in releases}
-    if len(settings) > _MOST_SETTINGS:
-        lowest = min(sigmas)
-        levels = [math.floor(math.log(sigma / lowest) / math.log(1.02)) for sigma in sigmas]
-        high = rero(
-            prior_success,
-            q=max(rates),
-            noise_multiplier=[lowest * 1.02**level for level in levels],
-            steps=steps,
-            tolerance=tolerance,
-        ).high
-        return Bracket(prior, high)
-    return rero(prior_success, q=rates, noise_multiplier=sigmas, steps=steps, tolerance=tolerance)
+    rounded = len({(float(sigma), float(q)) for sigma, q, _ in releases}) > _MOST_SETTINGS
+    if rounded:
+        lowest, rates = min(sigmas), [max(rates)] * len(rates)
+        sigmas = [lowest * 1.02 ** math.floor(math.log(sigma / lowest) / math.log(1.02)) for sigma in sigmas]
+    found = rero(prior_success, q=rates, noise_multiplier=sigmas, steps=steps, tolerance=tolerance)
+    return Bracket(prior, found.high) if rounded else found
 
 
 def individual_robustness(history: NormHistory, rows: Tensor, prior_success: Sequence[float]) -> Tensor:

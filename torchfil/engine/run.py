@@ -99,6 +99,8 @@ class Run:
         self.loss = loss
         self.ids = ids
         self.generator = generator
+        self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
+        self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
@@ -196,11 +198,6 @@ class Run:
 
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
         """The numbers of the examples in these passes, checked against the gradients and what is staged."""
-        if not calls and num_gradients:
-            raise RuntimeError(
-                "optimizer.step() was called with gradients that did not come through the private model's output; call "
-                "the model that make_private returned, then loss.backward()"
-            )
         ids: list[int] = []
         for call in calls:
             if call.ids is None:
@@ -362,16 +359,6 @@ class Run:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
-
-    @property
-    def _knows_batches(self) -> bool:
-        """Whether an attacker may know the batches: they are not Poisson draws."""
-        return self.options.sample_rate is None
-
-    @property
-    def _grows(self) -> bool:
-        """Whether the run is on a stream, in which new examples arrive."""
-        return isinstance(self.ids, GrowingIds)
 
     def most_participations(self) -> int:
         """The largest number of participations of any example, including the current step, if batches are known."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import ForwardPass, LossInside, Observer
-from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
+from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
 from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.run import Noise, Run
+from torchfil.engine.run import Run
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
@@ -77,7 +78,7 @@ class Step:
         self.backward_passes = 1
         precision = run.options.accounting.execution.probe_precision_on(replica.device)
         self._probe_precision = None if replica.device.type == "cpu" and precision == "float32" else precision
-        self._mechanism: tuple[Noise, Mechanism] | None = None  # of the last step
+        self._mechanism_with = lru_cache(1)(run.options.mechanism)  # the same until a scheduler changes σ or C
 
     # ------------------------------------------------------------------ the two entries
 
@@ -112,10 +113,8 @@ class Step:
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.clear_batch()  # left from a logical batch that was given up
         calls = self.observer.finished()
-        if num_gradients is not None:
-            return _latest(calls, num_gradients)
-        self.observer.check_ready(calls)
-        return calls
+        self.observer.check_ready(calls, by_opacus=num_gradients is not None)
+        return calls if num_gradients is None else _latest(calls, num_gradients)
 
     # ------------------------------------------------------------------ where they meet
 
@@ -141,29 +140,29 @@ class Step:
         run, guard = self.run, self.guard
         values: StepValues | None = None
         noise = run.check_noise(optimizer)
-        flags = guard.flags()
+        guard.begin_step()
         ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
         parts = self.observer.tracker.parts
         self.backward_passes = parts if parts > 1 else len(calls)
         with run.draws_undone_if_refused():
             measured = run.chooses_to_measure()
             if not ids:
-                guard.raise_if_any(flags)
+                guard.raise_if_any()
                 run.is_measured = measured
                 self.observer.forget_finished()
                 return None
 
             # what the batches are, and which loss the loop uses
-            calls, examples, loss = self._batches_and_loss(calls, loss, flags, summed=norms is None)
+            calls, examples, loss = self._batches_and_loss(calls, loss, summed=norms is None)
             if run.ledger is None:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
             # what the batches show is read before the costly part, or meanwhile
             if self.replica.device.type == "cpu":
-                guard.raise_if_any(flags)
+                guard.raise_if_any()
             else:
-                flags.start_reading()
+                guard.start_reading()
 
             # the passes, and what they must agree with
             measures = (measured or noise.noise_multiplier == 0) and not run.paused
@@ -171,9 +170,9 @@ class Step:
                 accounting, omega = self.options.accounting, test_matrix if measures else None
                 track, rate = tuple(accounting.track), run.pace.rate
                 wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
-                mechanism, on_gpu, by_call = self._mechanism_with(noise), self.replica.device.type == "cuda", []
+                mechanism, on_gpu, by_call = self._mechanism_with(*noise), self.replica.device.type == "cuda", []
                 for call, part in zip(calls, examples, strict=True):
-                    found = self._values(call, part, loss, mechanism, wanted, measures, flags)
+                    found = self._values(call, part, loss, mechanism, wanted, measures)
                     by_call.append(found.kept(sums=len(calls) > 1) if on_gpu else found)  # from the next replay
                 values = joined(by_call)
             elif loss is not None and not run.paused:
@@ -183,21 +182,23 @@ class Step:
                 if values is None:
                     values = StepValues(None, norms, clipped_norms, {}, None)
                 else:
-                    flags.add(guard.compare_norms(values.norm, norms, calls))
+                    guard.add(guard.compare_norms(values.norm, norms, calls))
                     values = replace(values, clipped_norm=clipped_norms, sums={})
-            guard.raise_if_any(flags)
+            guard.raise_if_any()
         assert values is not None
 
         # nothing can be refused from here on
+        if run.loss is None and loss is not None:
+            logger.info("the training loop's loss was identified as %s", loss.name)
         run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
         run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(examples))
         self.observer.forget_finished()
         return values
 
     def _batches_and_loss(
-        self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, flags: Flags, *, summed: bool
+        self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, *, summed: bool
     ) -> tuple[list[ForwardPass], list[Examples], IdentifiedLoss | None]:
-        """The calls with examples, their private examples with masks, and the loss; checks are added to the flags."""
+        """The calls with examples, their private examples with masks, and the loss."""
         run, guard = self.run, self.guard
         calls = [call for call in calls if call.ids]  # a part of a draw may be empty
         if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
@@ -205,18 +206,18 @@ class Step:
         examples = []
         for call in calls:
             if call.outputs is None:
-                flags.add(guard.check_batch(call))
+                guard.add(guard.check_batch(call))
             guard.check_rows(call)
             examples.append(self._examples(call))
             if run.ledger is not None:  # the first step has looked at once
-                flags.add(guard.check_inputs(call, examples[-1].public[2]))
+                guard.add(guard.check_inputs(call, examples[-1].public[2]))
         if loss is None and (summed or not run.paused):
-            loss = self._identified(calls[0])
+            loss = guard.identified_loss(calls[0])
         if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
             calls = [call.with_labels() for call in calls]  # its labels are inputs
             examples = [self._examples(call) for call in calls]
         if loss is not None and calls[0].outputs is None:
-            flags.add(guard.check_weights(loss, examples[0].public[2]))
+            guard.add(guard.check_weights(loss, examples[0].public[2]))
         return calls, examples, loss
 
     def _values(
@@ -227,7 +228,6 @@ class Step:
         mechanism: Mechanism,
         wanted: Wanted,
         measures: bool,
-        flags: Flags,
     ) -> StepValues:
         """The values of one call, with its checks."""
         run, guard, from_loop = self.run, self.guard, call.outputs is not None
@@ -254,25 +254,19 @@ class Step:
         assert values.losses is not None
         mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
         if from_loop and not mapped:
-            flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
+            guard.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
         elif from_loop:
             guard.check_loss(call, loss, by_opacus=not wanted.summed)
-            flags.add(guard.compare_losses(call, loss, values.losses))
+            guard.add(guard.compare_losses(call, loss, values.losses))
         else:
-            guard.raise_if_any(flags)
+            guard.raise_if_any()
             guard.check_live_model(call, loss, values.losses, now=mapped)
         if wanted.summed:
-            guard.check_norms(values.norm, values.losses, flags)
+            guard.check_norms(values.norm, values.losses)
         if not from_loop and self.replica.written:
-            guard.raise_if_any(flags)
+            guard.raise_if_any()
             self._write_buffers(call, gradients, plan)
         return values
-
-    def _mechanism_with(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling of a release; the last mechanism is kept for reuse."""
-        if self._mechanism is None or self._mechanism[0] != noise:
-            self._mechanism = noise, self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
-        return self._mechanism[1]
 
     def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
         return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
@@ -303,13 +297,6 @@ class Step:
             call.masks = self._fresh_masks(call) if again is None else again
         masks = self.replica.masks_by_example(call.masks, call.args, call.kwargs)
         return replace(examples, masks=masks) if masks else examples
-
-    def _identified(self, call: ForwardPass) -> IdentifiedLoss:
-        """The loss that the loop uses; the model's own loss if the loop uses it, and no other loss fits."""
-        loss = self.guard.identified_loss(call)
-        if self.run.loss is None:
-            logger.info("the training loop's loss was identified as %s", loss.name)
-        return loss
 
     # ------------------------------------------------------------------ the loop's forward pass
 
@@ -359,7 +346,7 @@ class Step:
         loss = self.run.loss
         if not empty and (loss is None or (self._computes_loss and self.guard.until_look <= 0)):
             self._inside.made_from.clear()
-            found = self._identified(self._own_pass(args, kwargs))
+            found = self.guard.identified_loss(self._own_pass(args, kwargs))
             if loss is not None and found.name != loss.name:
                 raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
             loss, self._computes_loss = found, True
@@ -390,7 +377,6 @@ class Step:
                 "that computes its loss itself"
             )
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
-        forward.autocast = autocast_now(self.replica.device)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
 
