@@ -81,8 +81,8 @@ class Executor:
         Texts come in many lengths: a length between two that were tried needs no separate trial.
         """
         key = self._key(gradients)
-        if key in self._plans or not len(gradients):
-            return self._plans.get(key, Plan(None, 1))
+        if key in self._plans:
+            return self._plans[key]
         fitting = self._fitting.setdefault(self._key_without_length(gradients), {})
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
@@ -161,12 +161,11 @@ class Executor:
 
         # warn the first time: from now on every step takes longer
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
-        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
-        logger.info(text)
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{text}, as later ones will be. The numbers are the same up to rounding; "
+                f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at "
+                "once, as later ones will be. The numbers are the same up to rounding; "
                 f"Execution(max_memory={limit}) starts with that size.",
                 stacklevel=2,
             )
@@ -502,10 +501,9 @@ def _shortened(reason: str) -> str:
 
 
 def _log_plan(tried: Plan, autocast: torch.dtype | None) -> None:
-    if tried.reason is not None and autocast is not None:
-        logger.warning("gradients mapped over examples are computed without autocast (torch.func does not support it)")
     if tried.reason is not None:
-        logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
+        without = ", and without autocast, which torch.func does not support" if autocast is not None else ""
+        logger.warning("gradients are mapped over examples (vmap), which is slower%s: %s", without, tried.reason)
     elif tried.generic:
         logger.info(
             "no layer rule for %s: their gradients are formed example by example, which is slower (CONTRIBUTING.md "

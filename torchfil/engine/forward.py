@@ -357,15 +357,11 @@ class LoopForward:
     Args:
         replica: The model.
         observer: Notes the pass.
-        record: Returns the forward half of the engine's pass over inputs and the current batch; None: not possible now.
+        record: Returns the examples and the forward half of the engine's pass over inputs and the current batch; None:
+            not possible now.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        observer: Observer,
-        record: Callable[..., tuple[Examples, RecordedForward | StartedGraph] | None],
-    ) -> None:
+    def __init__(self, replica: Replica, observer: Observer, record: Callable[..., Any]) -> None:
         self.replica = replica
         self.observer = observer
         self._record = record
