@@ -3,9 +3,10 @@
     python -m benchmarks.cost [--device cuda] [--models mnist resnet18 …] [--epochs 5] [--out FILE.json]
 
 Every method trains the same model on the same data, all methods in turns of one epoch. The unit is an epoch of stock
-Opacus with hooks. In the first table the loader draws, fetches and moves every batch; in the second all methods get the
-same batches, which lie on the device already. "Full speed after" counts the steps of a new run until one takes at most
-1.5 times as long as a later one, and the seconds that those first steps take in excess.
+Opacus with hooks. Milliseconds are those of a batch of the expected size, because the draws of an epoch vary. In the
+first table the loader draws, fetches and moves every batch; in the second the batches lie on the device already. "Full
+speed after" counts the steps of a new run until one takes at most 1.5 times as long as a later one, and the seconds
+that those first steps take in excess.
 """
 
 from __future__ import annotations
@@ -196,14 +197,14 @@ class Run:
         self.batches: Any = list(self.loader) if preloaded else self.loader
 
     def epoch(self) -> tuple[float, int]:
-        """Seconds and steps of a pass over the batches."""
+        """Seconds and examples of a pass over the batches."""
         synchronize(self.device)
-        start, steps = time.perf_counter(), 0
+        start, examples = time.perf_counter(), 0
         for batch in self.batches:
             self.step(batch)
-            steps += 1
+            examples += len(batch["labels"] if isinstance(batch, Mapping) else batch[1])
         synchronize(self.device)
-        return time.perf_counter() - start, steps
+        return time.perf_counter() - start, examples
 
     def step(self, batch: Any) -> None:
         """One step."""
@@ -266,7 +267,7 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
         for title, run in runs.items():
             taken[title].append(run.epoch())
     for title, parts in taken.items():
-        rows[title]["ms"] = 1e3 * statistics.median(seconds / steps for seconds, steps in parts[1:])
+        rows[title]["ms"] = 1e3 * case.batch * statistics.median(seconds / examples for seconds, examples in parts[1:])
     for row in rows.values():
         if "ms" in row and "ms" in rows[UNIT]:
             row["ratio"] = row["ms"] / rows[UNIT]["ms"]

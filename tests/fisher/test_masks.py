@@ -372,6 +372,10 @@ def test_masks_are_drawn_without_the_model_once_two_batches_drew_alike() -> None
     assert again is not None
     for ours, models in zip(again, drawn(torch.randn(9, 4, generator=torch.Generator().manual_seed(0))), strict=True):
         assert torch.equal(ours, models)
+    for batch in (3, 4, 5):  # and so on: masks that were drawn without the model count as drawn alike
+        again = layouts.again("kind", batch, device)
+        assert again is not None
+        layouts.by_example(again, batch, "kind", pytest.fail)
 
 
 def test_a_kind_that_draws_otherwise_is_not_drawn_without_the_model() -> None:

@@ -5,6 +5,7 @@ On a GPU, recorded passes are CUDA graphs. Passes that run out of memory are rep
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
@@ -42,7 +43,7 @@ _MOST_GRAPHS = 48
 _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
-_DEVIATIONS = (-1, 0, 1, 3)  # of a Poisson draw's size from its mean, in standard deviations
+_DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)  # of a Poisson draw's size from its mean, in standard deviations
 
 
 class Executor:
@@ -67,6 +68,7 @@ class Executor:
         self._graphs: CapturedPasses | None = None
         self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
         self._graphs_made_at = replica.changes
+        self._beside: torch.cuda.Stream | None = None  # where checks run beside the rest of a pass
         self._plans: dict[Hashable, Plan] = {}
         self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
@@ -201,6 +203,8 @@ class Executor:
         self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
     ) -> StepValues | None:
         """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be completed."""
+        if self._graphs is not None and not few:
+            self._graphs.outputs_ready = None
         if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
             return None
         room, graphs = self._room(tried), self._captured_passes()
@@ -211,6 +215,18 @@ class Executor:
                 self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
             graphs = self._graphs_of_few
         return graphs.run(batch, wanted, room, self.replica.key, forward)
+
+    @contextlib.contextmanager
+    def after_outputs(self) -> Iterator[None]:
+        """Inside, a GPU waits for the gradients at the outputs of the latest pass only, not for the rest of it."""
+        ready = None if self._graphs is None else self._graphs.outputs_ready
+        if ready is None:
+            yield
+            return
+        self._beside = self._beside or torch.cuda.Stream(self.replica.device)
+        self._beside.wait_event(ready)
+        with torch.cuda.stream(self._beside):
+            yield
 
     def _recorded_chunks(
         self, batch: PrivateBatch, tried: Plan, forward: Half, *, measured: bool
@@ -309,6 +325,7 @@ class CapturedPasses:
 
     Attributes:
         works: False once capturing has failed.
+        outputs_ready: The event that the gradients at the outputs are known in the latest pass, if it was one graph.
     """
 
     def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
@@ -318,16 +335,19 @@ class CapturedPasses:
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True
+        self.outputs_ready: torch.cuda.Event | None = None
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
         self._replays = 0
+        self._loaded: set[Hashable] = set()  # kinds whose kernels a warm-up has loaded
         self._asked: Counter[tuple[Hashable, int]] = Counter()
 
     def size_for(self, count: int, room: int) -> int:
         """The size that a batch of ``count`` examples, at most ``room``, is padded to.
 
-        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson draws, gives b/2,
-        b − √b, b, b + √b and b + 3√b; a larger batch has a multiple of b/8.
+        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson draws, gives b/2
+        and five sizes from b − √b to b + 1.6 √b, which leave 5 % of a pass to padding at b = 32 and 3 % at b = 128; a
+        larger batch has a multiple of b/8.
         """
         usual = [size for size in self._sizes if count <= size <= room]
         return usual[0] if usual else min(room, -(-count // self._step) * self._step)
@@ -376,6 +396,7 @@ class CapturedPasses:
             if values is None:
                 return None
             parts.append(values.kept(sums=True))  # the next replay overwrites them
+        self.outputs_ready = None
         return joined(parts)
 
     def _run(
@@ -385,29 +406,41 @@ class CapturedPasses:
         if not self.works or self._comes_too_rarely(kind, size):
             return None
 
-        # A failed capture would fail again, and may have damaged the memory that the graphs share.
         captured, problem = None, ""
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             captured = self._captured.pop((kind, size), None)
-            captured = captured or _Captured(batch, size, wanted, self._pool, probes_at_once=self.probes_at_once)
+            if captured is None:
+                cold = kind not in self._loaded
+                captured = _Captured(batch, size, wanted, self._pool, probes_at_once=self.probes_at_once, warm_up=cold)
             self._captured[kind, size] = captured  # the latest comes last
             if len(self._captured) > _MOST_GRAPHS:  # each value of noise or threshold needs its own graph
                 del self._captured[next(iter(self._captured))]
         except RuntimeError as error:
             captured, problem = None, str(error)
         if captured is None:  # outside the handler, because its error holds the pass's tensors
-            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
-            self.works = False
-            self._captured.clear()
-            self._pool = None
-            release_memory()
-            return None
+            return self._after_failure(batch, wanted, size, mode, problem, warmed_up=kind not in self._loaded)
+        self._loaded.add(kind)
 
         # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
+        self.outputs_ready = captured.captured.before_last
         return captured.replay(batch.gradients.examples, wanted, begun=ready)
+
+    def _after_failure(
+        self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, problem: str, *, warmed_up: bool
+    ) -> StepValues | None:
+        """Capture once more, with a warm-up; None if that was tried. The graphs' common memory may be damaged."""
+        self._captured.clear()
+        self._loaded.clear()
+        self._pool = None
+        release_memory()
+        if not warmed_up:
+            return self._run(batch, wanted, size, mode)
+        logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
+        self.works = False
+        return None
 
     def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
         """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
@@ -427,7 +460,9 @@ class _Captured:
         probes_at_once: How many probes it processes together.
     """
 
-    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int = 1) -> None:
+    def __init__(
+        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int, warm_up: bool
+    ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
         self.batch, self.wanted, self.size = batch, wanted, size
         self.probes_at_once = probes_at_once
@@ -439,7 +474,7 @@ class _Captured:
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=3, warm_up=warm_up)
 
     def begin(self, examples: Examples) -> Any:
         """The model's outputs for these examples, safe from later replays; None if some have no rows."""
@@ -468,7 +503,7 @@ class _Captured:
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, then everything."""
+        """The outputs, the gradients there, which the loop's must equal, then everything."""
         mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
         gradients = replace(gradients, twice=measured)
         forward = forward_pass(gradients, z.requires_grad_() if measured else z)
@@ -476,6 +511,7 @@ class _Captured:
 
         clip, threshold = mechanism.clip, mechanism.max_grad_norm
         jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
+        yield jacobian.output_gradients
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)

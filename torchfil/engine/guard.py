@@ -446,9 +446,7 @@ class Guard:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
         self.add(self.compare_losses(call, loss, ours))
         self.raise_if_any()
-        if loss.is_models_own:
-            return
-        if check_equal_weights(loss, call.outputs, self.targets(call)):
+        if not loss.is_models_own and check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early

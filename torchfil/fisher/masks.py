@@ -11,7 +11,7 @@ The attacker is assumed to know the masks, which can only overstate the leakage 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -67,6 +67,13 @@ class DrawnMasks(tuple[Tensor, ...]):
     """
 
     draws: tuple[_Draw | None, ...] = ()
+
+    @classmethod
+    def of(cls, masks: Iterable[Tensor], draws: Iterable[_Draw | None]) -> DrawnMasks:
+        """These masks, which were drawn in these ways."""
+        drawn = cls(masks)
+        drawn.draws = tuple(draws)
+        return drawn
 
 
 class _Recorder(TorchDispatchMode):
@@ -184,13 +191,14 @@ class MaskLayouts:
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw | None, ...], int]] = {}  # and how often
 
-    def again(self, kind: Hashable, batch: int, device: torch.device) -> tuple[Tensor, ...] | None:
+    def again(self, kind: Hashable, batch: int, device: torch.device) -> DrawnMasks | None:
         """Masks as a forward pass over this many examples would draw them; None if that is not known."""
         layouts, draws, times = self._seen.get(kind, ((), (), 0))
         if times < _TIMES_ALIKE or len(draws) != len(layouts) or None in draws:
             return None
         pairs = zip(layouts, draws, strict=True)
-        return tuple(draw.again(layout.of_batch(batch), device) for layout, draw in pairs if draw is not None)
+        drawn = (draw.again(layout.of_batch(batch), device) for layout, draw in pairs if draw is not None)
+        return DrawnMasks.of(drawn, draws)
 
     def by_example(
         self, masks: Sequence[Tensor], batch: int, kind: Hashable, run_first: Callable[[], Any]
@@ -257,9 +265,7 @@ def call_and_record_masks(
         watch.rewind()
     with _visible_draws(), _Recorder() as recorder:
         result = function()
-    masks = DrawnMasks(recorder.masks)
-    masks.draws = tuple(recorder.draws)
-    return result, masks
+    return result, DrawnMasks.of(recorder.masks, recorder.draws)
 
 
 class RandomWatch:

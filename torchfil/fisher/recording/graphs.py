@@ -39,6 +39,10 @@ class CapturedPass:
         pool: Memory shared with other graphs, which must not be replayed while this one's results are in use. It is
             freed with the last of its graphs.
         num_stages: The number of stages.
+        warm_up: Whether to run the stages once before, because a capture may not be able to load a kernel.
+
+    Attributes:
+        before_last: The event that all stages but the last are done in the latest replay.
 
     Raises:
         RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the free memory.
@@ -51,18 +55,22 @@ class CapturedPass:
         stages: Callable[[ExampleGradients], Iterator[Any]],
         pool: Any = None,
         num_stages: int = 1,
+        *,
+        warm_up: bool = True,
     ) -> None:
         examples = gradients.examples
         self.size = size
         self.examples = examples.map(lambda leaf: _filled(leaf, size))
         self.gradients = replace(gradients, examples=self.examples)
-        self._warm_up(stages)
+        if warm_up:
+            self._warm_up(stages)
+        self.before_last = torch.cuda.Event()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.results: list[Any] = []
         self._capture(stages(self.gradients), num_stages, pool)
 
     def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]]) -> None:
-        """Run the stages once, on a separate stream, because a capture must not be the first to load a kernel.
+        """Run the stages once, on a separate stream.
 
         That stream begins without memory, so the memory that it takes is what the graphs will keep.
         """
@@ -111,7 +119,10 @@ class CapturedPass:
         """
         if not begun:
             self.begin(examples)
-        for graph in self.graphs[1:]:
+        for graph in self.graphs[1:-1]:
+            graph.replay()
+        self.before_last.record(torch.cuda.current_stream(self.gradients.device))
+        for graph in self.graphs[1:][-1:]:
             graph.replay()
         return self.results
 
