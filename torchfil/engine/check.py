@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.distributed.shards import is_sharded
-from torchfil.engine.executor import Executor
+from torchfil.engine.executor import Executor, Wanted
 from torchfil.engine.forward import ForwardPass, LossInside
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
 from torchfil.engine.losses import IdentifiedLoss, likely_loss
-from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels

@@ -53,6 +53,7 @@ from torchfil.engine.options import (
     with_rate,
 )
 from torchfil.engine.reading import Ids, check_delta
+from torchfil.engine.run import last_rate
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
@@ -258,7 +259,7 @@ class FILPrivacyEngine(PrivacyEngine):
             noise,
             ranks,
             whole_batch=drawn,
-            accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
+            accounted_rate=partial(last_rate, self.accountant),
             with_hooks=with_hooks if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,

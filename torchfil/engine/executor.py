@@ -1,6 +1,7 @@
-"""Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples.
+"""What a pass over a batch should compute, and which pass serves it.
 
-On a GPU, recorded passes are CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
+It is a recorded one if a trial shows that it fits, otherwise one mapped over examples. On a GPU, recorded passes are
+CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
+from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
-from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, values_of
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, get_estimator, signs_of
@@ -30,11 +32,12 @@ from torchfil.fisher.recording import Plan, RecordedForward, RecordedJacobian, U
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
-from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
+from torchfil.utils.trees import concatenated, flattened, form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
+Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
 Half = RecordedForward | StartedGraph | None  # a forward pass that the loop has run
 
 _MOST_PLANS = 256
@@ -44,6 +47,75 @@ _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
 _DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)  # of a Poisson draw's size from its mean, in standard deviations
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """The results of one pass over a batch.
+
+    Attributes:
+        losses: ℓ, [batch]; None if Opacus's gradients are released unmeasured.
+        norm: ‖g‖ before clipping, [batch].
+        clipped_norm: ‖g̃‖, [batch].
+        sums: Σ_i g̃_i by parameter name; empty if not wanted.
+        additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass has none.
+    """
+
+    losses: Tensor | None
+    norm: Tensor
+    clipped_norm: Tensor
+    sums: dict[str, Tensor]
+    additions: dict[str, Tensor] | None
+    output_gradients: tuple[Tensor, ...] | None = None
+
+    def kept(self, *, sums: bool) -> StepValues:
+        """A copy that later passes do not overwrite; ``sums`` says whether the sums are copied, too."""
+        copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
+        return StepValues(**copied if sums else {**copied, "sums": self.sums})
+
+    def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
+        """The same, with the additions of these rows replaced by a later measurement, [rows, …] each."""
+        before = self.additions or {}
+        size = len(self.norm)
+        parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
+        added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
+        return replace(self, additions={**before, **added})
+
+    def first(self, count: int) -> StepValues:
+        """The values of the first examples, this many; the sums stay as they are."""
+        cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
+        return StepValues(**{**cut, "sums": self.sums})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass should compute.
+
+    Attributes:
+        track: The quantities that are tracked besides the trace.
+        estimator: The name of the estimator.
+        seeds: The seeds of the probes; none: the step is not measured.
+        rate: π, the probability that such a step is measured.
+        summed: Whether the clipped sum is wanted.
+        test_matrix: Ω, [d, r], if I Ω is wanted.
+        questions: For each question, which of the examples' alternatives (:func:`with_alternatives`) are
+            its answers.
+    """
+
+    track: tuple[Track, ...]
+    estimator: str
+    seeds: tuple[int, ...]
+    rate: float = 1.0
+    summed: bool = True
+    test_matrix: Tensor | None = None
+    questions: Places = ()
+
+    @property
+    def kind(self) -> Hashable:
+        """Everything that a captured pass depends on."""
+        measured = self.track, self.estimator, len(self.seeds), self.rate < 1, self.test_matrix is None
+        return *measured, self.summed, self.questions
 
 
 class Executor:
@@ -310,6 +382,62 @@ class Executor:
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
+
+
+def values_of(
+    batch: PrivateBatch,
+    chunks: Iterable[tuple[slice, Jacobian]],
+    wanted: Wanted,
+    draws: Draws,
+    rate: float | Tensor,
+    mask: Tensor | None = None,
+) -> StepValues:
+    """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    parts, needs = [], needs_of(wanted.track)
+    for rows, jacobian in chunks:
+        added = None
+        if wanted.seeds:
+            own, omega = replace(draws, rows=rows), wanted.test_matrix
+            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, omega, needs.susceptibility)
+            added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
+        if wanted.questions:
+            added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
+        sums = jacobian.clipped_sum(mask) if wanted.summed else {}
+        norms = jacobian.norm, jacobian.clipped_norm
+        parts.append(StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients))
+    return joined(parts)
+
+
+def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
+    """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
+    examples, mechanism = jacobian.gradients.examples, batch.mechanism
+    gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
+
+    weights = examples.clip_weights
+    by_alternative = [
+        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)), weights)
+        for other in examples.alternatives
+    ]
+    added: dict[str, Tensor] = {}
+    for name, places in wanted.questions:
+        columns = [
+            mechanism.divergence(jacobian.products_alone(), weights) if k is None else by_alternative[k] for k in places
+        ]
+        quantity = Divergence(name, Asked(("",) * len(places)))
+        added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
+    return added
+
+
+def joined(parts: Sequence[StepValues]) -> StepValues:
+    """Several passes as one: their examples concatenated, their sums added."""
+    if len(parts) == 1:
+        return parts[0]
+    sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
+    parts = [replace(part, sums={}) for part in parts]
+    if any(part.output_gradients is None for part in parts):
+        parts = [replace(part, output_gradients=None) for part in parts]
+    result: StepValues = concatenated(parts)
+    return replace(result, sums=sums)
 
 
 class CapturedPasses:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
 from torchfil.engine.losses import NO_TARGETS
-from torchfil.engine.measure import StartedGraph
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
@@ -42,6 +41,21 @@ _HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not take
 _SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
 _went_backward = attrgetter("output_grads")
 _MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
+
+
+@dataclass(frozen=True)
+class StartedGraph:
+    """The forward half of a captured pass, which a training loop has run.
+
+    Attributes:
+        captured: The pass.
+        replays: How many replays of graphs that share its memory there had been at that time.
+        outputs: The model's outputs.
+    """
+
+    captured: Any
+    replays: int
+    outputs: Any
 
 
 @dataclass

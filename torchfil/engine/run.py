@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
@@ -31,9 +32,9 @@ from torchfil.accounting.pace import exposed_rows
 from torchfil.accounting.timeline import Timeline
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
+from torchfil.engine.executor import StepValues
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
-from torchfil.engine.measure import StepValues
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.private import Examples
@@ -466,6 +467,11 @@ class Run:
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
+
+
+def last_rate(accountant: IAccountant) -> float:
+    """The sampling rate of the DP accountant's last step; 1 before the first one."""
+    return float(accountant.history[-1][1]) if accountant.history else 1.0
 
 
 # ------------------------------------------------------------------ a clip threshold for each example

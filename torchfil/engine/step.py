@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.executor import Executor
-from torchfil.engine.forward import ForwardPass, LossInside, Observer
+from torchfil.engine.executor import Executor, Places, StepValues, Wanted, joined
+from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
-from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Run
@@ -32,7 +31,8 @@ from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
-from torchfil.private import Examples, Private, as_call
+from torchfil.private import Examples, Private, as_call, as_given, check_finite
+from torchfil.questions import Alternative, Question
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Step", "private_without_labels"]
@@ -465,3 +465,54 @@ def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
         if sum(len(call.ids or ()) for call in calls[start:]) == num_gradients:
             return calls[start:]
     return calls
+
+
+def with_alternatives(
+    examples: Examples, questions: Mapping[str, Question], *, check_values: bool
+) -> tuple[Examples, Places]:
+    """The examples with their alternatives, as the questions define them.
+
+    Args:
+        examples: A batch.
+        questions: By name.
+        check_values: Whether to look for NaN and infinity, which has to wait for the device.
+
+    Raises:
+        ValueError: An alternative has another form or shape than the batch, or is not finite.
+    """
+    args, kwargs, targets = examples.public
+    inputs = as_given(args, kwargs)
+    alternatives: list[Examples] = []
+    places: list[tuple[str, tuple[int | None, ...]]] = []
+    for name, question in questions.items():
+        answers = question.alternatives(inputs, targets)
+        if len(answers) != len(question.answers):
+            raise ValueError(
+                f"the question {name!r} gave {len(answers)} alternatives for its {len(question.answers)} answers"
+            )
+        own: list[int | None] = []
+        for answer, other in zip(question.answers, answers, strict=True):
+            own.append(None if other is None else len(alternatives))
+            if other is not None:
+                what = f"the answer {answer!r} to the question {name!r}"
+                alternatives.append(_laid_out(what, other, examples, check_values))
+        places.append((name, tuple(own)))
+    return replace(examples, alternatives=tuple(alternatives)), tuple(places)
+
+
+def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
+    args, kwargs = as_call(other.inputs)
+    positions = sorted(key for key in kwargs if isinstance(key, int))  # as_given names positional inputs by place
+    public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    given, true = tensors_of(public), tensors_of(examples.public)
+    shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
+    if shapes != wanted:
+        raise ValueError(
+            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
+        )
+    try:
+        if check_values:
+            check_finite(*public)
+        return replace(examples.with_values(public), clip_weights=None)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
