@@ -8,6 +8,7 @@ more rarely.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ from torchfil.private import as_call, check_finite
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import map_tensors, tensors_of
+
+logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_LOOKS = 128  # steps between expensive checks; they are more frequent at the start
 _FAR_APART = 5  # times the tolerance: more than lower precision can explain
@@ -213,7 +216,7 @@ class Guard:
     def check_rows(self, call: ForwardPass) -> None:
         """Now and then, raise if the model's inputs are made from several rows of the batch that was read.
 
-        Rows that were changed each on its own are fine: the numbers are about the views that the model saw.
+        Rows that were changed each on its own are logged once: the numbers are about the view that the model saw.
 
         Raises:
             RuntimeError: The rows are mixed; it says how: mixup, another order, statistics of the batch.
@@ -237,6 +240,9 @@ class Guard:
                 )
         self._row_looks += 1
         self._until_rows = min(2**self._row_looks, _STEPS_BETWEEN_LOOKS)
+        same = any(torch.equal(given, rows) for given, rows in pairs)
+        if self._row_looks == 1 and _with_rows(call.batch) and not same:
+            logger.info("the model's inputs are not the loader's rows: the numbers are about the views that it saw")
 
     def look_at_first_call(self, call: ForwardPass) -> None:
         """Before the first step: warn about operators whose derivative jumps; raise if norms cannot be refreshed."""
