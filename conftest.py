@@ -1,7 +1,6 @@
 """Modules that need a package that is not everywhere are not collected where it is not installed; long tests wait."""
 
 import gc
-import inspect
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -22,25 +21,12 @@ if find_spec("triton") is None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Combinations that others stand for are slow; tests that take minutes run where asked for: ``make test-long``."""
     _mark_products(items)
-    _skip_what_opacus_lacks(items)
     if os.environ.get("TORCHFIL_LONG") == "1":
         return
     skipped = pytest.mark.skip(reason="takes minutes: make test-long, or TORCHFIL_LONG=1 in the environment")
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(skipped)
-
-
-def _skip_what_opacus_lacks(items: list[pytest.Item]) -> None:
-    """Tests marked ``opacus_1_6`` need that version, which is told by an option that came with it."""
-    later = [item for item in items if item.get_closest_marker("opacus_1_6") is not None]
-    if not later:
-        return
-    from opacus import PrivacyEngine  # only here: the core's tests work without it
-
-    if "wrap_model" not in inspect.signature(PrivacyEngine.make_private).parameters:
-        for item in later:
-            item.add_marker(pytest.mark.skip(reason="needs Opacus 1.6"))
 
 
 def _mark_products(items: list[pytest.Item]) -> None:

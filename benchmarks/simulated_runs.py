@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import additions
+from torchfil.accounting.quantities import Conditions, additions
 from torchfil.cli.digits import digits
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.mechanism import Mechanism

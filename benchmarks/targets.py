@@ -106,23 +106,22 @@ def kept(
     for _ in range(epochs):
         for x, y in private:
             engine.train_step(x, y)
-    check, merged = engine.check_bound(), engine.check_bound(merged=True)
+    check = engine.check_bound()
     seconds = time.perf_counter() - start
 
     with torch.no_grad():
         images, labels = (part.to(device) for part in task.test)
         accuracy = 100 * float((network(images).argmax(1) == labels).float().mean())
-    print(f"seed {seed}: {engine.pilot}\n{check}\n  with its pilots: {merged.measured}")
+    print(f"seed {seed}: {engine.pilot}\n{check}")
     print(f"  accuracy {accuracy:.2f} %, {seconds:.0f} s in all\n", flush=True)
     return {
         "seed": seed,
         "noise_multiplier": engine.pilot.noise_multiplier,
-        "pilots": [(pilot.noise_multiplier, pilot.headroom) for pilot in engine.pilot.pilots],
+        "pilots": [(pilot.noise_multiplier, pilot.check.headroom) for pilot in engine.pilot.pilots],
         "met": check.met,
         "headroom": check.headroom,
         "mse_bound": check.mse_bound,
         "true_positive_rate": check.true_positive_rate,
-        "merged": merged.mse_bound,
         "accuracy": accuracy,
         "seconds": seconds,
     }

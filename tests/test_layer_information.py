@@ -136,7 +136,7 @@ def test_wide_gradients() -> None:
     whole, few = v_information({"l": X}, p, width=None), v_information({"l": X}, p, width=5)
     assert whole.value[0] > 0.4
     assert few.value[0] > 0.5
-    from torchfil.attribution.layer_information import _features
+    from torchfil.attribution.layers import _features
 
     inside, outside = _features(X[:60], X[60:], None, True)  # the rotation keeps every inner product
     mean, deviation = X[:60].mean(axis=0), X[:60].std(axis=0)
@@ -179,7 +179,7 @@ def test_the_interval_is_calibrated_for_a_fixed_predictor() -> None:
 
 def test_v_information_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     X, p = _noise(0, n=20)
-    with pytest.raises(ValueError, match="constant property"):
+    with pytest.raises(ValueError, match="a constant says nothing"):
         v_information({"l": X}, np.ones(20))
     with pytest.raises(ValueError, match="cut a continuous property"):
         v_information({"l": X}, X[:, 0])

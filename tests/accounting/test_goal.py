@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
-from torchfil.planning.weights import Exposure, Goal
+from torchfil.planning.equalising import Exposure, Goal
 
 
 def exposed(values: list[float] | Tensor) -> Exposure:

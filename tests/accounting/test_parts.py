@@ -8,7 +8,7 @@ from torch import Tensor
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, whole_ledger
-from torchfil.accounting.path import path_additions
+from torchfil.accounting.quantities import path_additions
 
 N, STEPS = 12, 40
 

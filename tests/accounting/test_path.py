@@ -13,10 +13,19 @@ from torch import Tensor
 from benchmarks.simulated_runs import Setting, shares
 from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.path import path_additions, path_sums, run_variance, typical_change
-from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity, register_quantity
+from torchfil.accounting.quantities import (
+    Conditions,
+    Reading,
+    Sum,
+    TrackedQuantity,
+    path_additions,
+    path_sums,
+    register_quantity,
+    relative_change,
+    run_variance,
+)
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
@@ -43,8 +52,9 @@ def booked(
 
 
 def variances(ledger: Ledger, sample_rate: float | None = 0.1) -> tuple[Tensor, Tensor]:
-    total, count = typical_change("trace", ledger.sums, ledger.sums["participations"])
-    return run_variance("trace", ledger.sums, ledger.sums["participations"], sample_rate, total / count.clamp(min=1))
+    relative, known = relative_change("trace", ledger.sums, ledger.sums["participations"])
+    typical = relative.sum(dim=0) / known.sum(dim=0).clamp(min=1)
+    return run_variance("trace", ledger.sums, ledger.sums["participations"], sample_rate, typical)
 
 
 class TestSums:

@@ -13,9 +13,10 @@ from torch import Tensor
 from tests.cases import build
 from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import (
+    Conditions,
     Needs,
     Reading,
     Sum,
@@ -125,15 +126,6 @@ class TestLedger:
     def test_what_was_not_tracked_cannot_be_read(self) -> None:
         with pytest.raises(ValueError, match=r"'plis' was not tracked; make_private with track=\('plis',\)"):
             booked(batch(), ("diagonal",)).get_plis()
-
-    def test_older_states_are_refused(self) -> None:
-        state = Ledger(3, 2).state_dict()
-        del state["format"]
-        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 4 only"):
-            Ledger.from_state_dict(state)
-        with pytest.raises(ValueError, match="lacks 'trace_square'"):
-            sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "trace_square"}
-            Ledger.from_state_dict(Ledger(3, 2).state_dict() | {"sums": sums})
 
 
 class TestWithoutNoise:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.path import path_additions
-from torchfil.accounting.quantities import Sum
+from torchfil.accounting.quantities import Sum, path_additions
 from torchfil.accounting.rows import RowTable
 
 N, STEPS = 50, 12

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfil.planning.weights import (
+from torchfil.planning.equalising import (
     Exposure,
     Goal,
     RoundWeights,

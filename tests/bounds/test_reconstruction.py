@@ -11,8 +11,7 @@ import torch
 from scipy import stats
 
 from torchfil import bounds
-from torchfil.bounds.privacy_loss import StepLoss, compose, success_of
-from torchfil.bounds.reconstruction import success_by_counts
+from torchfil.bounds.reconstruction import StepLoss, compose, success_by_counts, success_of
 
 
 def sampled(prior: float, stretches: list[tuple[float, float, int]], runs: int, seed: int = 0) -> tuple[float, float]:

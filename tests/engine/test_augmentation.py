@@ -51,7 +51,7 @@ def make(dataset: Any, module: nn.Module | None = None, **options: Any) -> FILPr
 @pytest.mark.parametrize("seed", range(5))
 def test_random_views_are_refused_where_coordinates_are_summed(track: str, seed: int) -> None:
     torch.manual_seed(seed)
-    with pytest.raises(ValueError, match=rf"track=\('{track}',\) sums by coordinate.*Track only the trace"):
+    with pytest.raises(ValueError, match=rf"track=\('{track}',\) sums by coordinate.*Track the trace only"):
         make(Views(flipped), track=(track,))
 
 
@@ -99,7 +99,7 @@ def test_only_what_is_private_must_read_alike() -> None:
 
     # a floating-point input counts as private until it is said what is
     noisy = Views(lambda x, y: (x, torch.rand((), dtype=torch.float64), y))
-    with pytest.raises(ValueError, match=r"name what is: private=Private\(inputs=…\)"):
+    with pytest.raises(ValueError, match=r"or name the private: private=Private\(inputs=…\)"):
         make(noisy, WithNoise(), track=("diagonal",))
     make(noisy, WithNoise(), track=("diagonal",), private=Private(inputs=0))
 

@@ -63,7 +63,7 @@ def test_empty_batches() -> None:
     assert engine.ledger.steps == 20
 
 
-@pytest.mark.parametrize("name", ["mnist_cnn", pytest.param("vit_tiny", marks=pytest.mark.opacus_1_6)])
+@pytest.mark.parametrize("name", ["mnist_cnn", "vit_tiny"])
 def test_networks(name: str) -> None:
     torch.manual_seed(0)
     size = 28 if name == "mnist_cnn" else 8
@@ -72,7 +72,6 @@ def test_networks(name: str) -> None:
     compare(dataset, module.double(), steps=3, batch_size=4, num_probes=2)
 
 
-@pytest.mark.opacus_1_6
 def test_tokens_and_frozen_layers() -> None:
     module, dataset, private = tokens()
     compare(dataset, module, steps=3, batch_size=4, private=private)
@@ -219,7 +218,6 @@ def test_what_the_recorded_pass_does_not_fit_is_mapped_over_examples(caplog: pyt
     assert len(told) == 1, "said once"
 
 
-@pytest.mark.opacus_1_6
 def test_a_model_that_is_not_wrapped_has_hooks() -> None:
     _, module, hooks, _, _ = make(wrap_model=False)
     assert hooks is not module

@@ -51,7 +51,6 @@ def train(made: Any, steps: int = 6, physical: int | None = None) -> list[float]
     return losses
 
 
-@pytest.mark.opacus_1_6
 @pytest.mark.parametrize(("physical", "reduction"), [(None, "mean"), (3, "mean"), (None, "sum")])
 def test_it_trains_as_opacus_does(physical: int | None, reduction: str) -> None:
     """The same noise, batches and weights; Opacus adds 1e-6 to the norms that it divides by."""
@@ -106,7 +105,6 @@ def test_with_epsilon_gives_four_values_too() -> None:
     assert len(train(made, 2)) == 2
 
 
-@pytest.mark.opacus_1_6
 def test_hooks_that_leave_the_model_alone() -> None:
     """wrap_model=False: the loop goes on with its own model."""
     module = network()
@@ -140,7 +138,6 @@ class Tagger(nn.Module):
         return result
 
 
-@pytest.mark.opacus_1_6
 def test_losses_by_token_as_opacus_calls_them() -> None:
     """``criterion(logits.view(-1, V), targets.view(-1), shape=logits.shape)``, with ignored targets: an example's
     loss is the mean over those of its tokens that count."""

@@ -127,15 +127,11 @@ class TestIds:
         assert torch.equal(engine.get_fil([107]).value, engine.get_fil(numbers[7:8]).value)
         assert load(engine.save_run(tmp_path / "run.fil", delta=1e-4)).ids.dtype == np.int64
 
-    def test_groups_that_are_no_mapping_or_have_no_name(self) -> None:
+    def test_groups_of_a_series(self) -> None:
         engine = train(data(40), steps=2).engine
         sides = {i: "left" if i % 2 else "right" for i in range(40)}
         series = pandas.Series(sides)
         assert engine.group_leakage(series)["count"].tolist() == [20, 20]
-        with pytest.raises(TypeError, match=r"group_of is a list; map ids to groups: dict\(zip\(ids, labels\)\)"):
-            engine.group_leakage(list(sides.values()))
-        with pytest.raises(ValueError, match=r"group_of has NaN for \[3, 5\]; leave these ids out"):
-            engine.group_leakage(sides | {3: float("nan"), 5: np.nan})
 
 
 def test_batches_from_elsewhere_are_refused() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import additions
+from torchfil.accounting.quantities import Conditions, additions
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import RunningMoments
 from torchfil.fisher.results import Estimate

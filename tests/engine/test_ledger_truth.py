@@ -82,7 +82,6 @@ def test_empty_batches() -> None:
     check(run, dataset, run.loader.sample_rate)
 
 
-@pytest.mark.opacus_1_6
 def test_random_rows_for_empty_batches_belong_to_nobody() -> None:
     dataset = data(30)
     run = train(dataset, batch_size=1, steps=20, **EXACT, rand_on_empty=True)

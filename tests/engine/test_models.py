@@ -260,7 +260,6 @@ def test_private_regression_target() -> None:
     assert engine.totals.num_coordinates == 7
 
 
-@pytest.mark.opacus_1_6
 def test_unwrapped_model() -> None:
     torch.manual_seed(0)
     module = network()

@@ -129,7 +129,6 @@ class TestExecution:
 
 
 class TestMakePrivate:
-    @pytest.mark.opacus_1_6  # two of the others are Opacus's own since then
     def test_has_at_most_twenty_arguments(self) -> None:
         parameters = inspect.signature(FILPrivacyEngine.make_private).parameters.values()
         named = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]

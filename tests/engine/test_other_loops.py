@@ -308,7 +308,6 @@ def test_labels_may_be_rewritten_in_the_batch(way: str) -> None:
     assert engine.leakage()["participations"].tolist() == [1] * 24
 
 
-@pytest.mark.opacus_1_6
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stand_in_for_an_empty_batch_is_nobody(way: str) -> None:
     torch.manual_seed(3)

@@ -80,7 +80,7 @@ class Simulated:
                 added = additions(measurement, rate, skipping=rate < 1)
                 contribution = Contribution(rows, x, additions=added)
             ledger.add(contribution)
-            self.pace.note(contribution)
+            self.pace.note([contribution])
             if step % 2 == 0:
                 self.pace.update(ledger, step * self.share)
         self.trace = Leakage(ledger, ExampleIds(self.n)).get_trace()
@@ -130,7 +130,7 @@ def test_steps_without_noise_do_not_steer() -> None:
         measurement = Measurement({"trace": Estimate(trace, error, "estimate", 1.0)}, trace)
         contribution = Contribution(rows, trace, additions=additions(measurement, 1.0, skipping=False))
         ledger.add(contribution)
-        pace.note(contribution)
+        pace.note([contribution])
         pace.update(ledger, 1.0)
     assert 0 < mixed.spread < math.inf
     assert math.isfinite(mixed.level)

@@ -46,7 +46,6 @@ def train(made: Any, steps: int, physical: int = 4) -> None:
             optimizer.step()
 
 
-@pytest.mark.opacus_1_6
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch"])
 def test_it_trains_as_opacus_does(mode: str) -> None:
     """The hard clip of every parameter, noise of σ‖C‖; Opacus adds 1e-6 to the norms that it divides by."""
@@ -135,7 +134,7 @@ def test_norms_are_looked_up_by_layer() -> None:
         ({"max_grad_norm": [1.0, 2.0]}, "needs max_grad_norm as a list of 4 numbers"),
         ({"max_grad_norm": [1.0, 1.0, 1.0, 0.0]}, "must all be positive and finite"),
         ({"clipping": "flat"}, "pass clipping='per_layer' with them"),
-        ({"clipping": "per_token"}, "is not known"),
+        ({"clipping": "per_token"}, "must be 'flat' or 'per_layer'"),
     ],
 )
 def test_thresholds_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

@@ -102,7 +102,7 @@ def apart(ours: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("way", ["auto", "train_step", pytest.param("hooks", marks=pytest.mark.opacus_1_6)])
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_is_accounted_for(name: str, way: str) -> None:
     truth, released, _ = run(name, held_in=torch.float64)
@@ -136,7 +136,7 @@ def test_the_whole_loop_inside_one_autocast(way: str) -> None:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("way", ["auto", "train_step", pytest.param("hooks", marks=pytest.mark.opacus_1_6)])
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_held_in_bfloat16(name: str, way: str) -> None:
     truth, *_ = run(name, held_in=torch.float64)

@@ -333,7 +333,6 @@ def test_a_trained_padding_row_is_refused_with_the_remedy() -> None:
     make(tokens, module=frozen, grad_sample_mode="hooks")
 
 
-@pytest.mark.opacus_1_6
 def test_parameters_that_see_one_row_for_the_batch_are_named() -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -348,7 +347,7 @@ def test_parameters_that_see_one_row_for_the_batch_are_named() -> None:
         step(model, optimizer, next(batch for batch in private if len(batch[0]) > 1))
 
 
-@pytest.mark.parametrize("wrap_model", [True, pytest.param(False, marks=pytest.mark.opacus_1_6)])
+@pytest.mark.parametrize("wrap_model", [True, False])
 def test_a_detached_model_is_plain_and_its_ledger_stays(wrap_model: bool) -> None:
     engine, module, model, optimizer, private = make(wrap_model=wrap_model)
     call = model if wrap_model else module

@@ -15,7 +15,7 @@ from tests.engine.loops import data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
-from torchfil.accounting.path import path_additions
+from torchfil.accounting.quantities import path_additions
 from torchfil.report import load
 
 warnings.filterwarnings("ignore", message="Secure RNG")

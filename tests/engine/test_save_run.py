@@ -17,11 +17,10 @@ import torchfil
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import data, loader, network, train
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
+from torchfil.accounting.ledger import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult
 from torchfil.engine.reading import epsilon_over_time
-from torchfil.engine.saving.data import data_sha256
-from torchfil.engine.saving.shown import as_image
+from torchfil.engine.saving.data import as_image, data_sha256
 from torchfil.report import load
 
 DELTA = 1e-5
@@ -238,7 +237,7 @@ class TestTimeline:
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
         second.make_private(module, optimizer, loader(data(40)))
         second.load_state_dict(first.state_dict())
-        assert second._training.run.timeline.steps == [1, 2, 3, 4, 5]
+        assert list(second._training.run.timeline.points) == [1, 2, 3, 4, 5]
 
 
 def test_epsilon_over_time_composes_unequal_steps() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, Step, Trained, data, exact_epsilon, loader, network, truth
 from torchfil import FILPrivacyEngine
-from torchfil.engine.distributed.streams import ids_of_batch
+from torchfil.engine.loader import ids_of_batch
 from torchfil.fisher import reference
 from torchfil.report import load
 

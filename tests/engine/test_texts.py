@@ -189,7 +189,6 @@ def test_tables_that_are_tied_or_frozen(kind: str, padding_idx: int | None) -> N
     check(*train(module, collate=padded_with_mask, private=private, steps=2))
 
 
-@pytest.mark.opacus_1_6
 def test_lengths_may_be_told_by_a_function() -> None:
     torch.manual_seed(0)
     private = Private(submodule="words", lengths=lambda tokens: (tokens != 0).sum(dim=1))

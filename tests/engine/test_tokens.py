@@ -20,7 +20,7 @@ from tests.engine.test_texts import LENGTHS, WIDTH, Reader, padded_with_mask, te
 from torchfil import PLIS, Private
 from torchfil.attribution.plis import token_norms
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.saving.shown import token_ids
+from torchfil.engine.saving.data import token_ids
 from torchfil.report import load, write_report
 
 LONGEST = 5

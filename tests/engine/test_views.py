@@ -16,7 +16,7 @@ from tests.cases import DEVICE, grouped, relative_error
 from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import get_clip
-from torchfil.engine.views import ManyViews, MeanOverViews
+from torchfil.engine.assembly import ManyViews, MeanOverViews
 from torchfil.fisher import reference
 
 K = 3

@@ -58,7 +58,7 @@ def test_normalised_sums(channels: int, positions: int, groups: int) -> None:
 
 def test_tanh() -> None:
     w, gamma, y = drawn(7, 333), drawn(7, 333), drawn(7, 333)
-    to_gamma, to_y = kernels.tanh_pulled_twice(w, gamma, y)
+    to_gamma, to_y = kernels.activation_pulled_twice("tanh", w, gamma, y)
     torch.testing.assert_close(to_gamma, w * (1 - y.square()))
     torch.testing.assert_close(to_y, -2 * w * gamma * y)
 

@@ -14,7 +14,7 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import product_precision, products_in
 from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan
-from torchfil.fisher.rules.products import convolution_precision
+from torchfil.fisher.rules.substitutes import convolution_precision
 from torchfil.private import Private
 
 pytestmark = pytest.mark.torch_versions

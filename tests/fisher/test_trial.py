@@ -17,8 +17,8 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import plan
 from torchfil.fisher.recording.plan import _difference, _plain, _probe, _recorded
 from torchfil.fisher.rules import register_rule, rule_for
-from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.linear import LinearRule
+from torchfil.fisher.rules.parameters import GenericRule
 
 pytestmark = pytest.mark.torch_versions
 
@@ -58,7 +58,7 @@ def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
 
 
 def test_rules_are_not_replaced_silently() -> None:
-    with pytest.raises(ValueError, match="Linear already has a rule, LinearRule; pass overwrite=True to replace it"):
+    with pytest.raises(ValueError, match="Linear already has a rule; pass overwrite=True to replace it"):
         register_rule(nn.Linear, GenericRule())
     assert isinstance(rule_for(nn.Linear(1, 1)), LinearRule)
 

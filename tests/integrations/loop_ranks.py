@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.distributed.rank_runs import replaying
 from torchfil import Accounting, FILPrivacyEngine, Private
-from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler, FILRankSampler
+from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler
 from torchfil.integrations.huggingface import FILTrainer
 from torchfil.integrations.lightning import FILCallback
 
@@ -80,7 +80,7 @@ def noting_draws() -> Iterator[list[list[int]]]:
     """Gives a list in which the examples of every batch of this process are noted."""
     draws: list[list[int]] = []
     patches = []
-    for kind in (FILRankSampler, FILBatchSampler, FILPoissonSampler):
+    for kind in (FILBatchSampler, FILPoissonSampler):
 
         def note(sampler: Any, plain: Callable[[Any], Iterator[list[int]]] = kind.__iter__) -> Iterator[list[int]]:
             for drawn in plain(sampler):
@@ -88,7 +88,7 @@ def noting_draws() -> Iterator[list[list[int]]]:
                 yield drawn
 
         patches.append(mock.patch.object(kind, "__iter__", note))
-    with patches[0], patches[1], patches[2]:
+    with patches[0], patches[1]:
         yield draws
 
 
@@ -127,13 +127,6 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
 
 
-class WithoutForward(Classifier):
-    forward = pl.LightningModule.forward
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
-
 class Looks(pl.Callback):
     """At what torch's wrapper has left."""
 
@@ -157,7 +150,6 @@ def data(n: int = 41, bad: int | None = None) -> TensorDataset:
 def lightning_fit(
     folder: str,
     *,
-    kind: type = Classifier,
     n: int = 41,
     batch_size: int = 4,
     epochs: int = 2,
@@ -170,7 +162,7 @@ def lightning_fit(
 ) -> Fitted:
     """A fit in this process, as one of several ranks where there are any."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # rank 0's weights count
-    module, dataset = kind(), data(n, bad)
+    module, dataset = Classifier(), data(n, bad)
     callback = FILCallback(path=Path(folder) / "leakage.csv", delta=DELTA, max_grad_norm=0.8, **settings(**options))
     Path(folder).mkdir(exist_ok=True)
     looks, saved = Looks(), Path(folder) / "last.ckpt"

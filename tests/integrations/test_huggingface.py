@@ -200,7 +200,7 @@ def test_optimizers_of_several_gradients_a_step_are_refused(tmp_path: Path) -> N
         privacy=privacy(),
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
     )
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss and its gradient several times"):
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
         trainer.train()
 
 
@@ -304,7 +304,7 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
         args = arguments(tmp_path, save_strategy="steps", save_steps=4, **more)
         return FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
 
-    with pytest.raises(ValueError, match="there is no checkpoint in"):
+    with pytest.raises(ValueError, match="No valid checkpoint"):
         trainer().train(resume_from_checkpoint=True)
     trainer(save_only_model=True).train()
     with pytest.raises(ValueError, match="does not hold the accounting"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -46,8 +47,7 @@ class ExampleIds:
                 )
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
-                seen: set[Hashable] = set()
-                twice = next(key for key in self.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+                twice = Counter(self.keys).most_common(1)[0][0]
                 raise ValueError(
                     f"id_of gives {twice!r} to more than one example; keys must be distinct. To see several records of "
                     "one person together, give each record its own key and pass groups."
@@ -107,16 +107,14 @@ class ExampleIds:
         if isinstance(listed, str) or not isinstance(listed, Iterable):
             raise TypeError(f"ids={listed!r} must be a list of ids; for one example: [{listed!r}]")
         wanted = [plain_key(key) for key in listed]
-        if self.keys is not None:
-            unknown = [key for key in wanted if key not in self._row_of]
-            rows = [self._row_of[key] for key in wanted] if not unknown else []
-        else:
-            unknown = [key for key in wanted if not (type(key) is int and 0 <= key < self.num_examples)]
-            rows = [key for key in wanted if type(key) is int] if not unknown else []
+        row_of = self._row_of
+        if self.keys is None:
+            row_of = {key: key for key in wanted if type(key) is int and 0 <= key < self.num_examples}
+        unknown = [key for key in wanted if key not in row_of]
         if unknown:
-            valid = f"{self.known_as}" if self.keys is not None else f"0 to {self.num_examples - 1}"
+            valid = self.known_as if self.keys is not None else f"0 to {self.num_examples - 1}"
             raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
-        return wanted, torch.tensor(rows, dtype=torch.long)
+        return wanted, torch.tensor([row_of[key] for key in wanted], dtype=torch.long)
 
 
 class GrowingIds(ExampleIds):

@@ -17,14 +17,21 @@ from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
-from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
-from torchfil.accounting.quantities import Divergence, Reading, TrackedQuantity
+from torchfil.accounting.quantities import (
+    FEWEST_PARTICIPATIONS,
+    Conditions,
+    Divergence,
+    Reading,
+    TrackedQuantity,
+    relative_change,
+    run_variance,
+)
 from torchfil.fisher.fim import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.tables import html_table
 
-__all__ = ["Conditions", "Leakage", "LeakageSummary", "as_table"]
+__all__ = ["Leakage", "LeakageSummary", "as_table"]
 
 Ids = Iterable[Hashable] | Tensor | None  # None: all; an id given twice appears twice
 
@@ -36,30 +43,6 @@ class _Positions(ExampleIds):
 
     def places(self, ids: Ids) -> Tensor:
         return ids if isinstance(ids, Tensor) else super().places(ids)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The facts about a run that matter for reading its sums.
-
-    Attributes:
-        exact: Whether every measured step was measured without sampling.
-        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
-            over runs, whose standard errors include it. None: batches are known.
-        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
-            example's own, from the spread of its steps' variances.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
-        typical_changes: By followed sum, the typical change for :func:`torchfil.accounting.path.run_variance`, while
-            reading in parts; None: it is computed at every reading.
-    """
-
-    exact: bool = False
-    sample_rate: float | None = None
-    skipping: bool = False
-    degrees_of_freedom: float | None = None
-    test_matrix: Tensor | None = None
-    typical_changes: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +102,8 @@ class Leakage:
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
         * Standard errors are those of the probes and skipped steps of this run. The bounds are about the mean over
           everything random in a run, so intervals also cover the draw of the batches and the path of the noise
-          (:mod:`torchfil.accounting.path`); ``interval(confidence, "probes")`` leaves them out. An example that was
-          measured in fewer than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
+          (:mod:`torchfil.accounting.quantities`); ``interval(confidence, "probes")`` leaves them out. An example that
+          was measured in fewer than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
         * Intervals hold for an example chosen beforehand. The safest-looking of many examples look safe partly by
           luck: more of their lower ends are too high.
         * If steps were paused, the Fisher information of an example that took part in them is a lower bound, and
@@ -144,19 +127,9 @@ class Leakage:
         """d, the number of private coordinates; the largest one, if examples differ."""
         return self.ledger.num_coordinates
 
-    @property
-    def same_coordinates(self) -> bool:
-        """Whether all examples have the same number of private coordinates; texts of different lengths do not."""
-        return self.ledger.same_coordinates
-
     def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
         """d of each example, [ids], without padding; 1 for an example that took no part."""
         return self.ledger.sums.at("num_coordinates", self._rows(example_ids)).clamp(min=1)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every measured step was measured without sampling."""
-        return self.conditions.exact
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
@@ -329,7 +302,7 @@ class Leakage:
         """
         rows, d = self._rows(example_ids), self.get_num_coordinates(example_ids)
         fil = (self.ledger.sums.at("trace", rows) / d).clamp(min=0).sqrt()
-        deviation = self._run_variance("trace", rows)[0].sqrt()
+        deviation = self._run_variances(rows)["trace"][0].sqrt()
         return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * d * fil))
 
     def leakage(self, example_ids: Ids = None) -> Any:
@@ -351,7 +324,7 @@ class Leakage:
     def columns(self, example_ids: Ids = None) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
         names, rows = self.ids.rows(example_ids)
-        arrays, complete = self.arrays(rows), "exact" if self.exact else "estimate"
+        arrays, complete = self.arrays(rows), "exact" if self.conditions.exact else "estimate"
         columns: dict[str, list[Any]] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
@@ -399,7 +372,7 @@ class Leakage:
             "rel_error": _divide(fil.standard_error, fil.value),
             **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
         }
-        if not self.same_coordinates:
+        if not self.ledger.same_coordinates:
             columns["num_coordinates"] = sums.at("num_coordinates", rows)
         for question in self.ledger.questions:
             guess = self.get_guess(question, rows)
@@ -427,17 +400,32 @@ class Leakage:
             A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error: the errors of
             one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
         """
+        members: dict[Hashable, list[Hashable]] = {}
+        for key, group in group_of.items():
+            members.setdefault(group, []).append(key)
+        columns: dict[str, list[Any]] = {}
+        for ids in members.values():
+            fil = self.get_fil(ids) if question is None else self._worst_divergence(question, ids)
+            values = {
+                "count": len(ids),
+                "mean": fil.value.mean().item(),
+                "mean_error": fil.standard_error.mean().item(),
+                "max": fil.value.max().item(),
+                **{f"q{100 * level:g}": _quantile(fil.value, level) for level in quantiles},
+            }
+            if threshold is not None:
+                values["share_above"] = (fil.value > threshold).double().mean().item()
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
+        return as_table(list(members), columns, index_name="group")
 
-        def get(ids: Ids) -> Estimate:
-            if question is None:
-                return self.get_fil(ids)
-            found = self.get_guess(question, ids).divergence
-            value = found.value.reshape(len(found.value), -1)
-            worst = value.argmax(dim=1, keepdim=True)
-            error = found.standard_error.reshape(value.shape).gather(1, worst)[:, 0]
-            return Estimate(value.gather(1, worst)[:, 0], error, found.kind)
-
-        return as_table(*_group_columns(get, group_of, threshold, quantiles), index_name="group")
+    def _worst_divergence(self, question: str, ids: Ids) -> Estimate:
+        """D of each example's worst answer, [ids]."""
+        found = self.get_guess(question, ids).divergence
+        value = found.value.reshape(len(found.value), -1)
+        worst = value.argmax(dim=1, keepdim=True)
+        error = found.standard_error.reshape(value.shape).gather(1, worst)[:, 0]
+        return Estimate(value.gather(1, worst)[:, 0], error, found.kind)
 
     @classmethod
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
@@ -478,15 +466,10 @@ class Leakage:
 
     def _reading(self, rows: Tensor) -> Reading:
         """What a tracked quantity needs to read its sums at these rows."""
-        conditions = self.conditions
-        return Reading(
-            self._kind(rows),
-            conditions.exact,
-            conditions.degrees_of_freedom,
-            self._sums_of(self.ledger.quantities[0], rows),  # of the trace
-            conditions.test_matrix,
-            self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
-        )
+        errors = {}
+        if self.conditions.degrees_of_freedom is None:  # else the standard errors include them
+            errors = {name: (batches + path).sqrt() for name, (batches, path) in self._run_variances(rows).items()}
+        return Reading(self.conditions, self._kind(rows), self._sums_of(self.ledger.quantities[0], rows), errors)
 
     def _typical_changes(self) -> dict[str, Tensor]:
         """By followed sum, the mean relative change between compared participations, over all examples."""
@@ -496,23 +479,21 @@ class Leakage:
                 total, count = torch.zeros(()), torch.zeros(())
                 for rows in torch.arange(self.ledger.num_examples, device=self.ledger.device).split(_AT_ONCE):
                     participations = self.ledger.sums.at("participations", rows)
-                    added = typical_change(name, self._sums_of(quantity, rows), participations)
-                    total, count = total.to(added[0]) + added[0], count.to(added[1]) + added[1]
+                    relative, known = relative_change(name, self._sums_of(quantity, rows), participations)
+                    total, count = total.to(relative) + relative.sum(dim=0), count.to(relative) + known.sum(dim=0)
                 typical[name] = total / count.clamp(min=1)
         return typical
 
-    def _run_variance(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`torchfil.accounting.path.run_variance`."""
+    def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches, and to the path."""
         conditions = self.conditions
         typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
-        quantity = next(each for each in self.ledger.quantities if name in each.followed)
         participations = self.ledger.sums.at("participations", rows)
-        return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
-
-    def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
-        """How far one run can be off, apart from its probes, by followed sum."""
-        followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
-        return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
+        return {
+            name: run_variance(name, self._sums_of(each, rows), participations, conditions.sample_rate, typical[name])
+            for each in self.ledger.quantities
+            for name in each.followed
+        }
 
     def _warn_of_few(self, rows: Tensor) -> None:
         """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
@@ -544,48 +525,6 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, ind
     except ImportError:
         return {index_name: list(names), **columns}
     return pandas.DataFrame(columns, index=pandas.Index(names, name=index_name, tupleize_cols=False))
-
-
-def _group_columns(
-    get_fil: Callable[[list[Hashable]], Estimate],
-    group_of: Mapping[Hashable, Hashable],
-    threshold: float | None,
-    quantiles: Sequence[float],
-) -> tuple[list[Hashable], dict[str, list[Any]]]:
-    """The groups and their columns; see :meth:`Leakage.groups`."""
-    columns: dict[str, list[Any]] = {}
-    members = _members(group_of)
-    for ids in members.values():
-        fil = get_fil(ids)
-        values: dict[str, Any] = {
-            "count": len(ids),
-            "mean": fil.value.mean().item(),
-            "mean_error": fil.standard_error.mean().item(),
-            "max": fil.value.max().item(),
-        }
-        for level in quantiles:
-            values[f"q{100 * level:g}"] = _quantile(fil.value, level)
-        if threshold is not None:
-            values["share_above"] = (fil.value > threshold).double().mean().item()
-        for name, value in values.items():
-            columns.setdefault(name, []).append(value)
-    return list(members), columns
-
-
-def _members(group_of: Mapping[Hashable, Hashable]) -> dict[Hashable, list[Hashable]]:
-    """The ids of each group."""
-    if not hasattr(group_of, "items"):
-        raise TypeError(f"group_of is a {type(group_of).__name__}; map ids to groups: dict(zip(ids, labels))")
-    group_of = dict(group_of.items())
-    if not group_of:
-        raise ValueError("group_of is empty; map at least one example id to a group")
-    nameless = [key for key, group in group_of.items() if group != group]
-    if nameless:
-        raise ValueError(f"group_of has NaN for {nameless[:5]}; leave these ids out, or name their group")
-    members: dict[Hashable, list[Hashable]] = {}
-    for key, group in group_of.items():
-        members.setdefault(group, []).append(key)
-    return members
 
 
 def _quantile(values: Tensor, level: float) -> float:

@@ -7,15 +7,16 @@ What a step adds is queued where it was computed, and nothing is launched or wai
 steps at once when it is full, and before anything is read or saved.
 
 Several processes keep a ledger in parts, each for the examples that it drew (:func:`whole_ledger`). Sums are added. The
-squared changes between participations of an example (:mod:`torchfil.accounting.path`) depend on their order and were
-followed within each part. If only one part has seen an example, because each process draws from its own part of the
-data, all of its changes are there. If the parts changed in between, the changes between the parts' last values replace
-the missing ones, without subtracting the probes' noise: this can only make the run's error larger. The mean over
-repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the runs.
+squared changes between participations of an example (:mod:`torchfil.accounting.quantities`) depend on their order and
+were followed within each part. If only one part has seen an example, because each process draws from its own part of
+the data, all of its changes are there. If the parts changed in between, the changes between the parts' last values
+replace the missing ones, without subtracting the probes' noise: this can only make the run's error larger. The mean
+over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,12 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.path import compared, due_comparisons, note_changes, path_sums
-from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, tracked
+from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, compared, path_sums, tracked
 from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
 
-_FORMAT = 4  # of the saved state
 STEPS_QUEUED = 32  # steps that are booked together
 BYTES_QUEUED = 2**26  # of their additions, at most
+MAX_POINTS = 200  # of a timeline
 
 # the examples of a batch, and by sum what is added: [batch, …], or one number for all
 _Queued = tuple[Tensor, Mapping[str, Any]]
@@ -166,7 +166,7 @@ class Ledger:
 
     @property
     def same_coordinates(self) -> bool:
-        """Whether all examples seen so far have the same d."""
+        """Whether all examples seen so far have the same d; texts of different lengths do not."""
         own = self.sums["num_coordinates"]
         seen = own[own > 0]
         return not len(seen) or bool((seen == seen[0]).all())
@@ -290,7 +290,6 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
         return {
-            "format": _FORMAT,
             "num_examples": self.num_examples,
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
@@ -309,45 +308,40 @@ class Ledger:
         Args:
             state: From :meth:`state_dict`.
             device: As for a new ledger.
-
-        Raises:
-            ValueError: It was saved by another version, or something is missing or has the wrong shape.
         """
-        if state.get("format") != _FORMAT:
-            raise ValueError(
-                f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
-                f"{_FORMAT} only; load it with the version that saved it"
-            )
-        try:
-            asked = {name: Asked(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()}
-            options = (state["track"], state["sketch_rank"], asked, state["chosen"])
-            ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
-            ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
-            for name in ledger.sums:
-                value, own = state["sums"][name], ledger.sums.kept(name)
-                if value.shape != own.shape:
-                    raise ValueError(
-                        f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {tuple(own.shape)}"
-                    )
-                own.copy_(value)
-        except KeyError as error:
-            raise ValueError(f"the ledger's state lacks {error.args[0]!r}; was it saved by another version?") from error
+        asked = {name: Asked(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()}
+        options = (state["track"], state["sketch_rank"], asked, state["chosen"])
+        ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
+        ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
+        for name in ledger.sums:
+            own = ledger.sums.kept(name)
+            own.copy_(state["sums"][name].view_as(own))
         return ledger
 
 
 def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tuple[int, slice]]) -> None:
-    """Book the path of a sum, before it is booked how often it was measured; nothing else is added to its state."""
+    """Book the path of a sum, before it is booked how often it was measured; nothing else is added to its state.
+
+    Where a comparison is due, the change of X since the last compared participation is noted; X is compared at the
+    participation after m measured ones if ``compared(m + 1) == m``, at the distance m − ``compared(m)``.
+    """
     _, last, changes, measured = path_sums(name)
     is_measured = added[measured] > 0  # the step was not skipped
-    count, before = sums[measured].clone(), []
+    count, counts = sums[measured].clone(), []
     for size, here in rounds:
-        before.append(count[:size].clone())
+        counts.append(count[:size].clone())
         count[:size].add_(is_measured[here])
-    is_due, distance = due_comparisons(torch.cat(before))
-    is_due &= is_measured
-    compared, change, value, noise = sums[last], sums[changes], added[last], added[changes]
+    before = torch.cat(counts)
+    distance = before - compared(before)
+    is_due = (compared(before + 1) == before) & is_measured
+    is_change = is_due & (distance > 0)
+
+    last_value, change, value, noise = sums[last], sums[changes], added[last], added[changes]
     for size, here in rounds:
-        note_changes(compared[:size], change[:size], value[here], noise[here], is_due[here], distance[here])
+        earlier = last_value[:size]
+        squared = ((value[here] - earlier).square() + noise[here]) * distance[here]
+        change[:size].add_(torch.where(is_change[here], squared, 0.0).to(change.dtype))
+        earlier.copy_(torch.where(is_due[here], value[here].to(earlier.dtype), earlier))
     added[last], added[changes] = torch.zeros_like(value), torch.zeros_like(noise)
 
 
@@ -410,19 +404,16 @@ def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple
 
 def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> None:
     """Raise unless all runs are about the same examples and keep the same quantities."""
-
-    def kept(ledger: Ledger) -> Any:
-        chosen = {name: examples.tolist() for name, examples in ledger.chosen.items()}
-        return ledger.track, ledger.questions, chosen
-
-    def same_coordinates(one: Ledger, other: Ledger) -> bool:
-        """For texts, one run may not have seen the longest."""
-        may_differ = not (one.by_coordinate or one.same_coordinates or other.same_coordinates)
-        return one.num_coordinates == other.num_coordinates or may_differ
-
     first = ledgers[0]
     for names, ledger in zip(ids, ledgers, strict=True):
-        if names.all() != ids[0].all() or not same_coordinates(ledger, first) or kept(ledger) != kept(first):
+        # of texts, one run may not have seen the longest
+        may_differ = not (ledger.by_coordinate or ledger.same_coordinates or first.same_coordinates)
+        same = names.all() == ids[0].all() and (ledger.num_coordinates == first.num_coordinates or may_differ)
+        kept = [
+            (each.track, each.questions, {name: chosen.tolist() for name, chosen in each.chosen.items()})
+            for each in (ledger, first)
+        ]
+        if not same or kept[0] != kept[1]:
             told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
             raise ValueError(
                 f"runs to average must share data set, private coordinates, track and questions; got {told}"
@@ -458,3 +449,65 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     for name, variance in variances if len(ledgers) > 1 else ():
         mean.sums.kept(variance).copy_(by_run(name).double().var(dim=0) / len(ledgers))
     return mean
+
+
+# ------------------------------------------------------------------ over training time
+
+
+class Timeline:
+    """The median, the 95 % quantile and the maximum of η̄ = sqrt(tr(I)/d) over all examples, at some of the steps.
+
+    Every ``stride``-th step is noted at first. Whenever there are 200 points, every second one is dropped, and from
+    then on half as many steps are noted. So a run of any length keeps at most 200 equally spaced points, and rarely
+    reads the ledger. Examples that were not drawn yet count as 0.
+
+    Args:
+        stride: The initial number of steps between two points.
+    """
+
+    def __init__(self, stride: int = 1) -> None:
+        self.stride = stride
+        self.points: dict[int, Tensor] = {}  # by step, [3] each, on the ledger's device: no waiting for a GPU
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is to be noted."""
+        return step % self.stride == 0
+
+    def note(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> None:
+        """Note the traces and d of the examples, [n] each, after ``step`` steps, if this step is due."""
+        if not self.is_due(step):
+            return
+        self.points[step] = summary(trace, num_coordinates)
+        if len(self.points) >= MAX_POINTS:
+            self.stride *= 2
+            self.points = {noted: point for noted, point in self.points.items() if self.is_due(noted)}
+
+    def table(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> tuple[list[int], Tensor]:
+        """The noted steps and their points, [t, 3], ending with the current one."""
+        points = dict(self.points)
+        if step and step not in points:
+            points[step] = summary(trace, num_coordinates)
+        return list(points), _stacked(points).cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and plain numbers."""
+        return {"stride": self.stride, "steps": list(self.points), "points": _stacked(self.points)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str) -> Timeline:
+        """The inverse of :meth:`state_dict`."""
+        timeline = cls(state["stride"])
+        timeline.points = dict(zip(state["steps"], state["points"].to(device), strict=True))
+        return timeline
+
+
+def _stacked(points: Mapping[int, Tensor]) -> Tensor:
+    """[t, 3]."""
+    return torch.stack(list(points.values())) if points else torch.zeros(0, 3, dtype=torch.float64)
+
+
+def summary(trace: Tensor, num_coordinates: Tensor | int) -> Tensor:
+    """Median, 95 % quantile and maximum of sqrt(trace/d), [3]; quantiles are values that occur (the higher one)."""
+    ordered = (trace / num_coordinates).sort().values
+    median, high = math.ceil(0.5 * len(trace)), math.ceil(0.95 * len(trace))
+    return torch.stack([ordered[max(0, median - 1)], ordered[max(0, high - 1)], ordered[-1]]).clamp(min=0).sqrt()

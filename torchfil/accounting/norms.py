@@ -236,13 +236,10 @@ class NormHistory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, which is taken when everything is entered."""
-        for name, rows in self._rows.items():
-            if state[name].shape != rows.shape:
-                raise ValueError(f"the norm history's {name!r} has shape {tuple(state[name].shape)}, not {rows.shape}")
         for name in self._numbers():
             setattr(self, name, state[name])
         for name, rows in self._rows.items():
-            rows.copy_(state[name])
+            rows.copy_(state[name].view_as(rows))
         self._clear()
 
     def _numbers(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ with more probes that replace the first, keeps every sum unbiased. Nothing waits
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,20 +100,20 @@ class Pace:
         """Towards a target, from two probes at every step."""
         return cls(_PROBES[0], 1.0, target, epochs)
 
-    def note(self, contribution: Contribution) -> None:
-        """Note v and the level from what was measured at the current pace; do nothing if the batch was not measured."""
-        if self.target is not None and contribution.additions:
-            self.noted = contribution.additions["trace"], contribution.additions["variance"]
+    def note(self, contributions: Iterable[Contribution]) -> None:
+        """Note what was measured at the current pace; do nothing for batches that were not measured."""
+        for each in contributions:
+            if each.additions:
+                self.noted = each.additions["trace"], each.additions["variance"]
 
     def update(self, ledger: Ledger, passes: float) -> None:
-        """Adjust the pace to the sums so far and to what was noted.
+        """Adjust the pace to the target, the sums so far and what was noted.
 
         Args:
             ledger: The sums.
             passes: Steps times sampling rate: the expected number of participations of an example.
         """
-        if self.target is None:
-            return
+        assert self.target is not None
 
         # follow the last batch; a step without noise says nothing about usual steps
         if self.noted is not None:

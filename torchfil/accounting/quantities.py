@@ -1,10 +1,31 @@
-"""What a run keeps per example: one object per quantity, from a step's measurement to reading the sum.
+r"""What a run keeps per example: one object per quantity, from a step's measurement to reading the sum.
 
 A quantity says what must be measured for it, which sums it keeps per example, what a step adds to them and what they
 mean. A step that is measured with probability π counts X/π, with the variance X²(1−π)/π² + v/π, where v is that of X.
 
 To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its name",)`` keeps it
 and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
+
+How far one run can be off. The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it
+draws the example. One run gives one S. Besides probes and skipped steps, two things change it:
+
+* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if batches are known;
+* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, and momentum and Adam make
+  the weights move smoothly: consecutive participations are much alike although runs differ. So the distance at which
+  they are compared grows with the run: X is compared at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, …
+  (:func:`compared`). With γ the mean square of its changes from each to the next, weighted by their distance and beyond
+  the probes' noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run: as if
+  all its participations were off together. Runs that forget their past vary less, and an example whose leakage falls as
+  it is learned adds to γ: both make it too large. Averages over runs need no such rule.
+
+γ of one example comes from few changes, and is too small just where its sum is too small. So all examples of a run
+share the mean of γ, each relative to the square of its mean. Fewer than five measured participations say nothing: the
+error is infinite. ``benchmarks/coverage.py --simulate`` measures how often lower ends are too high, by optimizer and
+sample rate.
+
+A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
+:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then include this
+error.
 """
 
 from __future__ import annotations
@@ -19,7 +40,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.accounting.path import path_additions, path_sums
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.fim import nystrom_norm
@@ -27,6 +47,9 @@ from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
 
 Track = str  # the name of a tracked quantity
+
+FEWEST_PARTICIPATIONS = 5
+_OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
 
 
 @dataclass(frozen=True)
@@ -56,18 +79,128 @@ class Sum(NamedTuple):
 
 
 ERROR = torch.float32
-
-
-def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
-    """The sums of :func:`torchfil.accounting.path.path_sums`: three that describe errors, and a count."""
-    *errors, measured = path_sums(name)
-    return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
-
-
 OWN_SUMS = {
     "squared_norm": Sum(),
     **dict.fromkeys(("participations", "missed", "num_coordinates"), Sum(dtype=torch.int32)),
 }
+
+
+# ------------------------------------------------------------------ how far one run can be off
+
+
+def path_sums(name: str) -> tuple[str, ...]:
+    """The names of the sums: X², the last compared X, Σ distance · change², and how often it was measured.
+
+    Example:
+        >>> path_sums("trace")
+        ('trace_square', 'trace_last', 'trace_changes', 'trace_measured')
+    """
+    return f"{name}_square", f"{name}_last", f"{name}_changes", f"{name}_measured"
+
+
+def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
+    """The sums of :func:`path_sums`: three that describe errors, and a count."""
+    *errors, measured = path_sums(name)
+    return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
+
+
+def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor) -> dict[str, Tensor]:
+    """What a measured step adds, [batch, …] each.
+
+    Args:
+        name: The sum's name.
+        value: X, not weighted by 1/π.
+        noise: The variance of its sampling error, or less.
+        rate: π.
+    """
+    square, last, changes, measured = path_sums(name)
+    return {
+        square: (value.square() - noise).clamp(min=0) / rate,
+        last: value,
+        changes: -2 * noise,
+        measured: torch.ones_like(value),
+    }
+
+
+def compared(measured: Tensor) -> Tensor:
+    """Which of so many measured participations, numbered from 0, is the last whose X is compared, in float64.
+
+    Number i is compared if max(4, 2^(⌊log₂ i⌋ − 1)) divides it: distances are 4, and later a quarter to a half of i.
+
+    Example:
+        >>> compared(torch.tensor([0, 1, 4, 5, 16, 17, 24, 25, 70]))
+        tensor([ 0.,  0.,  0.,  4., 12., 16., 16., 24., 64.], dtype=torch.float64)
+    """
+    last = (measured - 1).clamp(min=0).double()
+    return last - last % (1 << (torch.frexp(last).exponent - 2).clamp(min=2))
+
+
+def relative_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
+    """γ relative to the squared mean (0 if unknown), and for which examples it is known, [n, …] each.
+
+    Args:
+        name: The sum's name.
+        sums: The sums of some examples.
+        participations: [n].
+    """
+    total, changes, measured = (sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured"))
+    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
+
+    # sums that are 0 or infinite have no uncertainty
+    leaks = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() & (total > 0)
+    mean = total / drawn.clamp(min=1)
+    relative = (changes / compared(measured).clamp(min=1)).clamp(min=0) / mean.square()
+    return torch.where(leaks, relative, 0.0), leaks
+
+
+def run_variance(
+    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None, typical: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite if unknown.
+
+    Args:
+        name: The sum's name.
+        sums: The sums of the examples.
+        participations: [n].
+        sample_rate: q; None: batches are known.
+        typical: The mean of γ, relative to the squared mean, over all examples, […].
+    """
+    total, square, measured = (sums[each].double() for each in (name, f"{name}_square", f"{name}_measured"))
+    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
+    batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
+    batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
+
+    leaks = relative_change(name, sums, participations)[1]
+    path = torch.where(leaks, _OF_CHANGES * typical * total.square(), 0.0)
+    told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
+    return batches, torch.where(told, path, math.inf)
+
+
+# ------------------------------------------------------------------ quantities
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The facts about a run that matter for reading its sums.
+
+    Attributes:
+        exact: Whether every measured step was measured without sampling.
+        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
+            over runs, whose standard errors include it. None: batches are known.
+        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
+        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
+            example's own, from the spread of its steps' variances.
+        test_matrix: Ω of the sketch, [d, r], if one was kept.
+        typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading in parts; None: it
+            is computed at every reading.
+    """
+
+    exact: bool = False
+    sample_rate: float | None = None
+    skipping: bool = False
+    degrees_of_freedom: float | None = None
+    test_matrix: Tensor | None = None
+    typical_changes: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,26 +208,21 @@ class Reading:
     """How the sums that are being read were made.
 
     Attributes:
+        conditions: The facts about the run.
         kind: "exact", "estimate" or, if steps were paused, "lower bound".
-        exact: Whether every measured step was measured without sampling.
-        degrees_of_freedom: The degrees of freedom of the standard errors of averages over runs; None: each example's
-            own, from the spread of its steps' variances.
         trace: The sums of the trace, by name, of the same examples.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
         run_error: By the name of a followed sum, the standard deviation due to everything else that is random in a run,
-            [ids, …]; see :mod:`torchfil.accounting.path`. Empty for averages over runs, whose errors include it.
+            [ids, …]; see :func:`run_variance`. Empty for averages over runs, whose errors include it.
     """
 
+    conditions: Conditions
     kind: Kind
-    exact: bool
-    degrees_of_freedom: float | None
     trace: Mapping[str, Tensor]
-    test_matrix: Tensor | None
     run_error: Mapping[str, Tensor] = field(default_factory=dict)
 
     def estimate(self, value: Tensor, variance: Tensor, run_error: Tensor | None = None) -> Estimate:
         """A sum with its variance, [ids, …] each; an infinite sum is certain, with error 0."""
-        freedom: float | Tensor | None = self.degrees_of_freedom
+        freedom: float | Tensor | None = self.conditions.degrees_of_freedom
         if freedom is None:
             total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
             freedom = torch.where(spread > 0, total / spread, math.inf)
@@ -105,7 +233,7 @@ class Reading:
     def without_variance(self, value: Tensor) -> Estimate:
         """A sum whose variance was not kept: its error is unknown (NaN), or 0 if nothing was sampled or added."""
         certain = value.isinf() | (value == 0)
-        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
+        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.conditions.exact else math.nan))
         return Estimate(value, error, self.kind)
 
 
@@ -165,7 +293,7 @@ class Trace(TrackedQuantity):
     Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of freedom, which gives
     those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that on average is not too small,
     whatever the probes, and infinite once it is unknown; ``certain``, the part of the trace that was not sampled;
-    and those of its path (:mod:`torchfil.accounting.path`): ``trace_square``, …
+    and those of its path (:func:`path_sums`): ``trace_square``, …
     """
 
     name = "trace"
@@ -203,7 +331,7 @@ class Trace(TrackedQuantity):
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """tr I, [ids]."""
         estimate = reading.estimate(sums["trace"], sums["variance"], reading.run_error.get("trace"))
-        if reading.degrees_of_freedom is not None:
+        if reading.conditions.degrees_of_freedom is not None:
             return estimate
         return replace(estimate, certain=sums["certain"], variance_limit=sums["variance_limit"])
 
@@ -274,8 +402,8 @@ class Sketch(TrackedQuantity):
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """A lower bound of ‖I‖₂, [ids] (Nyström)."""
-        assert reading.test_matrix is not None
-        norm = nystrom_norm(sums["sketch"], reading.test_matrix)
+        assert reading.conditions.test_matrix is not None
+        norm = nystrom_norm(sums["sketch"], reading.conditions.test_matrix)
         return Estimate(norm, torch.zeros_like(norm), "lower bound")
 
 
@@ -353,7 +481,7 @@ class Divergence(TrackedQuantity):
             value, variance = value[:, 0], variance[:, 0]
             run_error = None if run_error is None else run_error[:, 0]
         estimate = reading.estimate(value, variance, run_error)
-        if reading.degrees_of_freedom is None:  # from skipped steps, not from probes
+        if reading.conditions.degrees_of_freedom is None:  # from skipped steps, not from probes
             estimate = replace(estimate, degrees_of_freedom=math.inf)
         return Guess(estimate, *self.asked)
 

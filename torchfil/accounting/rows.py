@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,8 +105,12 @@ class RowTable(Mapping[str, Tensor]):
         # large sums, and those of chosen examples
         sizes = {name: len(chosen[name]) + 1 if name in chosen else num_examples for name in self.apart}
         self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in sizes}
-        indices = {id(examples): self._index(examples) for examples in chosen.values()}  # sums may share one
-        self._chosen = {name: indices[id(examples)] for name, examples in chosen.items()}
+        places: dict[int, Tensor] = {}  # each example's among the chosen ones, from 1 on; sums may share them
+        for examples in chosen.values():
+            index = torch.zeros(num_examples, dtype=torch.int32, device=self.device)
+            index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
+            places[id(examples)] = index
+        self._chosen = {name: places[id(examples)] for name, examples in chosen.items()}
         for name in self._chosen:
             self._apart[name][0] = math.nan  # of everybody else, whatever is added
 
@@ -176,24 +180,12 @@ class RowTable(Mapping[str, Tensor]):
         self._rows = replace(self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()})
         self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
-    def _index(self, examples: Tensor) -> Tensor:
-        """Each example's place among the chosen ones, counted from 1; 0: not chosen."""
-        index = torch.zeros(self.num_examples, dtype=torch.int32, device=self.device)
-        index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
-        return index
-
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros; in a folder, in an unnamed file, whose disk space is freed with the tensor."""
-        size = math.prod(shape)
-        if not isinstance(self._where, Path) or size == 0:
+        if not isinstance(self._where, Path) or math.prod(shape) == 0:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        handle, name = tempfile.mkstemp(dir=self._where, prefix=".torchfil-rows-", suffix=".tmp")
-        try:
-            os.ftruncate(handle, size * dtype.itemsize)
-            return torch.from_file(name, shared=True, size=size, dtype=dtype).reshape(shape)
-        finally:
-            os.close(handle)
-            os.unlink(name)
+        with tempfile.TemporaryFile(dir=self._where) as file:
+            return torch.from_numpy(np.memmap(file, torch.empty(0, dtype=dtype).numpy().dtype, "w+", shape=shape))
 
 
 def bytes_per_row(layout: Mapping[str, Sum]) -> int:
@@ -224,19 +216,29 @@ def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]
         >>> rounds
         [(3, slice(0, 3, None)), (2, slice(3, 5, None)), (1, slice(5, 6, None))]
     """
-    distinct, place, counts = examples.unique(return_inverse=True, return_counts=True)
-    by_count = counts.argsort(descending=True, stable=True)
-    distinct, counts = distinct[by_count], counts[by_count]
-    place = by_count.argsort()[place]  # of each entry's example among the distinct ones
+    ids = examples.numpy()
+    ordered, by_example = _sorted_with_places(ids)
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # entry of each example
+    counts = np.diff(first, append=len(ids))
+    by_count = _sorted_with_places(-counts)[1]
+    place = np.empty_like(by_count)  # of each example among the distinct ones
+    place[by_count] = np.arange(len(by_count))
 
-    # the number of earlier entries of the same example
-    by_example = place.argsort(stable=True)
-    earlier = torch.empty_like(place)
-    earlier[by_example] = torch.arange(len(place)) - (counts.cumsum(0) - counts)[place[by_example]]
-    order = (earlier * len(distinct) + place).argsort()
+    # round r has the examples with more than r entries, which are the first ones
+    sizes = np.bincount(counts)[::-1].cumsum()[::-1][1:]
+    starts = sizes.cumsum() - sizes
+    earlier = np.arange(len(ids)) - first.repeat(counts)  # entries of the same example
+    order = np.empty_like(by_example)
+    order[starts[earlier] + place.repeat(counts)] = by_example
+    rounds = [(size, slice(start, start + size)) for size, start in zip(sizes.tolist(), starts.tolist(), strict=True)]
+    return torch.from_numpy(ordered[first][by_count]), torch.from_numpy(order), rounds
 
-    rounds, first = [], 0
-    for size in earlier.bincount().tolist():
-        rounds.append((size, slice(first, first + size)))
-        first += size
-    return distinct, order, rounds
+
+def _sorted_with_places(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers in ascending order and their places, equal numbers in the order of their places.
+
+    Sorting numbers and places as one integer is three times as fast as a stable argsort.
+    """
+    size = max(1, len(numbers))
+    ordered, places = np.divmod(np.sort(numbers * size + np.arange(len(numbers))), size)
+    return ordered, places

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.attribution.layer_gradients import layer_gradients
-from torchfil.attribution.layer_table import LayerTable
+from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
 from torchfil.utils.progress import with_progress
 

@@ -11,10 +11,7 @@ data.
 """
 
 from torchfil.attribution import exposure
-from torchfil.attribution.layer_gradients import layer_gradients
-from torchfil.attribution.layer_information import v_information
-from torchfil.attribution.layer_sensitivity import jacobian_sensitivity
-from torchfil.attribution.layer_table import LayerTable
+from torchfil.attribution.layers import LayerTable, jacobian_sensitivity, layer_gradients, v_information
 from torchfil.attribution.plis import PLIS
 
 __all__ = ["PLIS", "LayerTable", "exposure", "jacobian_sensitivity", "layer_gradients", "v_information"]

@@ -22,7 +22,7 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.recording import NormGradient, Plan, UnsupportedCallError, norm_gradient, plan
 from torchfil.fisher.recording.graphs import CapturedPass, signature
-from torchfil.private import Inputs, Private
+from torchfil.private import Examples, Inputs, Private
 
 __all__ = [
     "PLIS",
@@ -212,27 +212,25 @@ class PLIS:
             For one private tensor (the usual case) a tensor of its shape; for several a dict by position or name, with
             the key "target" for a private target. Coordinates that are not private are NaN.
         """
-        gradients = self._bound(inputs, targets)
-        maps = gradients.examples.maps(self._measured(gradients).gradient)
+        examples, measured = self._measured(inputs, targets)
+        maps = examples.maps(measured.gradient)
         return next(iter(maps.values())) if len(maps) == 1 else maps
 
     def privacy_loss(self, inputs: Inputs, targets: Any) -> Tensor:
         """PL = ‖g̃‖²/s² of every example, [batch]."""
-        return self._measured(self._bound(inputs, targets)).privacy_loss
+        return self._measured(inputs, targets)[1].privacy_loss
 
     def subject(self, inputs: Inputs, targets: Any) -> Tensor:
         """The subject-level PLIS of every example: the norm over all its private coordinates, [batch]."""
-        return torch.linalg.vector_norm(self._measured(self._bound(inputs, targets)).gradient, dim=1)
+        return torch.linalg.vector_norm(self._measured(inputs, targets)[1].gradient, dim=1)
 
-    def _bound(self, inputs: Inputs, targets: Any) -> ExampleGradients:
-        return ExampleGradients.build(self.model, self.loss_fn, inputs, targets, self.private)
-
-    def _measured(self, gradients: ExampleGradients) -> Susceptibility:
+    def _measured(self, inputs: Inputs, targets: Any) -> tuple[Examples, Susceptibility]:
+        gradients = ExampleGradients.build(self.model, self.loss_fn, inputs, targets, self.private)
         batch_plan = self._plan(gradients) if len(gradients) else None
         if batch_plan is not None:
             reason = batch_plan.reason
             self.method = "recorded pass" if reason is None else f"mapped gradients: {reason}"
-        return susceptibility(
+        return gradients.examples, susceptibility(
             gradients,
             noise_std=self.noise_std,
             max_grad_norm=self.max_grad_norm,

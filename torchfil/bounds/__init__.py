@@ -11,15 +11,16 @@ mean squared error per private coordinate, E‖ẑ − z‖²/d, in the squared 
 means that the release carries no information; these values depend on private data and are confidential.
 """
 
-from torchfil.bounds.cramer_rao import (
+from torchfil.bounds.reconstruction import Bracket, rero
+from torchfil.bounds.unbiased import (
     attribute_error,
     mse_biased,
     mse_from_fim,
+    mse_from_rdp,
     mse_from_spectral_norm,
     mse_from_trace,
+    replace_one_rdp,
 )
-from torchfil.bounds.reconstruction import Bracket, rero
-from torchfil.bounds.renyi import mse_from_rdp, replace_one_rdp
 from torchfil.bounds.van_trees import PopulationBound, Prior, mse_van_trees, population_mse_bound
 
 __all__ = [

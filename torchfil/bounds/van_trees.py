@@ -250,12 +250,8 @@ def _water_filled(
     sorted_information = information.sort().values
     count = torch.arange(1, num_coordinates + 1, dtype=torch.float64)
     levels = (trace[..., None].cpu() + sorted_information.cumsum(0)) / count
-    under = (
-        ((sorted_information <= levels) & sorted_information.isfinite())
-        .long()
-        .cumprod(dim=-1)
-        .sum(dim=-1, keepdim=True)
-    )
+    reached = (sorted_information <= levels) & sorted_information.isfinite()
+    under = reached.long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
     level = levels.gather(-1, (under - 1).clamp(min=0)).squeeze(-1)  # 1/θ
     theta = level.reciprocal()
     bound = torch.minimum(theta[..., None], information.reciprocal()).mean(dim=-1)
@@ -308,8 +304,7 @@ def _check_continuous(table: Tensor) -> None:
 
 def _discrete(what: str) -> str:
     return (
-        f"{what}: discrete values have no density, the prior's information is infinite, and an attacker may name them "
-        "exactly. Ask questions about them instead (torchfil.questions); leave them out of what is private "
-        "(Private(coordinates=…)); or, for rounded readings of something continuous, pass Prior.gaussian(values, "
-        "allow_discrete=True)"
+        f"{what}: discrete values have no density, and an attacker may name them exactly. Ask questions about them "
+        "(torchfil.questions) or leave them out (Private(coordinates=…)); if they are rounded readings of something "
+        "continuous, pass Prior.gaussian(values, allow_discrete=True)"
     )

@@ -1,4 +1,14 @@
-"""Assembles the parts of a private training run: each part receives what it needs when it is made."""
+"""Assembles the parts of a private training run: each part receives what it needs when it is made.
+
+Augmentation multiplicity (De et al. 2022): K views of every example, whose mean gradient is clipped once. The loss of
+an example is the mean over its views,
+
+    ℓ_i(w) = (1/K) Σ_k ℓ(f_w(v_k(x_i)), y_i),
+
+which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly:
+through the views if a function makes them from x, or as a function of all K views if the data set draws them. The
+views' random numbers are recorded with the model's masks, and the attacker is assumed to know them.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +18,105 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor, nn, optim
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import ExampleIds, GrowingIds
+from torchfil.accounting.ids import GrowingIds
 from torchfil.attribution.plis import susceptibility
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import ShardedReplica, is_sharded
-from torchfil.engine.distributed.streams import FILStreamLoader
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader, split_batch
+from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader, FILStreamLoader, split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
-from torchfil.engine.options import RunOptions
+from torchfil.engine.options import RunOptions, Views, example_ids, rate_and_batch_size
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.models import check_unweighted_mean
 from torchfil.private import Examples, as_call
+from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource, preserve_rng
-from torchfil.utils.trees import map_tensors
+from torchfil.utils.trees import map_tensors, tensors_of
 
 _BATCH = 256  # examples of a pass over the data set
-_EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
+
+
+class ManyViews(nn.Module):
+    """A model that sees K views of every example in training, and the examples themselves in evaluation.
+
+    Args:
+        model: Takes views like examples, [batch · K, …].
+        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions (its random numbers
+            must have the batch first); or K: the batches hold K views each, [batch, K, …], which are then all private.
+
+    Example:
+        >>> model = ManyViews(nn.Linear(3, 2), lambda x: torch.stack([x, x.flip(-1)], dim=1))
+        >>> model(torch.ones(5, 3)).shape, model.eval()(torch.ones(5, 3)).shape
+        (torch.Size([5, 2, 2]), torch.Size([5, 2]))
+    """
+
+    def __init__(self, model: nn.Module, views: Views) -> None:
+        super().__init__()
+        self.model, self.views = model, views
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The outputs, [batch, K, …] each in training; other inputs than ``x`` are the same for all views."""
+        if not self.training:
+            return self.model(x, *args, **kwargs)
+        views = self.views(x) if callable(self.views) else x
+        expected = (len(x),) if callable(self.views) else (len(x), self.views)
+        fits = views.ndim >= 2 and views.shape[: len(expected)] == expected
+        shapes = f"views of shape {tuple(views.shape)} for inputs of shape {tuple(x.shape)}"
+        require(fits, f"{shapes}, views={self.views}: they must be [batch, K, …], with K of at least 1")
+        batch, count = views.shape[:2]
+        args, kwargs = map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), (args, kwargs))
+        outputs = self.model(views.flatten(0, 1), *args, **kwargs)
+        return map_tensors(lambda leaf: leaf.unflatten(0, (batch, count)), outputs)
+
+
+class MeanOverViews:
+    """A criterion for outputs by view, [batch, K, …]: the mean of the loss over an example's views.
+
+    Args:
+        criterion: The loss of single views, a mean or a sum over them.
+        loss_reduction: "mean" or "sum": how it reduces over the batch.
+
+    Example:
+        >>> MeanOverViews(nn.MSELoss(reduction="sum"), "sum")(torch.ones(2, 4, 1), torch.zeros(2, 1)).item()
+        2.0
+    """
+
+    def __init__(self, criterion: Callable[[Any, Any], Tensor], loss_reduction: str) -> None:
+        check_unweighted_mean(criterion)
+        self.criterion, self.loss_reduction = criterion, loss_reduction
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The batch's loss; targets, [batch, …], are the same for all views."""
+        count = tensors_of(outputs)[0].shape[1]
+        views = map_tensors(lambda leaf: leaf.flatten(0, 1), outputs)
+        loss = self.criterion(views, map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), targets))
+        return loss if self.loss_reduction == "mean" else loss / count
+
+    def __repr__(self) -> str:
+        return f"the mean over views of {self.criterion!r}"
+
+
+def with_views(
+    module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None, views: Views | None, loss_reduction: str
+) -> tuple[nn.Module, Callable[[Any, Any], Tensor] | None]:
+    """Model and criterion for these views; unchanged for None."""
+    if views is None:
+        return module, criterion
+    if criterion is None:
+        raise ValueError("views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()")
+    return ManyViews(module, views), MeanOverViews(criterion, loss_reduction)
 
 
 class DatasetPasses:
@@ -90,7 +173,8 @@ class DatasetPasses:
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each."""
-        return _by_name(self._batch(rows)[0])
+        args, kwargs = as_call(self._batch(rows)[0])
+        return {**dict(enumerate(args)), **kwargs}
 
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
@@ -107,21 +191,11 @@ class DatasetPasses:
             yield part, self.replica.gradients(weighted, loss)
 
 
-def _by_name(inputs: Any) -> dict[Any, Any]:
-    """The inputs of a call by position and by name."""
-    args, kwargs = as_call(inputs)
-    return {**dict(enumerate(args)), **kwargs}
-
-
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """The rows of all pieces, [rows, …], with NaN beyond the positions of shorter texts."""
     if pieces[0].ndim == 1:
         return torch.cat(list(pieces))
-    length = max(piece.shape[1] for piece in pieces)
-    joined = pieces[0].new_full((sum(map(len, pieces)), length, *pieces[0].shape[2:]), float("nan"))
-    for part, piece in zip(joined.split([len(piece) for piece in pieces]), pieces, strict=True):
-        part[:, : piece.shape[1]] = piece
-    return joined
+    return pad_sequence([row for piece in pieces for row in piece], batch_first=True, padding_value=math.nan)
 
 
 class UnfinishedBatchError(RuntimeError, ValueError):
@@ -137,15 +211,13 @@ class PrivateTraining:
         prepared: The loader as Opacus has prepared it.
         options: How to account.
         criterion: The loss; None: to be identified.
-        ids: The examples' names.
-        id_of: Where to find the ids in a batch of a stream.
-        noise: The source of noise and Poisson draws.
-        ranks: The processes that train together; None: a single one.
-        whole_batch: How many examples a batch has on average, of all ranks together.
+        id_of: The examples' ids, or where to find them in a batch of a stream.
+        new_noise: Makes the source of noise and Poisson draws of a rank; None: a single process.
+        distributed: Whether several processes train together.
         accounted_rate: Returns the sampling rate of the DP accountant's last step.
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         batch_first: Whether the examples lie along the first dimension of the model's inputs.
-        **released: Settings of Opacus's optimizer; as in Opacus, ``expected_batch_size`` is that of one rank.
+        **released: σ and C, for Opacus's optimizer.
 
     Attributes:
         run: Sums and state.
@@ -155,6 +227,7 @@ class PrivateTraining:
         module: The private model that the loop calls (the hooks object with ``wrap_model=False``).
         optimizer: The private optimizer.
         loader: The private loader.
+        sample_rate: The DP accountant's sampling rate.
     """
 
     def __init__(
@@ -164,35 +237,34 @@ class PrivateTraining:
         prepared: DataLoader[Any],
         options: RunOptions,
         criterion: Callable[[Any, Any], Tensor] | None,
-        ids: ExampleIds,
         id_of: Any,
-        noise: NoiseSource,
-        ranks: Ranks | None,
+        new_noise: Callable[..., NoiseSource],
         *,
-        whole_batch: int,
+        distributed: bool,
         accounted_rate: Callable[[], float],
         with_hooks: Callable[[], Any] | None,
         batch_first: bool,
         **released: Any,
     ) -> None:
+        accounting, ids = options.accounting, example_ids(prepared, id_of)
+        ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
+        rate, whole_batch, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
+        noise = new_noise(rank=None if ranks is None else ranks.rank)
         stream, sharded, reduction = isinstance(ids, GrowingIds), is_sharded(module), options.loss_reduction
+        self.sample_rate = rate
         self.replica = ShardedReplica(module) if sharded else Replica(module, batch_first=batch_first)
         self._tracker = BatchTracker()
-        self._tracker.parts = options.accounting.accumulation_steps
+        self._tracker.parts = accounting.accumulation_steps
         self._observer = Observer(self._tracker)
-        generator = options.accounting.generator() if ranks is None else ranks.probe_generator()
+        generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
         self.run = Run(options, loss, ids, self.replica.device, generator, accounted_rate, drawn, ranks)
-        self._dataset: Any = None if stream else prepared.dataset
-        self.passes = DatasetPasses(self.run, self.replica, self._dataset, prepared.collate_fn)
-        executor = Executor(
-            self.replica,
-            math.ceil(whole_batch / (1 if ranks is None else ranks.size)),
-            options.max_memory,
-            cuda_graphs=options.accounting.execution.cuda_graphs and not sharded,  # they keep the weights' addresses
-            recorded=options.shares is None,
-        )
+        dataset: Any = None if stream else prepared.dataset
+        self.passes = DatasetPasses(self.run, self.replica, dataset, prepared.collate_fn)
+        graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses
+        size, recorded = math.ceil(whole_batch / (1 if ranks is None else ranks.size)), options.shares is None
+        executor = Executor(self.replica, size, options.max_memory, cuda_graphs=graphs, recorded=recorded)
         guard = Guard(self.replica, options, self._tracker)
         self.step = Step(self.run, self.replica, executor, guard, self._observer, self.passes.refresh_norms)
 
@@ -208,32 +280,27 @@ class PrivateTraining:
         parts: dict[str, Any] = {"clip": options.clip, "shares": options.shares, "loss_reduction": reduction}
         parts |= {"names": {id(value): name for name, value in module.named_parameters()}, "step": self.step}
         kind = FILOptimizer if with_hooks is None else GradSampleOptimizer
-        self.optimizer = kind(optimizer, noise=noise, ranks=ranks, **parts, **released)
-        if hasattr(prepared.collate_fn, "first_batch"):  # it learns what batches look like: the first may be empty
+        self.optimizer = kind(optimizer, noise=noise, ranks=ranks, expected_batch_size=divisor, **parts, **released)
+        if isinstance(prepared.collate_fn, CollateFnWithEmpty):  # it learns what batches look like
             if not self.replica.batch_first:
                 prepared.collate_fn.__class__ = EmptySecond
             with preserve_rng():
                 prepared.collate_fn([prepared.dataset[0]])
-        self.loader: FILDataLoader | FILStreamLoader
-        if stream:
-            self.loader = FILStreamLoader(prepared, self._tracker, self._begin_pass, id_of, ranks)
-        else:
-            self.loader = FILDataLoader(prepared, self._tracker, self._begin_pass, noise)
+        watched = (prepared, self._tracker, self._begin_pass)
+        self.loader = FILStreamLoader(*watched, id_of, ranks) if stream else FILDataLoader(*watched, noise)
 
     def _begin_pass(self) -> None:
         """At the start of a pass over the loader, refuse leftovers of the last one and a changed length of the data."""
         self._tracker.begin_pass()
         self._observer.check_stepped(self.run.history.steps)
-        if self._dataset is not None and len(self._dataset) != self.run.ids.num_examples:
-            raise ValueError(
-                f"the data set had {self.run.ids.num_examples} examples when make_private was called and has "
-                f"{len(self._dataset)} now; the ids would shift. Make a new engine for the new data set."
-            )
+        if self.passes.dataset is not None:
+            before, now = self.run.ids.num_examples, len(self.passes.dataset)
+            changed = f"the data set had {before} examples when make_private was called and has {now} now"
+            require(before == now, f"{changed}; the ids would shift. Make a new engine for the new data set.")
         if self.optimizer.inside_logical_batch:
             raise UnfinishedBatchError(
-                "the last pass over the loader was left in the middle of a logical batch (a break under "
-                "BatchMemoryManager?): continuing would add the next batch to it under one draw of noise. Call "
-                "optimizer.discard_partial_batch() to drop the unfinished batch (none of it was released)."
+                "the last pass was left in the middle of a logical batch, to which the next batch would be added under "
+                "one draw of noise: call optimizer.discard_partial_batch() (none of it was released)"
             )
         self.run.clear_batch()
         self.optimizer._step_skip_queue.clear()

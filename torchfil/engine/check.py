@@ -35,8 +35,7 @@ from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.record import record
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.parameters import ParameterRule
+from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
 from torchfil.utils.tables import aligned
@@ -131,11 +130,8 @@ class ModelCheck:
     def __str__(self) -> str:
         """The table, followed by what to change."""
         lines = [f"{self.model}, batch of {self.batch_size}: {_VERDICTS[self.verdict]}"]
-        facts = {
-            "why": self.reason,
-            "loss": self.loss,
-            "private": self.private and f"{self.private}; d = {self.num_coordinates:,}",
-        }
+        private = self.private and f"{self.private}; d = {self.num_coordinates:,}"
+        facts = {"why": self.reason, "loss": self.loss, "private": private}
         lines += [f"{name + ':':<10}{text}" for name, text in facts.items() if text]
         if self.layers:
             rows = [(each.name, each.kind, str(each.count), f"{each.parameters:,}", each.rule) for each in self.layers]

@@ -17,10 +17,6 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from opacus.utils.module_utils import trainable_modules
-from opacus.validators import ModuleValidator
-from opacus.validators.errors import IllegalModuleConfigurationError
-from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -29,51 +25,26 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
-from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.assembly import PrivateTraining, with_views
 from torchfil.engine.distributed.checkpoints import Checkpoints
-from torchfil.engine.distributed.ranks import Ranks, check_ranks
+from torchfil.engine.distributed.ranks import check_ranks
 from torchfil.engine.distributed.shards import without_shards
-from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import check_sampler, split_batch
+from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import (
-    SHORTCUTS,
-    Accounting,
-    BatchToInputs,
-    asked_question,
-    check_modes,
-    checked_options,
-    example_ids,
-    most_in_a_pass,
-    options_known_to,
-    rate_and_batch_size,
-    thresholds,
-    warn_without_noise,
-    with_rate,
-)
+from torchfil.engine.options import SHORTCUTS, Accounting, check_modes, checked_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.run import last_rate
 from torchfil.engine.saving.build import as_average, build_saved_run
-from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
-from torchfil.planning.calibration import (
-    LeakageTarget,
-    NoiseChoice,
-    NoiseSearch,
-    Pilots,
-    TargetCheck,
-    Train,
-    choose_noise,
-    warn_when_missed,
-)
+from torchfil.planning import calibration
 from torchfil.private import Private
 from torchfil.report.run_file import save
 from torchfil.report.saved_run import SavedRun
-from torchfil.utils.errors import require
+from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
 from torchfil.utils.tables import html_table
 
@@ -123,7 +94,7 @@ class FILPrivacyEngine(PrivacyEngine):
             super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
         self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
-        self._choice: NoiseChoice | None = None
+        self._choice: calibration.NoiseChoice | None = None
 
     @property
     def _training(self) -> PrivateTraining:
@@ -151,7 +122,7 @@ class FILPrivacyEngine(PrivacyEngine):
         clip: str | ClipFunction | None = None,
         private: Private | None = None,
         id_of: Callable[[Any], Any] | Sequence[Hashable] | int | None = None,
-        batch_to_inputs: BatchToInputs | None = None,
+        batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None = None,
         accounting: Accounting | None = None,
         **shortcuts: Any,
     ) -> tuple[Any, ...]:
@@ -213,7 +184,8 @@ class FILPrivacyEngine(PrivacyEngine):
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
-        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
+        called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
+        mode = check_modes(clipping, grad_sample_mode, module, views=accounting.views is not None, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = checked_options(
@@ -230,43 +202,39 @@ class FILPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        warn_without_noise(noise_multiplier)
-        self._check_model(module, criterion)
+        if noise_multiplier == 0:
+            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
+        if criterion is not None:
+            check_unweighted_mean(criterion)
+        self.validate(module=without_shards(module), optimizer=None, data_loader=None)  # layers of the user's classes
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
-            given = {"distributed": distributed, "rand_on_empty": rand_on_empty, "poisson_sampling": True}
-            known = options_known_to(self._prepare_data_loader, given)
-            prepared = self._prepare_data_loader(data_loader, **known)
+            prepared = self._prepare_data_loader(
+                data_loader, distributed=distributed, poisson_sampling=True, rand_on_empty=rand_on_empty
+            )
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids = example_ids(data_loader, id_of)
-        ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
-        accounted_rate, drawn, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
-        device, rank = next(module.parameters()).device, None if ranks is None else ranks.rank
         sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
-        noise = noise_source(secure=self.secure_mode, seed=self._noise_seed, device=device, rank=rank, **sources)
-        hooks = {"grad_sample_mode": mode, "wrap_model": wrap_model, "batch_first": batch_first}
-        with_hooks = partial(self._prepare_model, module, loss_reduction=loss_reduction, **hooks)
+        sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
+        hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
+        with_hooks = partial(self._prepare_model, module, **hooks)
         training = PrivateTraining(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
             options,
             criterion,
-            ids,
             id_of,
-            noise,
-            ranks,
-            whole_batch=drawn,
+            partial(noise_source, device=next(module.parameters()).device, **sources),
+            distributed=distributed,
             accounted_rate=partial(last_rate, self.accountant),
             with_hooks=with_hooks if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,
             max_grad_norm=limit,
-            expected_batch_size=divisor,
         )
-        self._begin(training, limit, accounted_rate, poisson_sampling=poisson_sampling)
+        self._begin(training, poisson_sampling=poisson_sampling)
         return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
 
     def make_private_with_epsilon(
@@ -333,7 +301,7 @@ class FILPrivacyEngine(PrivacyEngine):
         margin: float = 0.25,
         grid: float = 2**0.25,
         max_noise_multiplier: float = 64.0,
-        train: Train | None = None,
+        train: calibration.Train | None = None,
         progress: bool = False,
         accounting: Accounting | None = None,
         **options: Any,
@@ -379,18 +347,24 @@ class FILPrivacyEngine(PrivacyEngine):
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         accounting = replace(accounting, epochs=accounting.epochs or epochs)
-        asked = asked_question(question, target_true_positive_rate, accounting)
-        about = (target_true_positive_rate, asked, at_false_positive_rate)
-        target = LeakageTarget(target_mse_bound, *about, confidence, of)
-        search = NoiseSearch(margin, grid, max_noise_multiplier)
+        asked = list(accounting.questions)
+        if target_true_positive_rate is None:
+            question = None
+        else:
+            question = asked[0] if question is None and len(asked) == 1 else question
+            require(question in asked, f"question={question!r} must be one of questions=, which are {asked or 'none'}")
+        about = (target_true_positive_rate, question, at_false_positive_rate)
+        target = calibration.LeakageTarget(target_mse_bound, *about, confidence, of)
+        search = calibration.NoiseSearch(margin, grid, max_noise_multiplier)
         copied = (module, optimizer, data_loader)
-        pilots = Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
-        choice = choose_noise(pilots, target, search)
+        pilots = calibration.Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
+        choice = calibration.choose_noise(pilots, target, search)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
         )
         self._choice = choice
-        warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
+        every = max(1, len(data_loader) // 4)
+        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=every)
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
@@ -400,43 +374,37 @@ class FILPrivacyEngine(PrivacyEngine):
         return FILPrivacyEngine(secure_mode=self.secure_mode, noise_seed=seed)
 
     @property
-    def pilot(self) -> NoiseChoice:
+    def pilot(self) -> calibration.NoiseChoice:
         """The noise that :meth:`make_private_with_bound` chose, and its pilots; print it."""
         if self._choice is None:
             raise RuntimeError("no noise was chosen by pilots: this run was not made by make_private_with_bound")
         return self._choice
 
     @property
-    def bound_target(self) -> LeakageTarget:
+    def bound_target(self) -> calibration.LeakageTarget:
         """The target given to :meth:`make_private_with_bound`."""
         return self.pilot.target
 
-    def check_bound(self, target: LeakageTarget | None = None, *, merged: bool = False) -> TargetCheck:
+    def check_bound(self, target: calibration.LeakageTarget | None = None) -> calibration.TargetCheck:
         """Whether the run so far meets its target, with the numbers; print it.
 
         Args:
             target: None: the target of :meth:`make_private_with_bound`. Pass it if the run was made by
                 :meth:`make_private`, for example to resume from a checkpoint.
-            merged: Whether to average with the pilots that had the same σ: independent repetitions, which make errors
-                smaller. They were chosen because they met the target, so their mean is a little too good. For whole
-                runs only.
         """
-        repetitions = self.pilot.repetitions if merged else []
-        steps = [leakage.ledger.steps for leakage in (self.totals, *repetitions)]
-        whole = f"merged=True averages whole runs: this one has taken {steps[0]} steps, its pilots {max(steps)}"
-        require(len(set(steps)) == 1, f"{whole}; train to the end, or leave merged out")
-        return (target or self.bound_target).check(self.totals, *repetitions)
+        return (target or self.bound_target).check(self.totals)
 
     def _check_unused(self) -> None:
         require(self._made is None, "this engine already accounts for a run; make a new FILPrivacyEngine for another")
 
-    def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
+    def _begin(self, training: PrivateTraining, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
-        logger.info("gradients are clipped to %g by the clip function %r", limit, training.run.options.clip.name)
+        limit, clip = training.optimizer.max_grad_norm, training.run.options.clip.name
+        logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
-            hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
+            hook = self.accountant.get_optimizer_hook_fn(sample_rate=training.sample_rate)
         else:
             logger.info("poisson_sampling=False: no amplification; ε counts the most frequent example's participations")
             hook = self._account_participations
@@ -452,14 +420,6 @@ class FILPrivacyEngine(PrivacyEngine):
         smallest = min([*(sigma for sigma, *_ in self.accountant.history), optimizer.noise_multiplier])
         self.accountant.history = [(smallest, 1.0, self._training.run.most_participations())]
 
-    def _check_model(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None) -> None:
-        """Raise for models and losses that mix examples."""
-        if criterion is not None:
-            check_unweighted_mean(criterion)
-        module = without_shards(module)  # layers of the classes to look for
-        check_modules(module, allow_dropout=True)
-        self.validate(module=module, optimizer=None, data_loader=None)
-
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> None:
@@ -473,18 +433,14 @@ class FILPrivacyEngine(PrivacyEngine):
         Raises:
             UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
         """
-        in_eval_mode = "the model is in eval mode; call model.train() before make_private"
-        errors = [] if module.training else [IllegalModuleConfigurationError(in_eval_mode)]
-        for _, part in trainable_modules(module):
-            if type(part) in ModuleValidator.VALIDATORS and not isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-                errors += ModuleValidator.VALIDATORS[type(part)](part)
-        if errors:
-            raise OpacusUnsupportedModuleError(errors)
+        if not module.training:
+            raise UnsupportedModuleError("the model is in eval mode; call model.train() before make_private")
+        check_modules(module, allow_dropout=True)
 
     def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
         """Opacus's hooks on the model, for layers that they have rules for."""
         super().validate(module=module, optimizer=None, data_loader=None)
-        return super()._prepare_model(module, **options_known_to(super()._prepare_model, options))
+        return super()._prepare_model(module, **options)
 
     # ------------------------------------------------------------------ state
 

@@ -4,56 +4,54 @@ The ids travel with the batch. The data set notes which examples were fetched; t
 process, takes that note and returns the batch as an object of the same kind and content that remembers its ids, even if
 it comes from a worker. When the training loop reads the batch, it becomes the current one. Skipped batches, workers,
 and ``BatchMemoryManager`` (which rebuilds the loader from its parts) therefore cannot shift ids.
+
+Streams are data sets without a length or random access, whose examples carry their ids in the batch. Their
+batches are not drawn at random: the order of the examples determines which step uses them, and an
+attacker may know it. So subsampling gets no credit (κ = 1), and a step counts for the examples that it used. The DP
+accountant counts as many releases with q = 1 as the most frequent example has participations, under the smallest noise
+of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); if other
+examples moved up to its place instead, every later batch would change.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import threading
 import warnings
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from opacus import data_loader
+from opacus.data_loader import CollateFnWithEmpty
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    default_collate,
-)
-from torch.utils.data import WeightedRandomSampler as _Weighted
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchfil.utils.noise import NoiseSource
-from torchfil.utils.trees import map_tensors
+from torchfil.accounting.ids import plain_key
+from torchfil.accounting.quantities import tracked
+from torchfil.engine.distributed.ranks import Ranks
+from torchfil.private import Private, as_call
+from torchfil.private.batches import named_inputs
+from torchfil.private.choice import private_inputs
+from torchfil.utils.errors import require
+from torchfil.utils.noise import NoiseSource, preserve_rng
+from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = [
-    "BatchTracker",
-    "EmptySecond",
-    "FILDataLoader",
-    "can_remember",
-    "check_sampler",
-    "emptied",
-    "is_target_name",
-    "make_current",
-    "plain",
-    "remembering",
-    "split_batch",
-    "worker_options",
-]
+__all__ = ["FILDataLoader", "FILStreamLoader", "check_sampler", "is_target_name", "split_batch"]
 
+OnStart = Callable[[], None]  # called when a pass over the data begins
+IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
+
+_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
+_EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -218,16 +216,6 @@ def make_current(tree: Any) -> None:
                 make_current(part)
 
 
-def emptied(batch: Any) -> Any:
-    """An empty batch of the same kind, for the same tracker.
-
-    Example:
-        >>> emptied(remembering([torch.ones(2, 3)], [4, 7], token=-1))
-        [tensor([], size=(0, 3))]
-    """
-    return remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
-
-
 # ---------------------------------------------------------------------- fetching
 
 
@@ -246,9 +234,7 @@ class NotingDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, note: list[int], *, collates_plainly: bool = False) -> None:
-        self.dataset = dataset
-        self._note = note
-        self._gathers = collates_plainly
+        self.dataset, self._note, self._gathers = dataset, note, collates_plainly
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -285,34 +271,26 @@ def _gathered(dataset: Any, indices: Sequence[int]) -> _Gathered | None:
     return _Gathered(part[rows.to(part.device, non_blocking=True)] for part in dataset.tensors)
 
 
-class RememberingCollate:
-    """Collates as before and returns a batch that remembers its ids."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
-        self.collate_fn = collate_fn
-        self._note = note
-        self._token = token
-        self._workers = workers
-
-    def __call__(self, samples: list[Any]) -> Any:
-        at_once = type(samples) is _Gathered
-        ids = self._note[:] if at_once else self._note[len(self._note) - len(samples) :]
-        self._note.clear()
-        batch = list(samples) if at_once else self.collate_fn(samples)
-        if can_remember(batch):
-            return remembering(batch, ids, self._token)
-        if self._workers:
-            raise TypeError(
-                f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a worker "
-                "process; return a list, tuple or dict, or use num_workers=0"
-            )
-        tracker = _TRACKERS.get(self._token)
-        if tracker is not None:
-            tracker.take(ids, batch)
-        return batch
+def _collate_noted(
+    collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool, samples: list[Any]
+) -> Any:
+    """Collate as before, to a batch that remembers its ids."""
+    at_once = type(samples) is _Gathered
+    ids = note[:] if at_once else note[len(note) - len(samples) :]
+    note.clear()
+    batch = list(samples) if at_once else collate_fn(samples)
+    if can_remember(batch):
+        return remembering(batch, ids, token)
+    if workers:
+        returned = f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a"
+        raise TypeError(f"{returned} worker process; return a list, tuple or dict, or use num_workers=0")
+    tracker = _TRACKERS.get(token)
+    if tracker is not None:
+        tracker.take(ids, batch)
+    return batch
 
 
-class EmptySecond(getattr(data_loader, "CollateFnWithEmpty", object)):  # type: ignore[misc]
+class EmptySecond(CollateFnWithEmpty):
     """Opacus's collate function for ``batch_first=False``, whose empty batches may also hold labels, [batch]."""
 
     def _make_empty_batch(self, sample: Any) -> Any:
@@ -321,51 +299,39 @@ class EmptySecond(getattr(data_loader, "CollateFnWithEmpty", object)):  # type: 
 
 
 class FILPoissonSampler(UniformWithReplacementSampler):
-    """Opacus's Poisson sampler, which announces the start of each pass over the data.
+    """Opacus's Poisson sampler, which draws from the run's own source and announces the start of each pass.
 
     If gradients are accumulated over k batches, these are the parts of one draw at k times the rate: no example is in
     two of them.
+
+    On several ranks each draws from its part of the data, as in Opacus. Unlike Opacus's sampler, it does not leave out
+    empty batches: ranks with fewer steps would make the others wait forever. Each rank has its own source: if ranks
+    drew the same places, an attacker who saw one example in a batch would know about those at the same place in the
+    other parts.
     """
 
-    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
+    def __init__(self, sampler: Any, on_start: OnStart, tracker: BatchTracker, source: NoiseSource) -> None:
         self.__dict__.update(vars(sampler))
-        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, sampler.steps // tracker.parts)
+        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, len(sampler) // tracker.parts)
         self._on_start, self._tracker, self._source = on_start, tracker, source
+        self._is_distributed = isinstance(sampler, DistributedUniformWithReplacementSampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As in Opacus: another division of the data between the ranks."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return int(self.steps) * self._tracker.parts
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
+        own = torch.arange(self.num_samples)
+        if self._is_distributed:
+            shuffling = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            n = self.total_size
+            order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
+            own = order[self.rank :: self.num_replicas]
         for _ in range(int(self.steps)):
-            drawn = self._source.uniform(self.num_samples) < self.sample_rate
-            yield from self._tracker.in_parts(drawn.nonzero().view(-1).tolist())
-
-
-class FILRankSampler(DistributedUniformWithReplacementSampler):
-    """The same on each of several ranks, as in Opacus: a rank draws from its part of the data.
-
-    Unlike Opacus's sampler, it does not leave out empty batches: ranks with fewer steps would make the others wait
-    forever. Each rank has its own source: if ranks drew the same places, an attacker who saw one example in a batch
-    would know about those at the same place in the other parts.
-    """
-
-    def __init__(self, sampler: Any, on_start: Callable[[], None], tracker: BatchTracker, source: NoiseSource) -> None:
-        self.__dict__.update(vars(sampler))
-        self.sample_rate = tracker.parts * sampler.sample_rate
-        self.num_batches = max(1, sampler.num_batches // tracker.parts)
-        self._on_start, self._tracker, self._source = on_start, tracker, source
-
-    def __len__(self) -> int:
-        return int(self.num_batches) * self._tracker.parts
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._on_start()
-        shuffling = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-        n = self.total_size
-        order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
-        own = order[self.rank :: self.num_replicas]
-        for _ in range(self.num_batches):
             drawn = own[self._source.uniform(len(own)) < self.sample_rate]
             yield from self._tracker.in_parts(drawn.tolist())
 
@@ -373,7 +339,7 @@ class FILRankSampler(DistributedUniformWithReplacementSampler):
 class FILBatchSampler(BatchSampler):
     """An ordinary batch sampler, which announces the start of each pass over the data."""
 
-    def __init__(self, sampler: BatchSampler, on_start: Callable[[], None]) -> None:
+    def __init__(self, sampler: BatchSampler, on_start: OnStart) -> None:
         for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
             setattr(self, name, getattr(sampler, name, None))
         self._batches = sampler
@@ -397,42 +363,26 @@ class FILDataLoader(DataLoader[Any]):
         source: Makes the Poisson draws.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: Callable[[], None], source: NoiseSource
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
 
         # Both kinds of sampler draw as before, and say when a pass begins.
-        sampler = loader.batch_sampler
-        batch_sampler: Any
-        if isinstance(sampler, UniformWithReplacementSampler):
+        sampler: Any = loader.batch_sampler
+        batch_sampler: Any = FILBatchSampler(sampler, on_start)
+        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
             batch_sampler = FILPoissonSampler(sampler, on_start, tracker, source)
-        elif isinstance(sampler, DistributedUniformWithReplacementSampler):
-            batch_sampler = FILRankSampler(sampler, on_start, tracker, source)
-        elif isinstance(sampler, BatchSampler):
-            batch_sampler = FILBatchSampler(sampler, on_start)
-        else:
-            raise ValueError(
-                f"batch_sampler of type {type(sampler).__name__} is not supported; derive it from "
-                "torch.utils.data.BatchSampler, or use Poisson sampling"
-            )
         self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
+        collate_fn: Any = loader.collate_fn  # perhaps in Opacus's wrapper, which knows an empty batch
+        plainly = getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
         super().__init__(
-            dataset=NotingDataset(loader.dataset, note, collates_plainly=_collates_plainly(loader.collate_fn)),
+            dataset=NotingDataset(loader.dataset, note, collates_plainly=plainly),
             batch_sampler=batch_sampler,
-            collate_fn=RememberingCollate(loader.collate_fn, note, tracker.token, loader.num_workers > 0),
+            collate_fn=partial(_collate_noted, collate_fn, note, tracker.token, loader.num_workers > 0),
             **worker_options(loader),
         )
-
-
-def _collates_plainly(collate_fn: Any) -> bool:
-    """Whether this is torch's default collate function, or Opacus's wrapper of it, which knows an empty batch."""
-    if getattr(collate_fn, "first_batch", None) is not None:
-        collate_fn = collate_fn.wrapped_collator_fn
-    return collate_fn is default_collate
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -444,6 +394,119 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     return {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's examples cannot be numbered, because they simply arrive.
+
+    Example:
+        >>> is_stream(DataLoader([1, 2, 3]))
+        False
+    """
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
+    """The ids of a batch, and the batch without them.
+
+    Args:
+        batch: A dict, tuple or list of parts [batch, …]; of any kind if ``id_of`` is a function.
+        id_of: The name or position of the part that holds the ids; or a function from a batch to its ids, which leaves
+            the batch unchanged.
+
+    Example:
+        >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
+        (['a', 'b'], {'x': tensor([0., 0.])})
+        >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
+        ([7, 9], (tensor([0., 0.]),))
+    """
+    found: Any
+    if callable(id_of):
+        found, rest = id_of(batch), batch
+    elif isinstance(batch, dict | UserDict) and id_of in batch:
+        rest = copy.copy(batch)
+        found = rest.pop(id_of)
+    elif type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
+        parts = list(batch)
+        found, rest = parts.pop(id_of), type(batch)(parts)
+    else:
+        names = f" with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else ""
+        where = "give the name or place of the ids, or a function from a batch to its ids"
+        raise ValueError(f"id_of={id_of!r} is not in a batch of type {type(batch).__name__}{names}: {where}")
+
+    listed = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
+    keys = [plain_key(key) for key in listed] if isinstance(listed, Sequence) else [listed]
+    unusable = [key for key in keys if not isinstance(key, Hashable) or isinstance(key, Tensor)]
+    if unusable or isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise TypeError(f"{found!r} cannot be the examples' ids; give a list with one number or string for each")
+    return keys, rest
+
+
+def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
+    """Collate as before, to a batch that remembers its ids, without the part that held them."""
+    ids, batch = ids_of_batch(collate_fn(samples), id_of)
+    if not can_remember(batch):
+        kind = type(batch).__name__
+        raise TypeError(f"the collate function returns {kind}, which cannot carry ids; return a list, tuple or dict")
+    return remembering(batch, ids, token)
+
+
+class FILStreamLoader(DataLoader[Any]):
+    """A loader of a stream, unchanged except that its batches remember their ids.
+
+    On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a
+    rank whose stream has ended gets empty ones.
+
+    Args:
+        loader: The user's loader.
+        tracker: Notes the current batch.
+        on_start: Called at the start of each pass, in the main process.
+        id_of: Where to find the ids in a batch.
+        ranks: The processes that train together; None: a single one.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, id_of: IdOf, ranks: Ranks | None
+    ) -> None:
+        self.plain_dataset: Any = loader.dataset
+        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        self.sample_rate: float | None = None
+        self._on_start, self._ranks = on_start, ranks
+        super().__init__(
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=partial(_collate_with_ids, loader.collate_fn, id_of, tracker.token),
+            **worker_options(loader),
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._on_start()
+        batches = super().__iter__()
+        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks)
+
+
+def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
+    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each)."""
+    empty: Any = None
+    while True:
+        batch = next(batches, None)
+        if empty is None and batch is not None:
+            empty = remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
+        told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
+        answers = ranks.objects(told)
+        if _GOES_ON not in answers:
+            return
+        if _NEVER_BEGAN in answers:
+            empty_rank = f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all"
+            raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
+        yield empty if batch is None else batch
+
+
+# ---------------------------------------------------------------------- what batches hold, and how they are drawn
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
@@ -480,38 +543,78 @@ def is_target_name(name: Any) -> bool:
 
 def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     """Raise for loaders whose sampling cannot be accounted for."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        raise ValueError(
-            "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
-            "batch_size=None, has none. Give the DataLoader a batch_size; for an IterableDataset pass "
-            "make_private(poisson_sampling=False, id_of=…), which accounts by the ids in its batches."
-        )
-    if len(loader.dataset) == 0:  # type: ignore[arg-type]
-        raise ValueError("the loader's data set is empty: there is nobody to train on. Were its files found?")
+    dataset: Any = loader.dataset
+    numbered = "the loader must draw batches from a data set with numbered examples. Give the DataLoader a batch_size"
+    stream = f"{numbered}; for an IterableDataset pass make_private(poisson_sampling=False, id_of=…)."
+    require(not isinstance(dataset, IterableDataset) and loader.batch_sampler is not None, stream)
+    require(len(dataset) > 0, "the loader's data set is empty: there is nobody to train on. Were its files found?")
 
     # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     name = type(inner).__name__
-    if not poisson_sampling and getattr(inner, "replacement", False):
-        raise ValueError(
-            f"{name}(replacement=True) can put an example into a batch twice, and its gradient then counts twice under "
-            "one noise draw; use replacement=False or Poisson sampling"
+    twice = f"{name}(replacement=True) can put an example into a batch twice, where its gradient counts twice under"
+    unused = f"the loader's sampler ({name}) is not used: Poisson sampling draws all with the same probability"
+    if not poisson_sampling:
+        repeats = getattr(inner, "replacement", False)
+        require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
+    elif isinstance(inner, data.SubsetRandomSampler | data.WeightedRandomSampler):
+        remedy = "Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler"
+        raise ValueError(f"{unused}. {remedy}, or poisson_sampling=False with a sampler without replacement.")
+    elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
+        warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
+    if isinstance(inner, data.WeightedRandomSampler):
+        often = "examples with larger weights take part more often, and each participation counts, so they leak more"
+        warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
+
+
+def most_in_a_pass(loader: DataLoader[Any]) -> int:
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if is_stream(loader) or sampler is None:
+        return 1
+    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def check_reads_alike(
+    loader: DataLoader[Any], track: Collection[str], private: Private | None, batch_to_inputs: Callable[..., Any] | None
+) -> None:
+    """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
+
+    The Fisher information of a step is about the tensor that the model saw. With random flips or crops this is a drawn
+    view, and coordinate j is another pixel in every step, so sums by coordinate would mix pixels. The trace has no
+    coordinates and is kept, as a sum over the views. It reads 16 examples, so a rare random transform can go unnoticed.
+
+    Args:
+        loader: Draws from a data set with numbered examples.
+        track: What is tracked.
+        private: What is private.
+        batch_to_inputs: Maps a batch to (inputs, targets).
+
+    Raises:
+        ValueError: The private part of an example differs between two reads.
+    """
+    dataset: Any = loader.dataset
+    by_coordinate = [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
+    rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
+    if not by_coordinate or not rows:
+        return
+
+    with preserve_rng():
+        first, second = (
+            _private_tensors(split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs), private)
+            for _ in range(2)
         )
-    if poisson_sampling and isinstance(inner, SubsetRandomSampler | _Weighted):
-        raise ValueError(
-            f"the loader has a {name}, but Poisson sampling draws every example of the whole data set with the same "
-            "probability. Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler, or "
-            "poisson_sampling=False with a sampler without replacement (then amplification is 'none')."
-        )
-    if isinstance(inner, _Weighted):
-        warnings.warn(
-            "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
-            "participation counts, so they leak more; ε counts those of the most frequent example.",
-            stacklevel=4,
-        )
-    elif poisson_sampling and not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler | None):
-        warnings.warn(
-            f"the loader's sampler ({name}) is not used: Poisson sampling draws every example of the data set with the "
-            "same probability, independently. Pass poisson_sampling=False to keep the sampler.",
-            stacklevel=4,
-        )
+
+    def same(one: Tensor, two: Tensor) -> bool:
+        return one.shape == two.shape and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    differs = f"track={tuple(by_coordinate)} sums by coordinate, but this data set gives other values each time"
+    remedy = "Track the trace only, move the transform into the model, or name the private: private=Private(inputs=…)"
+    require(len(first) == len(second) and all(map(same, first, second)), f"{differs}. {remedy}")
+
+
+def _private_tensors(batch: tuple[Any, Any], private: Private | None) -> list[Tensor]:
+    """The tensors whose coordinates are summed; a private submodule's output depends on all inputs."""
+    private, named = private or Private(), named_inputs(*as_call(batch[0]))
+    chosen = private_inputs(named, batch[1], private) or list(named)
+    return tensors_of(([named[key].value for key in chosen], batch[1] if private.target else ()))

@@ -73,9 +73,8 @@ class FILOptimizer(DPOptimizer):
             RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which nothing accounts for.
         """
         raise RuntimeError(
-            "a GradScaler skips a step if a gradient of the batch overflows, which reveals something about the "
-            "examples without any noise. Use torch.autocast with dtype=torch.bfloat16, which needs no scaler, and call "
-            "loss.backward() and optimizer.step() directly. This step was not taken."
+            "a GradScaler skips a step if a gradient overflows, which reveals something about the batch without noise. "
+            "Use torch.autocast with dtype=torch.bfloat16, which needs no scaler. This step was not taken."
         )
 
     @property
@@ -277,9 +276,8 @@ class GradSampleOptimizer(FILOptimizer):
         if len(sizes) > 1:
             shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
             raise RuntimeError(
-                f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
-                f"shape {shapes} saw one row for the whole batch (as position embeddings do). Use "
-                "grad_sample_mode='auto', or give them a row per example (position_ids in the batch)."
+                f"gradients of {min(sizes)} and of {max(sizes)} examples in one step: parameters of shape {shapes} saw "
+                "one row for the whole batch. Use grad_sample_mode='auto', or give them a row per example."
             )
         flat = [sample[:, None].flatten(1) for sample in samples]
         parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,10 +27,8 @@ from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded
-from torchfil.engine.distributed.streams import is_stream
 from torchfil.engine.forward import is_in_training
-from torchfil.engine.loader import check_sampler
-from torchfil.engine.views import ManyViews, Views, check_reads_alike
+from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -48,8 +45,8 @@ SHORTCUTS = (  # options of Accounting that make_private takes directly
     *("accumulation_steps", "clip_weights", "sample_rate", "expected_batch_size"),
 )
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
-_WITHOUT = {"rand_on_empty": False, "wrap_model": True}  # what Opacus 1.5 does, which has no such options
 
+Views = int | Callable[[Tensor], Tensor]
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
@@ -280,11 +277,8 @@ class Accounting:
         if self.amplification is None:
             return get_amplification("poisson" if poisson_sampling else "none")
         chosen = get_amplification(self.amplification)
-        if chosen.secret_batches and not poisson_sampling:
-            raise ValueError(
-                f"amplification={self.amplification!r} needs poisson_sampling=True: it holds for batches drawn at "
-                "random, not for passes over a shuffled data set. Use 'none'."
-            )
+        secret = f"amplification={self.amplification!r} needs poisson_sampling=True, batches drawn at random"
+        require(poisson_sampling or not chosen.secret_batches, f"{secret}. Use 'none' for passes over shuffled data.")
         return chosen
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
@@ -296,10 +290,8 @@ class Accounting:
         """
         unknown, usual = [name for name in shortcuts if name not in SHORTCUTS], vars(Accounting())
         if unknown:
-            raise TypeError(
-                f"make_private got an unexpected option {unknown[0]!r}: of Accounting it takes {', '.join(SHORTCUTS)}; "
-                "others go into accounting=Accounting(…, execution=Execution(…))"
-            )
+            taken = f"got an unexpected option {unknown[0]!r}: of Accounting it takes {', '.join(SHORTCUTS)}"
+            raise TypeError(f"make_private {taken}; others go into accounting=Accounting(…, execution=Execution(…))")
         for name in shortcuts:
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
@@ -346,11 +338,8 @@ class RunOptions:
         more = f"accumulation_steps={steps} batches hold more than the data set (a rate of {rate}); accumulate fewer"
         require(rate is None or rate <= 1, more)
         require(reduction in ("mean", "sum"), f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-        if not self.clip.calibrated:
-            raise ValueError(
-                f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
-                "so the accountant's ε would be too small. Use a calibrated clip: 'smooth', the default, or 'gelu'."
-            )
+        larger = f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}"
+        require(self.clip.calibrated, f"{larger}, so ε would be too small. Use a calibrated clip: 'smooth' or 'gelu'.")
 
     def mechanism(self, noise_multiplier: float, max_grad_norm: float) -> Mechanism:
         """A step with that noise and threshold; σ may be 0."""
@@ -358,51 +347,29 @@ class RunOptions:
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
 
 
-def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
+def check_modes(
+    clipping: str, grad_sample_mode: str, module: nn.Module, *, views: bool, batch_first: bool, wrap_model: bool
+) -> str:
     """The mode to use, "auto" or "hooks"; raise for options whose release the accounting would not describe."""
-    if clipping not in ("flat", "per_layer"):
-        adaptive = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
-        reason = adaptive if clipping == "adaptive" else "it is not known"
-        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
-    if grad_sample_mode not in ("auto", "ghost", *_HOOKS):
-        known = "'auto' or 'ghost', which support sharded weights as well, or 'hooks'"
-        raise ValueError(f"grad_sample_mode={grad_sample_mode!r} is not known. Use {known}.")
+    adaptive = "'adaptive' adapts C by counting factors below 1, and a smooth clip has only such factors"
+    require(clipping in ("flat", "per_layer"), f"clipping={clipping!r} must be 'flat' or 'per_layer'; {adaptive}")
+    known = "must be 'auto' or 'ghost', which support sharded weights as well, or 'hooks'"
+    require(grad_sample_mode in ("auto", "ghost", *_HOOKS), f"grad_sample_mode={grad_sample_mode!r} {known}")
     mode = "hooks" if grad_sample_mode in _HOOKS or not wrap_model else "auto"
 
     # Hooks form one gradient for each view, not for each example, and of all weights.
     recorded = mode == "auto" and batch_first
-    for name, given in (("views=", isinstance(module, ManyViews)), ("a sharded model", is_sharded(module))):
+    for name, given in (("views=", views), ("a sharded model", is_sharded(module))):
         needs = f"{name} needs grad_sample_mode='auto' with wrap_model=True and batch_first=True"
         require(recorded or not given, needs)
 
     # Opacus's hooks give the padding row a gradient that torch does not.
     embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
     padded = [name for name, part in embeddings if part.padding_idx is not None and part.weight.requires_grad]
-    if padded and mode == "hooks":
-        raise ValueError(
-            f"the embeddings {padded} have a padding_idx: torch's gradient of that row is zero and Opacus's is not, so "
-            "the released gradients would differ from the accounted ones. Use grad_sample_mode='auto', or set "
-            "padding_idx = None on them."
-        )
+    differs = f"the embeddings {padded} have a padding_idx, whose gradient is zero in torch and not in Opacus"
+    remedy = "Use grad_sample_mode='auto', or set padding_idx = None on them."
+    require(not padded or mode == "auto", f"{differs}: what is released would not be what is accounted. {remedy}")
     return mode
-
-
-def options_known_to(method: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a method of Opacus, without those that came in a later Opacus than the installed one.
-
-    Raises:
-        ValueError: One of those asks for something else than what the installed Opacus does.
-
-    Example:
-        >>> def prepare(loader, *, distributed): ...
-        >>> options_known_to(prepare, {"distributed": False, "rand_on_empty": False})
-        {'distributed': False}
-    """
-    known = inspect.signature(method).parameters
-    for name in options.keys() - known.keys():
-        later = f"{name}={options[name]!r} needs a later Opacus than the installed one: pip install 'opacus>=1.6'"
-        require(options[name] == _WITHOUT[name], f"{later}, or leave it out ({name}={_WITHOUT[name]!r})")
-    return {name: value for name, value in options.items() if name in known}
 
 
 def thresholds(
@@ -421,36 +388,31 @@ def thresholds(
         return float(max_grad_norm), None  # type: ignore[arg-type]
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-    if not several or len(max_grad_norm) != len(order):  # type: ignore[arg-type]
-        raise ValueError(
-            f"clipping='per_layer' needs max_grad_norm as a list of {len(order)} numbers, one for each of {order}, got "
-            f"{max_grad_norm}. For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
-        )
-    limits = [float(limit) for limit in max_grad_norm]  # type: ignore[union-attr]
+    limits = [float(limit) for limit in max_grad_norm] if several else []  # type: ignore[union-attr]
+    needed = f"a list of {len(order)} numbers, one for each of {order}, got {max_grad_norm}"
+    together = f"For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
+    require(len(limits) == len(order), f"clipping='per_layer' needs max_grad_norm as {needed}. {together}")
     require(all(0 < limit < math.inf for limit in limits), f"max_grad_norm={limits} must all be positive and finite")
 
-    together = math.hypot(*limits)
-    by_name = {name: limit / together for name, limit in zip(order, limits, strict=True)}
-    return together, {name: by_name[name] for name in names.values()}  # in the order of the gradients
+    norm = math.hypot(*limits)
+    by_name = {name: limit / norm for name, limit in zip(order, limits, strict=True)}
+    return norm, {name: by_name[name] for name in names.values()}  # in the order of the gradients
 
 
 def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
     """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters and no others."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} evaluates the loss several times in one step (its step() needs a closure), "
-            "and the accountant counts one release. Use an optimizer that takes one gradient per step, such as Adam."
-        )
+    several = f"{type(optimizer).__name__} evaluates the loss several times in one step (its step() needs a closure)"
+    single = closure is None or closure.default is not inspect.Parameter.empty
+    require(single, f"{several}, and ε counts one. Use an optimizer that takes one gradient per step, such as Adam.")
     own = {id(p) for p in module.parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
-    if given - own or left:
-        raise ValueError(
-            f"Module parameters are different than optimizer Parameters: {len(given - own)} of the optimizer's "
-            f"{len(given)} are not the module's, and it does not hold {len(left)} trainable ones ({left[:5]}). Make "
-            "the optimizer after layers were replaced, and freeze what is not trained (requires_grad_(False))."
-        )
+    foreign = f"{len(given - own)} of the optimizer's {len(given)} are not the module's"
+    lacking = f"it does not hold {len(left)} trainable ones ({left[:5]})"
+    remedy = "Make the optimizer after layers were replaced, and freeze what is not trained (requires_grad_(False))."
+    differ = f"Module parameters are different than optimizer Parameters: {foreign}, and {lacking}. {remedy}"
+    require(not (given - own or left), differ)
 
 
 def checked_options(
@@ -474,11 +436,10 @@ def checked_options(
     rate = accounting.sample_rate
     fixed = f"sample_rate={rate} is the rate of Poisson sampling, and poisson_sampling=False: leave one of them out"
     require(rate is None or poisson_sampling, fixed)
-    if accounting.accumulation_steps != 1 and not (mode == "auto" and poisson_sampling):
-        raise ValueError(
-            f"accumulation_steps={accounting.accumulation_steps} is for Poisson sampling in grad_sample_mode='auto'; "
-            "without Poisson sampling leave it out: any number of batches may be accumulated"
-        )
+    parts = accounting.accumulation_steps
+    accumulated = f"accumulation_steps={parts} is for Poisson sampling in grad_sample_mode='auto'; without Poisson"
+    divisible = parts == 1 or (mode == "auto" and poisson_sampling)
+    require(divisible, f"{accumulated} sampling leave it out: any number of batches may be accumulated")
     amplification = accounting.amplification_for(poisson_sampling=poisson_sampling)
     max_memory = accounting.execution.memory_on(next(module.parameters()).device)
     if is_stream(data_loader):
@@ -491,22 +452,13 @@ def checked_options(
 
 def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
     """Raise for streams that cannot be accounted for."""
-    name = type(loader.dataset).__name__
-    if poisson_sampling:
-        raise ValueError(
-            f"{name} is a stream, from which no example can be drawn at random. Pass poisson_sampling=False and id_of= "
-            "(ε then counts how often an example took part), or a data set with a length and numbered examples."
-        )
-    if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
-        raise ValueError(
-            f"id_of={id_of!r} does not identify the examples in the stream {name}: put an id into every example, the "
-            "same whenever it comes again, and pass its name or place in a batch, or a function from a batch to its ids"
-        )
-    if loader.batch_size is None:
-        raise ValueError(
-            "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
-            "data: let the stream give single examples and the loader make batches, DataLoader(stream, batch_size=…)"
-        )
+    stream = f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at random"
+    require(not poisson_sampling, f"{stream}. Pass poisson_sampling=False and id_of=, or data with numbered examples.")
+    named = "put an id into every example, and pass its name or place in a batch, or a function from a batch to its ids"
+    identified = callable(id_of) or isinstance(id_of, str | int)
+    require(identified, f"id_of={id_of!r} does not identify the examples in a stream: {named}")
+    size = "batch_size=None, and the mean of a noisy sum needs a size that does not depend on the data"
+    require(loader.batch_size is not None, f"the loader has {size}: DataLoader(stream, batch_size=…)")
 
     # options that need all examples before they have arrived
     unknown = {
@@ -515,14 +467,8 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
         "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
     }
     for option, reason in unknown.items():
-        if getattr(accounting, option) is not None:
-            raise ValueError(f"{option}={getattr(accounting, option)!r} cannot be used with a stream: {reason}")
-
-
-def warn_without_noise(noise_multiplier: float) -> None:
-    """Warn if there is no noise."""
-    if noise_multiplier == 0:
-        warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=3)
+        given = getattr(accounting, option)
+        require(given is None, f"{option}={given!r} cannot be used with a stream: {reason}")
 
 
 def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
@@ -561,21 +507,3 @@ def rate_and_batch_size(
         rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
         drawn = max(1, int(ids.num_examples * rate))
     return rate, drawn, (divisor or drawn) / num_ranks
-
-
-def most_in_a_pass(loader: DataLoader[Any]) -> int:
-    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if is_stream(loader) or sampler is None:
-        return 1
-    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
-
-
-def asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
-    """The question that a target is about; the only one if none is named. None: there is no such target."""
-    asked = list(accounting.questions)
-    if rate is None:
-        return None
-    question = asked[0] if question is None and len(asked) == 1 else question
-    require(question in asked, f"question={question!r} must be one of questions=, which are {asked or 'none'}")
-    return question

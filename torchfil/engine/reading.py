@@ -175,7 +175,7 @@ def robustness_with_known_batches(squared_norm: Tensor, noise_std: float, prior_
 def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] | None) -> PopulationBound:
     """van Trees: the MSE that no attacker gets below, on average over people."""
     leakage = training.run.leakage
-    if not leakage.same_coordinates:
+    if not leakage.ledger.same_coordinates:
         raise ValueError(
             "examples have different numbers of private coordinates (texts of different lengths), but a "
             "population bound needs one number: take those of one length, "

@@ -171,10 +171,8 @@ class Replica:
             logger.info("private in every example: %s", layout)
             self._inputs_without_mask = layout.inputs_without_mask
         elif self._inputs_without_mask and layout.inputs_without_mask != self._inputs_without_mask:
-            logger.warning(
-                "batches differ in length, and nothing shows which positions are padding: all are private, so the "
-                "MSE bound of short examples is too large. Name the mask, or pass private=Private(lengths=…)"
-            )
+            unknown = "batches differ in length, and nothing shows which positions are padding: all are private"
+            logger.warning("%s, and bounds of short examples are too large. Pass private=Private(lengths=…)", unknown)
             self._inputs_without_mask = {}
 
     def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
@@ -189,18 +187,15 @@ class Replica:
                 integers = not all(leaf.is_floating_point() for leaf in tensors_of((args, kwargs)))
                 self._embeddings = embeddings_to_protect(self.live, args, kwargs) if integers else ()
             names = list(self._embeddings)
+            called = " and ".join(map(repr, names))
             if names and floating:
-                logger.warning(
-                    "only the floating-point inputs are private: the integers that %s takes count as known to the "
-                    "attacker. To protect them as well: private=Private(inputs=%r, submodule=%r)",
-                    *(" and ".join(map(repr, names)), floating, names),
-                )
+                public = f"the integers that {called} takes count as known to the attacker. To protect them as well"
+                remedy = f"private=Private(inputs={floating!r}, submodule={names!r})"
+                logger.warning("only the floating-point inputs are private: %s: %s", public, remedy)
             elif names:
-                logger.warning(
-                    "no input is floating-point, so the output of the embedding %s is private: confirm it with "
-                    "private=Private(submodule=%r), or name another submodule",
-                    *(" and ".join(map(repr, names)), names[0] if len(names) == 1 else names),
-                )
+                chosen = f"no input is floating-point, so the output of the embedding {called} is private: confirm it"
+                only = names[0] if len(names) == 1 else names
+                logger.warning("%s with private=Private(submodule=%r), or name another submodule", chosen, only)
         return private if floating else replace(private, submodule=self._embeddings or None)
 
     def random_state_kept(self) -> contextlib.AbstractContextManager[None]:

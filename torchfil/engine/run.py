@@ -25,11 +25,11 @@ from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
-from torchfil.accounting.leakage import Conditions, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import exposed_rows
-from torchfil.accounting.timeline import Timeline
+from torchfil.accounting.quantities import Conditions
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.executor import StepValues
@@ -342,8 +342,8 @@ class Run:
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
-            for contribution in contributions if self.pace.target is not None else ():
-                self.pace.note(contribution)
+            if self.pace.target is not None:
+                self.pace.note(contributions)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)

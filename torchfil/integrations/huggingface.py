@@ -10,25 +10,25 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.checkpoints import read_file, write_file
 from torchfil.engine.distributed.ranks import shared_by
+from torchfil.engine.loader import worker_options
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
-from torchfil.integrations.optimizer import OptimizerOfTheLoop
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
 
 try:
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError("FILTrainer needs transformers; install it: pip install 'torchfil[huggingface]'") from error
 
@@ -99,18 +99,15 @@ class FILTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **options)
         self.privacy = dict(privacy or {})
-        _check_privacy(self.privacy)
         _check_trainer(self)
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.leakage_path = leakage_path
         self.delta = delta
-        if criterion is None:
-            self.loss: Any = ModelLoss.of(self.model, self.args.label_smoothing_factor)
-        else:
-            self.loss = _LossOfLogits(criterion, self.args.label_smoothing_factor)
-
+        smoothing = self.args.label_smoothing_factor
+        self.loss: Any = _of_logits(criterion, smoothing) if criterion else ModelLoss.of(self.model, smoothing)
         self._label_names = list(self.label_names or ["labels"])
-        self._looked_at_loss = criterion is not None
+        self._unchecked = isinstance(self.loss, ModelLoss)  # until the first batch
+        self._weights_before: dict[str, Any] = {}
         self._pass = _PassOverData()
         self.add_callback(self._pass)
 
@@ -118,9 +115,8 @@ class FILTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """As in ``Trainer``; writes the table at the end."""
-        checkpoint = self._checkpoint_with_state(resume_from_checkpoint)
-        with _one_batch_a_step(self), self._weights_kept_until_resumed(checkpoint):
-            result = super().train(resume_from_checkpoint=checkpoint, **options)
+        with _one_batch_a_step(self):
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
         self.engine.detach()
         if self.leakage_path is not None:
             write_table(self.engine, self.leakage_path, self.delta, here=self.is_world_process_zero())
@@ -131,19 +127,10 @@ class FILTrainer(Trainer):
         # The same loader, with batches as plain dicts and with its own generator, whose state a checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        several = self.args.world_size > 1
-        loader: DataLoader[Any] = DataLoader(
-            plain.dataset,
-            batch_sampler=self._batches_of_ranks(plain.dataset, seed) if several else plain.batch_sampler,
-            collate_fn=_AsDict(plain.collate_fn),
-            num_workers=plain.num_workers,
-            pin_memory=plain.pin_memory,
-            worker_init_fn=plain.worker_init_fn,
-            multiprocessing_context=plain.multiprocessing_context,
-            prefetch_factor=plain.prefetch_factor,
-            persistent_workers=plain.persistent_workers,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        workers = {**worker_options(plain), "generator": torch.Generator().manual_seed(seed)}
+        batches = plain.batch_sampler if self.args.world_size == 1 else self._batches_of_ranks(plain.dataset, seed)
+        collate = partial(_as_dict, plain.collate_fn)
+        loader: DataLoader[Any] = DataLoader(plain.dataset, batch_sampler=batches, collate_fn=collate, **workers)
 
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
@@ -156,7 +143,7 @@ class FILTrainer(Trainer):
             batch_to_inputs=self._split,
             **self.privacy,
         )
-        self.optimizer = OptimizerOfTheLoop(optimizer)
+        self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
 
         # Opacus copies the form of an empty batch from the first batch it sees.
@@ -184,13 +171,13 @@ class FILTrainer(Trainer):
         """
         model.train()
         batch, labels = self._split(self._prepare_inputs(inputs))
-        if _count(labels) == 0:
+        if len(labels if isinstance(labels, Tensor) else next(iter(labels.values()))) == 0:
             self.engine.train_step(batch, labels)
             return torch.zeros((), device=self.args.device)
-        if not self._looked_at_loss:
+        if self._unchecked:
             self.loss.check(self.model, batch, labels)
-            self._looked_at_loss = True
-        with self._autocast():
+            self._unchecked = False
+        with self.accelerator.autocast():
             return self.engine.train_step(batch, labels).detach()
 
     def compute_loss(
@@ -201,12 +188,6 @@ class FILTrainer(Trainer):
         outputs = model(**batch)
         loss = self.loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
-
-    def _autocast(self) -> Any:
-        """Autocast to the precision of training, including the parts of the model that accelerate does not cover."""
-        if self.accelerator.mixed_precision == "no":
-            return contextlib.nullcontext()
-        return torch.autocast(self.args.device.type, torch.bfloat16)
 
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The model's inputs, and the labels: one tensor, or several by name."""
@@ -236,34 +217,22 @@ class FILTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             state = read_file(Path(checkpoint) / STATE_FILE)
-            self.engine.load_state_dict(state["engine"])
-            self._pass.resumed_start = state["pass_start"]
+            try:
+                self.engine.load_state_dict(state["engine"])
+            except Exception:
+                self.model.load_state_dict(self._weights_before)
+                raise
+            self._pass.resumed, self._weights_before = state["pass_start"], {}
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _checkpoint_with_state(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint's folder; raises an error unless it holds the accounting."""
-        if not resume_from_checkpoint:
-            return None
-        folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        if folder is None:
-            raise ValueError(f"there is no checkpoint in {self.args.output_dir} to resume from")
-        if not (Path(folder) / STATE_FILE).exists():
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not (Path(resume_from_checkpoint) / STATE_FILE).exists():
             raise ValueError(
-                f"{folder} has no {STATE_FILE}: it does not hold the accounting, so what its steps leaked would be "
-                "missing from the table. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
+                f"{resume_from_checkpoint} has no {STATE_FILE}: it does not hold the accounting, so what its steps "
+                "leaked would be missing. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
             )
-        return str(folder)
-
-    @contextlib.contextmanager
-    def _weights_kept_until_resumed(self, checkpoint: str | None) -> Iterator[None]:
-        """Inside, if a checkpoint's accounting is refused, the model keeps its weights."""
-        before = copy.deepcopy(self.model.state_dict()) if checkpoint is not None else None
-        try:
-            yield
-        except BaseException:
-            if before is not None and self._pass.resumed_start is None:
-                self.model.load_state_dict(before)
-            raise
+        self._weights_before = copy.deepcopy(self.model.state_dict())  # kept if the accounting is refused
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 class _PassOverData(TrainerCallback):
@@ -272,52 +241,65 @@ class _PassOverData(TrainerCallback):
     Attributes:
         loader: The private loader.
         start: The state of its generator at the start of the current pass.
-        resumed_start: The same for a checkpoint's pass.
+        resumed: The same for a checkpoint's pass, until it starts again.
     """
 
-    def __init__(self) -> None:
-        self.loader: Any = None
-        self.start: Tensor | None = None
-        self.resumed_start: Tensor | None = None
-        self._began = False
+    loader: Any = None
+    start: Tensor | None = None
+    resumed: Tensor | None = None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the generator's state, or restore it if a pass was interrupted."""
-        generator = self.loader.generator
-        if isinstance(getattr(self.loader.batch_sampler, "sampler", None), DistributedSampler):
-            self.loader.batch_sampler.sampler.set_epoch(int(state.epoch or 0))
-        left_in_the_middle = state.global_step % len(self.loader) > 0 and not args.ignore_data_skip
-        if self.resumed_start is not None and not self._began and left_in_the_middle:
-            generator.set_state(self.resumed_start)
-        self._began = True
-        self.start = generator.get_state()
+        sampler = getattr(self.loader.batch_sampler, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(int(state.epoch or 0))
+        if self.resumed is not None and state.global_step % len(self.loader) > 0 and not args.ignore_data_skip:
+            self.loader.generator.set_state(self.resumed)
+        self.resumed, self.start = None, self.loader.generator.get_state()
 
 
-class _LossOfLogits:
+class _StepTaken(optim.Optimizer):
+    """The private optimizer as schedulers and checkpoints see it; the engine has already taken the step."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults
+        return getattr(vars(self)["optimizer"], name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The private optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the private optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> Callable[..., Tensor]:
     """The user's loss as a function of outputs and labels."""
+    check_unweighted_mean(criterion)
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing_factor={label_smoothing} has no effect on criterion=; smooth the labels there, e.g. with "
+            "nn.CrossEntropyLoss(label_smoothing=…)"
+        )
 
-    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> None:
-        if label_smoothing:
-            raise ValueError(
-                f"label_smoothing_factor={label_smoothing} has no effect on criterion=; smooth the labels there, e.g. "
-                "with nn.CrossEntropyLoss(label_smoothing=…)"
-            )
-        check_unweighted_mean(criterion)
-        self.criterion = criterion
-        self.__name__ = getattr(criterion, "__name__", repr(criterion))
+    def loss(outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
+        return criterion(outputs["logits"], labels)
 
-    def __call__(self, outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
-        return self.criterion(outputs["logits"], labels)
+    return loss
 
 
-class _AsDict:
-    """Collates as before, but into a plain dict, which can carry example ids out of a worker."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        return dict(self.collate_fn(samples))
+def _as_dict(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
+    """A batch as a plain dict, which can carry example ids out of a worker."""
+    return dict(collate_fn(samples))
 
 
 @contextlib.contextmanager
@@ -334,47 +316,30 @@ def _one_batch_a_step(trainer: Any) -> Iterator[None]:
         args.gradient_accumulation_steps, trainer._train_batch_size = steps, size
 
 
-def _count(labels: Any) -> int:
-    return len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
-
-
-def _check_privacy(privacy: Mapping[str, Any]) -> None:
-    """Raise an error for options that are set elsewhere."""
-    elsewhere = {
-        "max_grad_norm": "TrainingArguments(max_grad_norm=…)",
-        "criterion": "FILTrainer(criterion=…)",
-        "batch_to_inputs": "TrainingArguments(label_names=…)",
-        "wrap_model": "nothing: the model is not wrapped",
-        "grad_sample_mode": "nothing: every batch is an engine.train_step",
-    }
-    for name in elsewhere.keys() & privacy.keys():
-        raise TypeError(f"privacy has {name!r}, which is set by {elsewhere[name]}; leave it out")
-
-
 def _check_trainer(trainer: Any) -> None:
-    """Raise an error for runs whose steps the accounting would not describe."""
-    args = trainer.args
-    if trainer.accelerator.mixed_precision not in ("no", "bf16"):
+    """Raise an error for runs whose steps the accounting would not describe, and for options that are set elsewhere."""
+    args, accelerator = trainer.args, trainer.accelerator
+    elsewhere = sorted({"max_grad_norm", "criterion", "batch_to_inputs"} & trainer.privacy.keys())
+    if elsewhere:
+        where = "TrainingArguments(max_grad_norm=…, label_names=…) and FILTrainer(criterion=…)"
+        raise TypeError(f"privacy has {', '.join(elsewhere)}, but these are set by {where}; leave it out")
+    if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed precision {trainer.accelerator.mixed_precision!r} cannot be accounted for: its scale and skipped "
-            "steps reveal something about the examples without noise. Use bf16=True, which needs no scale."
+            f"mixed precision {accelerator.mixed_precision!r} cannot be accounted for: its scale and skipped steps "
+            "reveal something about the examples without noise. Use bf16=True, which needs no scale."
         )
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    if args.n_gpu > 1 or sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None:
+    if args.n_gpu > 1 or sharded or getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
-            f"distributed training of this kind ({args.world_size} processes, {args.n_gpu} GPUs in this "
-            f"one{', sharded' if sharded else ''}) cannot be accounted for: each example's gradient needs the whole "
-            "model in one process. Start one process per GPU (torchrun --nproc-per-node 8, accelerate launch "
-            "--multi_gpu), or train on one device (CUDA_VISIBLE_DEVICES=0)."
+            f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded model) cannot be "
+            "accounted for: each example's gradient needs the whole model. Start one process per GPU (torchrun, "
+            "accelerate launch), or train on one device (CUDA_VISIBLE_DEVICES=0)."
         )
-
-    reasons = {
-        "torch_compile": "the accounting differentiates the uncompiled model",
-        "auto_find_batch_size": "a restarted run would be accounted for only once",
-    }
-    for name, reason in reasons.items():
-        if getattr(args, name):
-            raise ValueError(f"{name}={getattr(args, name)!r} is not supported: {reason}")
+    if args.torch_compile or args.auto_find_batch_size:
+        raise ValueError(
+            "torch_compile=True and auto_find_batch_size=True are not supported: the accounting differentiates the "
+            "uncompiled model, and would count a restarted run only once; leave them out"
+        )
     if trainer.compute_loss_func is not None or type(trainer).compute_loss is not FILTrainer.compute_loss:
         raise ValueError(
             "compute_loss_func and compute_loss of a subclass are not called in training, because the engine takes "

@@ -6,19 +6,19 @@ Needs ``lightning`` (or ``pytorch-lightning``): ``pip install 'torchfil[lightnin
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.ranks import shared_by
-from torchfil.engine.loader import split_batch, worker_options
-from torchfil.integrations.redirected import Redirected
+from torchfil.engine.loader import worker_options
 from torchfil.integrations.table import write_table
-from torchfil.integrations.training_step import StepRedirected, private_but_targets
 
 try:
     import lightning.pytorch as pl
@@ -28,9 +28,10 @@ except ImportError:
     except ImportError as error:
         raise ImportError("FILCallback needs Lightning; install it: pip install 'torchfil[lightning]'") from error
 
-__all__ = ["TRAINING_STEP", "FILCallback"]
+__all__ = ["FILCallback"]
 
-TRAINING_STEP = "training_step"
+# attributes that belong to Lightning and to the redirection, not to the model
+_NOT_THE_MODELS = vars(pl.LightningModule()).keys() - vars(nn.Module()).keys() | {"forward"}
 
 
 class FILCallback(pl.Callback):
@@ -42,8 +43,9 @@ class FILCallback(pl.Callback):
         pl.Trainer(max_epochs=3, callbacks=[callback]).fit(model, loader)
         callback.engine.leakage()
 
-    ``training_step`` stays as it is. The trainer's checkpoints also hold the accounting: ``fit(ckpt_path=…)`` continues
-    it. Keep them as confidential as the table. Logged losses and metrics are not private.
+    ``training_step`` stays as it is; it calls the module once per batch, as ``self(x)``. The trainer's checkpoints also
+    hold the accounting: ``fit(ckpt_path=…)`` continues it. Keep them as confidential as the table. Logged losses and
+    metrics are not private.
 
     On several devices, use ``Trainer(devices=8, strategy="ddp")``. As in Lightning, a step has ``batch_size`` examples
     per device. Rank 0 writes the table. Before reading on one rank, call ``callback.engine.gather()`` on all.
@@ -53,16 +55,14 @@ class FILCallback(pl.Callback):
           with ``DifferentiallyPrivateDistributedDataParallel``.
         * Gradients are summed once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``,
           which would average them earlier.
-        * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
-          trainer and reloaded loaders raise when the fit starts.
+        * No ``forward``, float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders,
+          gradient clipping by the trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
 
     Args:
         engine: The engine, which accounts for one fit; None: a new one.
         module: The name of the only submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
-            LightningModule itself, called as ``self(x)``, or "training_step" if it has no ``forward``. With
-            "training_step" the model is everything that ``training_step`` does before it calls a loss function of
-            ``torch.nn.functional``, at the cost of one more forward pass.
+            LightningModule itself, called as ``self(x)``.
         path: The CSV file to which the table is written; None: no file.
         delta: δ: if given, the table has ``individual_epsilon``, and ``epsilon`` is logged after every epoch.
         **options: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
@@ -88,8 +88,7 @@ class FILCallback(pl.Callback):
         self.path = path
         self.delta = delta
         self.options = options
-        self._started = False
-        self._redirected: Redirected | StepRedirected | None = None
+        self._module: nn.Module | None = None  # whose calls go through the engine
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
 
@@ -108,25 +107,35 @@ class FILCallback(pl.Callback):
             trainer.fit_loop.setup_data()
         loader = self._loader_of_whole_steps(trainer, _only_loader(trainer), poisson_sampling=poisson)
         (optimizer,) = trainer.strategy.optimizers
-        redirected, options = self._redirection(pl_module, loader)
+        module = _module_to_call(pl_module, self.module)
+        twin = copy.copy(module)  # another object with the very same children, parameters and buffers
+        vars(twin).update(dict.fromkeys(_NOT_THE_MODELS & vars(twin).keys()))  # the engine must not copy the trainer
 
         # Torch's wrapper has given all ranks the same weights; it is not needed any more.
         trainer.strategy.model = pl_module
-        model = shared_by(trainer.world_size, redirected.twin)
+        model = shared_by(trainer.world_size, twin)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
-        private, optimizer, loader = getattr(self.engine, prepare)(model, optimizer, loader, **options)
-        self._started, self._redirected = True, redirected
-        redirected.to(private)
+        private, optimizer, loader = getattr(self.engine, prepare)(model, optimizer, loader, **self.options)
+        self._module = module
+        _redirect(module, twin, private)
         if self._restored:
             self.engine.load_state_dict(self._restored)
 
         # The loop has already built its iterator on the plain loader; it starts again on the private one.
         trainer.strategy.optimizers = [optimizer]
-        _set_loader(trainer, loader)
+        fit = trainer.fit_loop
+        fit._data_source = type(fit._data_source)(loader, "train_dataloader")
+        fit._combined_loader = None
+        with _samplers_kept(trainer):
+            fit.setup_data()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
-        _check_accumulation(trainer)
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set during the fit: with Poisson "
+                "sampling the batch size is fixed at its start. Pass Trainer(accumulate_grad_batches=…) instead."
+            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log ε."""
@@ -141,14 +150,14 @@ class FILCallback(pl.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hooks from the model."""
-        if stage == "fit" and self._redirected is not None:
+        if stage == "fit" and self._module is not None:
             self.engine.detach()
-            self._redirected.undo()
+            vars(self._module).pop("forward", None)
             trainer.accumulate_grad_batches = self._accumulated
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting, for the trainer's checkpoints."""
-        return self.engine.state_dict() if self._started else {}
+        return self.engine.state_dict() if self._module is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's accounting until the fit starts."""
@@ -183,32 +192,44 @@ class FILCallback(pl.Callback):
             **worker_options(loader),
         )
 
-    def _redirection(
-        self, pl_module: Any, loader: DataLoader[Any]
-    ) -> tuple[Redirected | StepRedirected, dict[str, Any]]:
-        """Which calls go through the engine, and the options of ``make_private``."""
-        own = frozenset(vars(pl.LightningModule()).keys() - vars(nn.Module()).keys())
-        without_forward = type(pl_module).forward is pl.LightningModule.forward
-        if self.module != TRAINING_STEP and not (self.module is None and without_forward):
-            return Redirected(
-                pl_module if self.module is None else pl_module.get_submodule(self.module), own
-            ), self.options
 
-        # The model takes whole batches, including targets, but this does not make targets private.
-        to_inputs = self.options.get("batch_to_inputs")
-        default = private_but_targets(loader.collate_fn([loader.dataset[0]]), to_inputs)
-        options = {"private": default, **self.options}
-        options["batch_to_inputs"] = lambda batch: (batch, split_batch(batch, to_inputs)[1])
-        return StepRedirected(pl_module, own), options
+def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
+    """Send a module's calls in training through the engine, although Lightning holds and calls the module itself.
+
+    Args:
+        module: The module, whose ``forward`` is replaced on the instance.
+        twin: Another object with the same parts and the plain ``forward``.
+        private: What the engine made of the twin.
+    """
+    plain = module.forward
+    for name in _NOT_THE_MODELS & vars(module).keys():  # left out until now; the twin may need the trainer
+        if not isinstance(vars(module)[name], int | float | str | dict | list | None):
+            vars(twin)[name] = vars(module)[name]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+
+        # the module's current mode and plain attributes
+        vars(twin).update({name: value for name, value in vars(module).items() if name not in _NOT_THE_MODELS})
+        return private(*args, **kwargs)
+
+    module.forward = forward
 
 
-def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
-    """Make the fit read this loader only."""
-    fit = trainer.fit_loop
-    fit._data_source = type(fit._data_source)(loader, "train_dataloader")
-    fit._combined_loader = None
-    with _samplers_kept(trainer):
-        fit.setup_data()
+def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
+    """The module that ``training_step`` calls; raise an error that shows how to write ``forward`` if there is none."""
+    if name is not None:
+        submodule: nn.Module = pl_module.get_submodule(name)
+        return submodule
+    if type(pl_module).forward is pl.LightningModule.forward:
+        raise ValueError(
+            f"{type(pl_module).__name__} has no forward(), so the model that its training_step trains is unknown. Move "
+            "what computes the outputs there, and call it once per batch: def forward(self, x): return "
+            "self.decoder(self.encoder(x)); def training_step(self, batch, batch_idx): x, y = batch; return "
+            "loss(self(x), y). If training_step calls only one submodule, name it: FILCallback(module='encoder')."
+        )
+    return pl_module
 
 
 @contextlib.contextmanager
@@ -241,53 +262,31 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise an error for fits whose steps the accounting would not describe."""
-    _check_strategy(trainer)
-    if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
-        raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: the scale of the loss and skipped steps reveal "
-            "something about the examples without noise. Pass Trainer(precision='bf16-mixed'), which needs none, or "
-            "'32-true'."
-        )
-
-    # The trainer must not change gradients, loaders or optimizers without the engine
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"gradient_clip_val={trainer.gradient_clip_val} would clip a gradient that is then replaced by the private "
-            "one; every example is clipped to max_grad_norm. Leave gradient_clip_val out."
-        )
-    if trainer.reload_dataloaders_every_n_epochs:
-        raise ValueError(
-            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would replace the private "
-            "loader with a plain one; leave it out"
-        )
-    if len(trainer.strategy.optimizers) != 1:
-        raise ValueError(
-            f"configure_optimizers returns {len(trainer.strategy.optimizers)} optimizers; one is needed, over all "
-            "trained parameters"
-        )
-
-
-def _check_strategy(trainer: Any) -> None:
-    """Raise an error for strategies on several devices that cannot be accounted for."""
-    kinds = [base.__name__ for base in type(trainer.strategy).__mro__]
-    is_parallel = "DDPStrategy" in kinds and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+    strategy = trainer.strategy
+    kinds = [base.__name__ for base in type(strategy).__mro__]
+    is_parallel = "DDPStrategy" in kinds and isinstance(strategy.model, nn.parallel.DistributedDataParallel)
     if not is_parallel and "SingleDeviceStrategy" not in kinds:
         raise ValueError(
             f"distributed training by {kinds[0]} ({trainer.world_size} processes) cannot be accounted for: each "
             "example's gradient needs the whole model. Pass Trainer(strategy='ddp'), or devices=1."
         )
-    for name in ("_ddp_comm_hook", "_model_averager"):
-        if getattr(trainer.strategy, name, None) is not None:
-            raise ValueError(
-                f"{kinds[0]} has {name.removeprefix('_')}={getattr(trainer.strategy, name)!r}, which would change how "
-                "gradients or weights are combined; they must be summed as in Opacus. Pass strategy='ddp'."
-            )
-
-
-def _check_accumulation(trainer: Any) -> None:
-    if trainer.accumulate_grad_batches != 1:
+    if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set during the fit "
-            "(GradientAccumulationScheduler?): with Poisson sampling the batch size is fixed at its start. Pass "
-            "Trainer(accumulate_grad_batches=…), or raise the loader's batch_size."
+            f"precision={trainer.precision!r} cannot be accounted for: the scale of the loss and skipped steps reveal "
+            "something about the examples without noise. Pass Trainer(precision='bf16-mixed'), or '32-true'."
+        )
+
+    # the trainer must not change gradients, weights, loaders or optimizers without the engine
+    hooks = {name: getattr(strategy, f"_{name}", None) for name in ("ddp_comm_hook", "model_averager")}
+    names = ("gradient_clip_val", "reload_dataloaders_every_n_epochs")
+    for name, value in {**{name: getattr(trainer, name) for name in names}, **hooks}.items():
+        if value:
+            raise ValueError(
+                f"{name}={value!r} would change gradients, weights or the loader behind the engine's back; leave it "
+                "out (max_grad_norm clips every example)"
+            )
+    if len(strategy.optimizers) != 1:
+        raise ValueError(
+            f"configure_optimizers returns {len(strategy.optimizers)} optimizers; return one, over all trained "
+            "parameters"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -120,6 +120,9 @@ class ModelLoss:
         problem = self._problem(labels)
         if problem == _SINGLE:
             return self._by_token(logits, labels.reshape(len(logits)))
+        if self.label_smoothing:
+            given = f"label_smoothing_factor={self.label_smoothing}"
+            raise ValueError(f"{given} smooths the choice among classes, and a {problem} has none; leave it out")
         numbers = labels.reshape(logits.shape).to(logits.dtype)
         if problem == _REGRESSION:
             return (logits - numbers).square().flatten(1).mean(dim=1)
@@ -155,75 +158,39 @@ class ModelLoss:
     # ------------------------------------------------------------------ at the first batch
 
     def check(self, model: nn.Module, inputs: Mapping[str, Any], labels: Labels) -> None:
-        """Raise an error unless the labels fit the outputs, and this is the model's own loss on a few examples.
+        """Raise an error unless this is the model's own loss on a few examples.
 
-        The state of the random number generators does not change.
+        The state of the random number generators does not change. An example without a finite ``out.loss`` is skipped.
 
         Raises:
             ValueError: The labels cannot be right, or the model computes another loss.
         """
-        count = len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
+        by_name = {"labels": labels} if isinstance(labels, Tensor) else labels
+        plain = replace(self, label_smoothing=0.0)
         with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            for i in range(min(_EXAMPLES_TO_LOOK_AT, count)):
-                one, its_labels = map_tensors(partial(_row, i), (dict(inputs), labels))
-                if isinstance(its_labels, Tensor):
-                    self.check_labels(model(**one)["logits"], its_labels)
-                by_name = {"labels": its_labels} if isinstance(its_labels, Tensor) else its_labels
-                self._check_own(model(**one, **by_name), its_labels)
+            for i in range(min(_EXAMPLES_TO_LOOK_AT, *map(len, by_name.values()))):
+                one, its_labels = map_tensors(itemgetter(slice(i, i + 1)), (dict(inputs), dict(by_name)))
+                try:
+                    outputs = model(**one, **its_labels)
+                    ours = float(plain(outputs, its_labels["labels"] if isinstance(labels, Tensor) else its_labels))
+                except (RuntimeError, ValueError, IndexError) as error:
+                    given = {name: f"{list(value.shape)} of {value.dtype}" for name, value in its_labels.items()}
+                    raise ValueError(
+                        f"the loss of one example with {given} cannot be computed ({self.kind}): {error}. Correct the "
+                        "labels, num_labels and problem_type in the model's config, or pass criterion="
+                    ) from error
+                if outputs.get("loss") is not None and bool(outputs["loss"].isfinite().all()):
+                    self._compare(ours, outputs["loss"])
 
-    def check_labels(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise an error for labels whose shape, dtype or values cannot be right for such logits."""
-        problem, classes = self._problem(labels), logits.shape[-1]
-        given = (
-            f"labels {list(labels.shape)} of {labels.dtype} with logits {list(logits.shape)} ({self.kind}, {problem})"
-        )
-        if problem != _SINGLE:
-            self._check_numbers(logits, labels, given)
-            return
-
-        expected = logits.shape[:-1]
-        fits = labels.shape == expected or (logits.ndim == 2 and labels.numel() == len(logits))
-        if labels.is_floating_point() or not fits or classes < 2:
-            raise ValueError(
-                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and at least "
-                "two classes. Set problem_type in the model's config: 'regression' to predict numbers, "
-                "'multi_label_classification' to predict several labels at once."
-            )
-        outside = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
-        if outside.numel():
-            raise ValueError(f"{given}: label {int(outside[0])} is not one of the classes 0 to {classes - 1}")
-
-    def _check_numbers(self, logits: Tensor, labels: Tensor, given: str) -> None:
-        """Raise an error unless each logit has a floating-point label, as regression and several labels need."""
-        if not labels.is_floating_point():
-            raise ValueError(
-                f"{given}: the loss takes floating-point labels. Convert them (labels.float()), or give the model a "
-                "class for each integer (num_labels=…, problem_type='single_label_classification')."
-            )
-        if labels.shape != logits.shape and not (logits.shape[-1] == 1 and labels.numel() == logits.numel()):
-            raise ValueError(f"{given}: give one number for each logit, labels of shape {list(logits.shape)}")
-        if self.label_smoothing:
-            raise ValueError(
-                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, but there "
-                "are no classes here; leave it out"
-            )
-
-    def _check_own(self, outputs: Mapping[str, Any], labels: Labels) -> None:
-        """Raise an error unless ``out.loss`` is this loss; an example without a finite ``out.loss`` is skipped."""
-        own = outputs.get("loss")
-        if own is None or not bool(own.isfinite().all()):
-            return
-        ours, theirs = float(replace(self, label_smoothing=0.0)(outputs, labels)), float(own)
+    def _compare(self, ours: float, own: Tensor) -> None:
+        """Raise an error unless this loss is ``out.loss``."""
+        theirs = float(own)
         if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
             raise ValueError(
                 f"the model's own loss on one example is {theirs:.6g}, but FILTrainer's ({self.kind}) is {ours:.6g}: "
                 "the model adds or weights something that its logits do not show (an auxiliary loss, class weights). "
                 "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
             )
-
-
-def _row(i: int, leaf: Tensor) -> Tensor:
-    return leaf[i : i + 1]
 
 
 def _precise(logits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,9 +31,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.path import FEWEST_PARTICIPATIONS
+from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
-from torchfil.fisher.results import Estimate, Part
+from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
@@ -110,26 +110,21 @@ class LeakageTarget:
         assert self.true_positive_rate is not None
         return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
 
-    def check(self, *runs: Leakage) -> TargetCheck:
-        """Whether a run met the target; for several independent runs with the same noise, whether their mean did.
-
-        Examples that no run has measured do not count: nothing is known about them.
-        """
-        measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
+    def check(self, run: Leakage) -> TargetCheck:
+        """Whether a run met the target; examples that were not measured do not count: nothing is known about them."""
+        measured = run.was_measured()
         level = 2 * self.confidence - 1  # the confidence of an interval one end of which has this confidence
         bound, divergence = None, None
         if self.mse_bound is not None:
-            trace = mean_of_runs([run.get_trace() for run in runs])
-            inverse = trace.raised(-1.0, runs[0].get_num_coordinates())
+            inverse = run.get_trace().raised(-1.0, run.get_num_coordinates())
             low = inverse.interval(level, self.of)[0]
             bound = _worst(torch.Tensor.min, inverse.value, low, measured, no_leakage=math.inf)
         if self.true_positive_rate is not None:
             assert self.question is not None
-            answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
+            answers = run.get_guess(self.question).divergence
             high = answers.interval(level, self.of)[1]
             divergence = _worst(torch.Tensor.max, answers.value, high, measured, no_leakage=0.0)
-        steps = runs[0].ledger.steps
-        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
+        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
         """Whether the estimates so far are worse than the target: leakage cannot be undone. Cheap to call often."""
@@ -151,7 +146,6 @@ class TargetCheck:
         divergence: The largest estimate of D over examples and answers, and the end above it; None: not wanted.
         num_measured: How many examples were measured.
         num_examples: The number of examples.
-        num_runs: The number of independent runs that were averaged.
         num_steps: The number of steps; more steps leak more.
     """
 
@@ -160,7 +154,6 @@ class TargetCheck:
     divergence: tuple[float, float] | None
     num_measured: int
     num_examples: int
-    num_runs: int = 1
     num_steps: int = 0
 
     @property
@@ -209,7 +202,6 @@ class TargetCheck:
 
     def __str__(self) -> str:
         verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
-        runs = "" if self.num_runs == 1 else f", the mean of {self.num_runs} runs"
         unknown = f"{self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
         remarks = {
             unknown: self.num_measured < self.num_examples,
@@ -219,50 +211,10 @@ class TargetCheck:
         }
         lines = [
             f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
-            f"  {self.measured}, over {self.num_measured} examples{runs}",
+            f"  {self.measured}, over {self.num_measured} examples",
             *(f"  {remark}" for remark, holds in remarks.items() if holds),
         ]
         return "\n".join(lines)
-
-
-def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates of one positive quantity, [ids, …] each, with errors from each run's own.
-
-    Unlike an average whose error is the spread between runs (:meth:`Leakage.average`), it needs only two runs. If a run
-    does not know its error (an example was hardly ever drawn), the largest error of the others is used.
-
-    Example:
-        >>> one = Estimate(torch.tensor([2.0]), torch.tensor([0.3]), "estimate", positive=True)
-        >>> mean_of_runs([one, one])
-        Estimate([2 ± 0.21], estimate)
-    """
-    if len(estimates) == 1:
-        return estimates[0]
-
-    def mean(name: str) -> Any:  # None if a run does not know it
-        values = [getattr(each, name) for each in estimates]
-        return None if any(value is None for value in values) else torch.stack(values).mean(dim=0)
-
-    def error_of_mean(errors: Tensor) -> Tensor:  # [runs, ids, …] to [ids, …]
-        return torch.linalg.vector_norm(errors, dim=0) / len(estimates)
-
-    value, limit = mean("value"), mean("variance_limit")
-    run_error, known = None, [each.run_error for each in estimates if each.run_error is not None]
-    if known:
-        errors = torch.stack(known)
-        finite = errors.isfinite()
-        largest = errors.where(finite, 0.0).amax(dim=0).where(finite.any(dim=0), torch.inf)
-        run_error = error_of_mean(errors.where(finite, largest))
-    freedoms = [torch.as_tensor(each.degrees_of_freedom, dtype=torch.float64) for each in estimates]
-    return replace(
-        estimates[0],
-        value=value,
-        standard_error=error_of_mean(torch.stack([each.standard_error for each in estimates])),
-        degrees_of_freedom=torch.stack([freedom.to(value.device).expand(len(value)) for freedom in freedoms]).amin(0),
-        certain=mean("certain"),
-        variance_limit=None if limit is None else limit / len(estimates),
-        run_error=run_error,
-    )
 
 
 def _worst(
@@ -357,11 +309,6 @@ class Pilot:
     check: TargetCheck
     leakage: Leakage | None = field(default=None, repr=False)
 
-    @property
-    def headroom(self) -> float:
-        """How many times better than the target it was; see :attr:`TargetCheck.headroom`."""
-        return self.check.headroom
-
 
 @dataclass(frozen=True)
 class NoiseChoice:
@@ -378,11 +325,6 @@ class NoiseChoice:
     target: LeakageTarget
     search: NoiseSearch
     pilots: tuple[Pilot, ...]
-
-    @property
-    def repetitions(self) -> list[Leakage]:
-        """The pilots with the chosen σ: independent repetitions, chosen for meeting the target."""
-        return [pilot.leakage for pilot in self.pilots if pilot.leakage is not None]
 
     def summary(self, leakage: Leakage) -> dict[str, Any]:
         """What a run file keeps: the target, and how the run so far compares with it (met if headroom is ≥ 1).
@@ -403,7 +345,7 @@ class NoiseChoice:
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
         lines += [
-            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.headroom:.3g} of the target"
+            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.check.headroom:.3g} of the target"
             for pilot in self.pilots
         ]
         lines += [
@@ -443,14 +385,6 @@ class Pilots:
     split: Callable[[Any, Any], tuple[Any, Any]]
     train: Train | None = None
     progress: bool = False
-
-    def __post_init__(self) -> None:
-        if self.train is None and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            warnings.warn(
-                "the optimizer has a learning-rate scheduler, which pilots do not step. Pass your loop, "
-                "train=f(engine, model, optimizer, loader), with a scheduler for the optimizer that it is given.",
-                stacklevel=4,
-            )
 
     def run(self, noise_multiplier: float, number: int) -> Leakage:
         """The leakage of a pilot with this noise.
@@ -535,24 +469,25 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
 
     chosen = search.smallest(headroom)
     if chosen is None:
-        raise ValueError(_not_met(target, search, max(ran, key=lambda each: (each.headroom, each.noise_multiplier))))
+        best = max(ran, key=lambda each: (each.check.headroom, each.noise_multiplier))
+        raise ValueError(_not_met(target, search, best))
     kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
     return NoiseChoice(chosen, target, search, tuple(kept))
 
 
 def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> str:
     """Why no σ was chosen: by how much the best pilot missed the target, and what to do."""
-    wanted = 1 + search.margin
+    wanted, reached = 1 + search.margin, best.check.headroom
     # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
-    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
+    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * reached or reached == 0:
         remedy = "Ends are far from estimates, so runs differ a lot: lower the learning rate first. Or allow more noise"
     else:
-        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / best.headroom):.2g} may do)"
+        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
     return (
         f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
         f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
-        f"{best.headroom:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for "
-        "fewer epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
+        f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for fewer "
+        "epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
     )
 
 

@@ -211,9 +211,8 @@ class Layout:
             for key, path in slot.copies:
                 if not _equal(value, reduce(getitem, path, public)):
                     raise ValueError(
-                        f"{slot.key!r} and {key!r} hold different numbers in this batch, but count as one tensor, "
-                        "because Private(same=…) says so or because they were equal in an earlier batch. If they are "
-                        "not one tensor, pass private=Private(same=[])."
+                        f"{slot.key!r} and {key!r} hold different numbers in this batch, but count as one tensor, as "
+                        "given or as in an earlier batch; if they are not one, pass private=Private(same=[])"
                     )
         return Examples(torch.cat(parts, dim=1), map_tensors(Tensor.detach, public), self)
 

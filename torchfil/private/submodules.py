@@ -87,7 +87,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     for name in names:
         called = [name] if name in calls else [other for other in sharing[name] if other in calls]
         if not called:
-            raise _called_otherwise(name, 0)
+            raise ValueError(f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
         for other in called:
             several = len(calls[other]) > 1
             outputs += [replace(each, key=f"{other}[{i}]") if several else each for i, each in enumerate(calls[other])]
@@ -152,9 +152,10 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
 
     taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
     texts = [name for name, source in taking if source.endswith("input_ids")]
-    only = {name for name, _ in called} if len({name for name, _ in called}) == 1 else ()
-    tables = {id(model.get_submodule(name).weight) for name in texts or [name for name, _ in taking] or only}
-    return tuple(dict.fromkeys(name for name, _ in called if id(model.get_submodule(name).weight) in tables))
+    names = list(dict.fromkeys(name for name, _ in called))
+    chosen = texts or [name for name, _ in taking] or (names if len(names) == 1 else [])
+    tables = {id(model.get_submodule(name).weight) for name in chosen}
+    return tuple(name for name in names if id(model.get_submodule(name).weight) in tables)
 
 
 def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, Any], output: Any) -> bool:
@@ -212,22 +213,20 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
     if offset.ndim == output.ndim + 1:
         folded = offset.flatten(0, 1)  # several rows per example, such as the choices of a question
         behind = offset.transpose(0, 2).squeeze(0)  # positions first: [batch, T, 1, …] for [T, batch, …]
-        fitting = [other for other in (folded, behind) if other.shape == output.shape]
-        if fitting:
-            return fitting[0]
+        for other in (folded, behind):
+            if other.shape == output.shape:
+                return other
     raise ValueError(
         f"submodule {name!r} returned an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
         "was expected from inputs of the same shape; a private output must have the same shape for every example"
     )
 
 
-def _called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
-    """The error for a submodule that is not called, or not as often as in a pass over one example."""
-    if expected is None:
-        return ValueError(f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
+def _called_otherwise(name: str, times: int, expected: int) -> ValueError:
+    """The error for a submodule that is not called as often as in a pass over one example."""
     return ValueError(
         f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass over "
-        "another example of the same shape; only outputs whose number does not depend on the values can be private"
+        "another example; only outputs whose number does not depend on the values can be private"
     )
 
 

@@ -16,6 +16,7 @@ from torchfil.utils.files import replaced_when_complete
 
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+Columns = Mapping[str, Sequence[Any] | np.ndarray]
 CHUNK = 50_000  # rows converted to text at a time
 
 
@@ -54,9 +55,7 @@ def visible(text: str, keep: str = "") -> str:
     return text if text.isprintable() else "".join(map(escaped, text))
 
 
-def write_csv(
-    path: str | os.PathLike[str], columns: Mapping[str, Sequence[Any] | np.ndarray], *, digits: int | None = None
-) -> None:
+def write_csv(path: str | os.PathLike[str], columns: Columns, *, digits: int | None = None) -> None:
     """Write columns of one length, in UTF-8, one line per row after a line of names.
 
     Guarantees:
@@ -71,12 +70,7 @@ def write_csv(
     write_csv_parts(path, [columns], digits=digits)
 
 
-def write_csv_parts(
-    path: str | os.PathLike[str],
-    parts: Iterable[Mapping[str, Sequence[Any] | np.ndarray]],
-    *,
-    digits: int | None = None,
-) -> None:
+def write_csv_parts(path: str | os.PathLike[str], parts: Iterable[Columns], *, digits: int | None = None) -> None:
     """The same for a table that comes in parts, each with the same columns and some of the rows."""
     with (
         replaced_when_complete(path) as temporary,

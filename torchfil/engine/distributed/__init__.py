@@ -1,1 +1,1 @@
-"""Several processes, streams, and checkpoints."""
+"""Several processes, sharded models, and checkpoints."""

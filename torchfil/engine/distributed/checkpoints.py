@@ -8,8 +8,8 @@ A folder is written by ``torch.distributed.checkpoint``: every rank writes and r
 ``latest`` names a subfolder with a complete checkpoint. A new checkpoint is written next to it; when all ranks are
 done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the last complete checkpoint
 therefore remains, and the next write removes the unfinished one. Tensors are stored under their own names, which are
-their keys as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``. Everything else, and
-small tensors, form one more tensor of bytes. Each file ends with its SHA-256.
+their keys as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``. Everything else
+forms one more tensor of bytes. Each file ends with its SHA-256.
 
 Reading cannot run code: tensors and plain values are loaded with ``weights_only=True``, and of a folder's metadata only
 the classes of metadata are unpickled.
@@ -60,8 +60,7 @@ logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
-_REST = "rest"  # the tensor with everything that is small
-_SMALL = 4096  # bytes
+_REST = "rest"  # the tensor with everything else
 _PART = "tensor by the name of"  # marks a tensor in the rest
 _NO_GROUP = "torch.distributed is disabled"  # torch's warning in a single process
 _METADATA_CLASSES = {  # what a folder's metadata may contain, by module
@@ -180,8 +179,6 @@ def write_folder(
     def taken_out(place: Any, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not isinstance(leaf, DTensor) and leaf.nbytes <= _SMALL:
-            return leaf.detach().clone()
         key = pytree.keystr(place)
         if is_first or isinstance(leaf, DTensor):
             tensors[key] = leaf.detach()
@@ -265,7 +262,7 @@ def read_folder(
         OSError: A file cannot be read.
         CheckpointError: There is no complete checkpoint, or it was changed after it was written.
     """
-    tree: dict[str, Any] = {}
+    tree: Any = None
     problem: BaseException | None = None
     try:
         tree = _read(Path(path), like)
@@ -379,8 +376,7 @@ class Checkpoints:
         optimizer = self._training.optimizer
         noise = {name: (began, float(getattr(optimizer, name))) for name, began in optimizer.initial_noise.items()}
         return {
-            # Opacus 1.5 has a function in place of the mechanism's name
-            "accountant": {**self._accountant.state_dict(), "mechanism": self._accountant.mechanism()},
+            "accountant": self._accountant.state_dict(),
             "run": self._training.run.state_dict(),
             "generators": [states["generators"] for states in self._states_by_rank()],
             "noise": noise,  # σ and C at first and now
@@ -399,8 +395,7 @@ class Checkpoints:
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         self._training.run.load_state_dict(state_dict["run"])
         self._training.step.guard.forget_last_step()
-        own = {"mechanism": self._accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
-        self._accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
+        self._accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
         self._collected = None
         generators, shuffling = self._own(state_dict["generators"]), self._training.loader.generator
         if shuffling is not None and "loader" in generators:

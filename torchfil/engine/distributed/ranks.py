@@ -84,10 +84,8 @@ class Ranks:
     def check_together(self) -> None:
         """Raise if the ranks are no longer in the same logical batch."""
         if self.is_lost:
-            raise StepNotTakenError(
-                "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one: "
-                "resume from the last checkpoint. This step was not taken."
-            )
+            lost = "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one"
+            raise StepNotTakenError(f"{lost}: resume from the last checkpoint. This step was not taken.")
 
     def agree(self, facts: Mapping[str, float | None]) -> None:
         """Continue only if all ranks take the step, under the same facts; nothing has been released yet (collective).
@@ -103,10 +101,8 @@ class Ranks:
             raise StepNotTakenError("another rank refused this step (its own error says why), so no rank has taken it")
         for name, high, low in zip(facts, ends[::2], ends[1::2], strict=True):
             if high != -low and high > -torch.inf:
-                raise StepNotTakenError(
-                    f"the ranks disagree on {name}: between {-low:g} and {high:g}. Do the same on every rank (step "
-                    "schedulers, load the same checkpoint). This step was not taken."
-                )
+                remedy = "Step schedulers and load checkpoints on every rank. This step was not taken."
+                raise StepNotTakenError(f"the ranks disagree on {name}: between {-low:g} and {high:g}. {remedy}")
 
     def refuse(self, facts: Mapping[str, float | None], *, inside: bool) -> None:
         """Tell the other ranks, which wait in :meth:`agree`, that this rank refuses the step (collective).
@@ -129,12 +125,10 @@ class Ranks:
         try:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
-            steps = facts.get("the number of steps")
-            step = "this step" if steps is None else f"step {int(steps) + 1}"
+            step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
             raise StepNotTakenError(
-                f"another rank did not reach the end of {step}: it hangs, is slow, or has ended "
-                f"({str(error).rpartition('] ')[2]}). No rank has taken this step: restart all of them from the last "
-                "checkpoint. If a rank is slow, let the others wait longer: init_process_group(timeout=…)."
+                f"another rank did not reach the end of step {step}, which no rank has taken ({reason}): restart all "
+                "of them from the last checkpoint. If a rank is slow, wait longer: init_process_group(timeout=…)."
             ) from error
         self.is_lost = bool(votes[0] == _IS_LOST)
         return votes.tolist()
@@ -158,13 +152,11 @@ class Ranks:
         try:
             dist.monitored_barrier(group=self._group, wait_all_ranks=True)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints collects "
-                "what each has recorded: call it on all ranks, or engine.gather() on all and then read on one."
-            ) from error
+            remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
+            raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
     def objects(self, value: Any) -> list[Any]:
-        """The ranks' values, in order; plain numbers and texts only."""
+        """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -300,11 +292,9 @@ def check_ranks(
     Raises:
         ValueError: A way to train by several processes that cannot be accounted for.
     """
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "torch's DistributedDataParallel averages gradients before they are clipped by example. Wrap the model as "
-            "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
-        )
+    wrapper = "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)"
+    averages = "torch's DistributedDataParallel averages gradients before they are clipped by example"
+    require(not isinstance(module, nn.parallel.DistributedDataParallel), f"{averages}; use {wrapper}")
     together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
     module = module.get_submodule("module") if together else module
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -312,11 +302,8 @@ def check_ranks(
         check_sharded(module, size)
     elif not together:
         if size > 1:
-            warnings.warn(
-                f"{size} processes run, and each trains its own model on all of the data. To train one model together: "
-                "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
-                stacklevel=3,
-            )
+            alone = f"{size} processes run, and each trains its own model on all of the data"
+            warnings.warn(f"{alone}. To train one model together: {wrapper}.", stacklevel=3)
         return module, False
 
     # a rank cannot decide by all examples: it knows only those that it drew
@@ -325,10 +312,8 @@ def check_ranks(
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
         divides = len(data_loader.dataset) % size == 0  # type: ignore[arg-type]
-        if not isinstance(sampler, DistributedSampler) or not (divides or sampler.drop_last):
-            raise ValueError(
-                f"without Poisson sampling each of the {size} processes must draw from its own part of the data, and "
-                "nobody twice: an example's gradient could count several times under one draw of noise. Give the "
-                "DataLoader a torch.utils.data.DistributedSampler(dataset, drop_last=True), or use Poisson sampling."
-            )
+        own = f"without Poisson sampling each of the {size} processes must draw from its own part of the data, nobody"
+        remedy = "Use a torch.utils.data.DistributedSampler(dataset, drop_last=True), or Poisson sampling."
+        apart = isinstance(sampler, DistributedSampler) and (divides or sampler.drop_last)
+        require(apart, f"{own} twice: a gradient could count several times under one draw of noise. {remedy}")
     return module, True

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.replica import Replica, is_plain
+from torchfil.utils.errors import require
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -44,19 +45,17 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
         num_ranks: The number of processes; each draws its own examples.
     """
     remedy = "Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        raise ValueError(f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}")
-    if not any(_fsdp_modules(module)):
-        raise ValueError(f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}")
+    first = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    require(not first, f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}")
+    other = f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}"
+    require(any(_fsdp_modules(module)), other)
 
     # what FSDP's hooks do to weights and inputs, the accounting's own passes do not
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
-        if policy.param_dtype is not None or policy.output_dtype is not None:
-            raise ValueError(
-                f"mp_policy={policy} casts weights and inputs inside FSDP's hooks, which the accounting's passes do "
-                "not run. Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
-            )
+        casts = f"mp_policy={policy} casts inside FSDP's hooks, which the accounting's passes do not run"
+        remedy = "Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
+        require(policy.param_dtype is None and policy.output_dtype is None, f"{casts}. {remedy}")
         part.reshard()  # a pass without a gradient leaves the outermost weights gathered
 
     # each rank's gradients must reach every rank's shard once
@@ -66,12 +65,9 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
             *outer, last = value.placements
             replicated = all(isinstance(placement, Replicate) for placement in outer)
             fits = value.device_mesh.size() == num_ranks and replicated and isinstance(last, Shard | Replicate)
-        if not fits:
-            raise ValueError(
-                f"{name} is trained but not sharded over all {num_ranks} ranks, each of which draws its own examples: "
-                "call fully_shard on the whole model after its blocks, without ignored_params=, and without mesh= or "
-                "with a mesh of all ranks in which all dimensions except the last replicate"
-            )
+        remedy = "call fully_shard on the whole model after its blocks, without ignored_params=, with a mesh of all"
+        unshared = f"{name} is trained but not sharded over all {num_ranks} ranks, each of which draws its own examples"
+        require(fits, f"{unshared}: {remedy} ranks in which all dimensions except the last replicate")
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:

@@ -24,14 +24,10 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.engine.saving.data import DataSpread
 from torchfil.report.policy import nearest
 from torchfil.report.saved_run import Attributes, Spread, Yardsticks
 from torchfil.report.yardsticks import level_shares
 from torchfil.utils.errors import require
-
-AttributeScales = Mapping[str, tuple[str, float] | tuple[str, float, float]]
-AttributeGroups = Mapping[str, Sequence[str]]
 
 NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
@@ -142,10 +138,10 @@ class AttributeTable:
 
 def attribute_table(
     num_coordinates: int,
-    names: Sequence[str] | None,
-    units: Sequence[str] | None,
-    scales: AttributeScales | None,
-    groups: AttributeGroups | None,
+    attribute_names: Sequence[str] | None = None,
+    attribute_units: Sequence[str] | None = None,
+    attribute_scales: Mapping[str, tuple[str, float] | tuple[str, float, float]] | None = None,
+    attribute_groups: Mapping[str, Sequence[str]] | None = None,
 ) -> AttributeTable:
     """The table, after all arguments are checked; ``save_run`` describes them.
 
@@ -153,13 +149,14 @@ def attribute_table(
         ValueError: A name that does not exist, one in two groups, a scale that is 0 or not finite, too few names.
         TypeError: A scale without its unit.
     """
+    names, units = attribute_names, attribute_units
     for what, given in (("attribute_names", names), ("attribute_units", units)):
         fits = given is None or len(given) == num_coordinates
         require(fits, f"{what} has {len(given or ())} entries for {num_coordinates} private coordinates; give one each")
     coordinates = list(names) if names is not None else [f"coordinate {j}" for j in range(num_coordinates)]
     own_units = list(units) if units is not None else [""] * num_coordinates
     group_of: dict[int, str] = {}
-    for group, levels in (groups or {}).items():
+    for group, levels in (attribute_groups or {}).items():
         where = f"attribute_groups[{group!r}]"
         for level in levels:
             j = _place_of(level, coordinates, where)
@@ -167,7 +164,7 @@ def attribute_table(
             group_of[j] = group
 
     factors, offsets = np.ones(num_coordinates), np.zeros(num_coordinates)
-    for name, scale in (scales or {}).items():
+    for name, scale in (attribute_scales or {}).items():
         where = f"attribute_scales[{name!r}]"
         j = _place_of(name, coordinates, where)
         own = f"{where}: it is a level of {group_of.get(j)!r}, whose levels are shares; leave it out"
@@ -206,31 +203,28 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
 
     Args:
         leakage: The run's results.
-        named: Arguments of :func:`attribute_table`, by their names in ``save_run``.
+        named: Options of :func:`attribute_table`.
         with_texts: Whether words are saved.
     """
     count, d = leakage.ids.num_examples, leakage.num_coordinates
-    table = attribute_table(d, *named.values())
+    table = attribute_table(d, **named)
     given = [name for name, value in named.items() if value is not None]
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         remedy = "but attributes were not tracked: make_private(track=('diagonal',))"
         require(not given, f"{', '.join(given)} were given, {remedy}")
         return None
     if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
-        warnings.warn(
-            f"the attributes of chosen ids are not saved: a table of {count:,} examples and {d:,} attributes would be "
-            "mostly empty; read them with engine.get_attribute_fil(ids)",
-            stacklevel=5,
-        )
+        empty = f"a table of {count:,} examples and {d:,} attributes would be mostly empty"
+        remedy = "read them with engine.get_attribute_fil(ids)"
+        warnings.warn(f"the attributes of chosen ids are not saved: {empty}; {remedy}", stacklevel=5)
         return None
     return table if given or not with_texts else None
 
 
-def baselines(spread: DataSpread, table: AttributeTable | None) -> Yardsticks:
-    """The error of a blind guess: of inputs, and of attributes if there are any."""
-    if table is None:
-        return Yardsticks(spread.examples, spread.inputs, Spread(*np.zeros((4, 0))), {})
-    return Yardsticks(spread.examples, spread.inputs, *table.spread(spread.coordinates))
+def baselines(spread: Yardsticks, table: AttributeTable | None) -> Yardsticks:
+    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates."""
+    by_attribute = (Spread(*np.zeros((4, 0))), {}) if table is None else table.spread(spread.attributes)
+    return Yardsticks(spread.examples, spread.inputs, *by_attribute)
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

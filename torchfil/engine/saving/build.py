@@ -22,9 +22,8 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
-from torchfil.engine.saving.attributes import AttributeGroups, AttributeScales, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, read_spread
-from torchfil.engine.saving.shown import exposed_words, pixels_of_coordinates, thumbnails
+from torchfil.engine.saving.attributes import baselines, tracked_table
+from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
@@ -45,10 +44,6 @@ def build_saved_run(
     *,
     delta: float,
     title: str | None = None,
-    attribute_names: Sequence[str] | None = None,
-    attribute_units: Sequence[str] | None = None,
-    attribute_scales: AttributeScales | None = None,
-    attribute_groups: AttributeGroups | None = None,
     unit_of_inputs: str = "",
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
@@ -57,17 +52,16 @@ def build_saved_run(
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
+    **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
 
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
-    over several runs.
+    over several runs. ``named`` are options of :func:`attribute_table`.
     """
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
-    named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
-    named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
     table = tracked_table(leakage, named, with_texts=texts is not None)
     compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
     records = [each.record(ids.all()) for each in compared]
@@ -80,7 +74,7 @@ def build_saved_run(
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(passes, d, thorough=hash_data)
         if table is not None and spread is not None:
-            table = table.with_levels(spread.coordinates)
+            table = table.with_levels(spread.attributes)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, columns, pictures)
@@ -171,7 +165,7 @@ def _about(
         "dataset": {
             "num_examples": leakage.ids.num_examples,
             # the length of the longest text belongs to one example, so a redacted report must not show it
-            ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
+            ("num_coordinates" if leakage.ledger.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
             "data_sha256": data_sha256(passes.dataset) if hash_data and passes.dataset is not None else None,
         },
@@ -182,7 +176,7 @@ def _about(
         "versions": {**versions, "python": platform.python_version()},
         "probe_seed": training.run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "exact": leakage.exact,
+        "exact": leakage.conditions.exact,
     }
 
 

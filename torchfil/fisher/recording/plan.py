@@ -18,8 +18,7 @@ from torchfil.fisher.recording.jacobian import Cotangents, cut, term_of, weighte
 from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.parameters import ParameterRule
+from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
 
 logger = logging.getLogger(__name__)
 

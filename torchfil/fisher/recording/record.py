@@ -28,8 +28,7 @@ from torchfil.fisher.precision import autocast_now, wide
 from torchfil.fisher.recording.uses import Use, Uses, WatchedParameters, by_example, layouts_of
 from torchfil.fisher.rules.attention import attends_in_steps
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, rule_for
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
+from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FastFunctions, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of

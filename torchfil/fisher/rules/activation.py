@@ -58,8 +58,7 @@ class _PulledOnGPU(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gamma, kept = ctx.saved_tensors
         kernels = kernels_for(kept, reduced=True)
-        twice = kernels.tanh_pulled_twice if ctx.name == "tanh" else kernels.gelu_pulled_twice
-        return *twice(gradients[0].contiguous(), gamma, kept), None
+        return *kernels.activation_pulled_twice(ctx.name, gradients[0].contiguous(), gamma, kept), None
 
 
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # x ↦ y, y′ and y″

@@ -11,7 +11,6 @@ and, if torch's own second derivative is slow, a substitute for its forward pass
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.fisher.precision import REDUCED, wide
-from torchfil.fisher.rules.products import batched_product, gram
-from torchfil.fisher.rules.substitutes import registered
+from torchfil.fisher.rules.substitutes import Registry, batched_product, gram
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative
@@ -207,16 +205,21 @@ class LinearInWeightsRule(LayerRule):
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
         """As in :class:`LayerRule`, by the layer with u as its weights, and its backward pass from δ."""
         delta = call.delta.detach()
-        with torch.no_grad():
-            output = self.output(call, direction)
+        if "weight" in direction:
+            with torch.no_grad():
+                output = self.output(call, direction)
+        else:  # a bias alone, whatever the input
+            by_channel = [1] * delta.ndim
+            by_channel[self.channels] = -1
+            output = direction["bias"].reshape(by_channel).expand(delta.shape)
         derivatives = [(call.delta, output)] if call.delta.requires_grad else []
-        if call.input.requires_grad:
+        if call.input.requires_grad and "weight" in direction:
             derivatives.append((call.input, self.input_grad(call, direction, delta)))
         by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions then follow the memory order
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
-        """layer(a; weights := u); weights that are missing in u are 0."""
+        """layer(a; weights := u), with a bias of 0 if u has none."""
         raise NotImplementedError
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
@@ -259,6 +262,21 @@ class OuterProductRule(LinearInWeightsRule):
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
 
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, by the layer's own backward pass from weighted δ."""
+        result = {}
+        with torch.no_grad():
+            delta = call.delta * per_example(weight, call.delta)
+            if "weight" in call.parameters:
+                result["weight"] = self.weight_grad(call, delta)
+            if "bias" in call.parameters:
+                result["bias"] = delta.sum(dim=[k for k in range(delta.ndim) if k != self.channels % delta.ndim])
+        return result
+
+    def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
+        """Σ δ_t a_tᵀ over all examples, in the weight's shape."""
+        raise NotImplementedError
+
     def squares_lightly(self, call: Call) -> bool:
         """True in the Gram form: its matrices have T² numbers, fewer than the T·p of a and δ."""
         a, delta = call.input, call.delta
@@ -281,7 +299,7 @@ class OuterProductRule(LinearInWeightsRule):
         return total
 
 
-_RULES: dict[type[nn.Module] | str, LayerRule] = {}
+_RULES: Registry[LayerRule] = Registry("rule")
 
 
 def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bool = False) -> None:
@@ -297,11 +315,7 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
     Raises:
         ValueError: The class already has a rule, and ``overwrite`` is False.
     """
-    if kind in _RULES and not overwrite:
-        name = kind if isinstance(kind, str) else kind.__name__
-        raise ValueError(f"{name} already has a rule, {type(_RULES[kind]).__name__}; pass overwrite=True to replace it")
-    _RULES[kind] = rule
-    _rule_of_class.cache_clear()
+    _RULES.add(kind, rule, overwrite=overwrite)
 
 
 def rule_for(module: nn.Module) -> LayerRule:
@@ -309,14 +323,10 @@ def rule_for(module: nn.Module) -> LayerRule:
 
     A module whose weight is a function of other parameters (weight normalisation, pruning) gets the generic rule.
     """
-    rule = _rule_of_class(type(module))  # type: ignore[arg-type]
+    rule = _RULES.find(type(module))  # type: ignore[arg-type]
+    assert rule is not None  # at least that of nn.Module
     if rule.parameter_names is not None:
         for name, value in module._parameters.items():
             if value is not None and name not in rule.parameter_names:
-                return _RULES[nn.Module]
+                return _RULES.entries[nn.Module]
     return rule
-
-
-@functools.cache
-def _rule_of_class(kind: type[nn.Module]) -> LayerRule:
-    return registered(_RULES, kind) or _RULES[nn.Module]

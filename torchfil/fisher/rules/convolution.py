@@ -3,12 +3,13 @@
 torch's derivative of ``convolution_backward`` always computes the derivative with respect to the weight as well, which
 is the slowest one on a GPU. Here weights are constants, and this derivative is left out.
 
-The rule multiplies δ with the patches of the input that the convolution sees.
+The rule multiplies δ with the patches of the input that the convolution sees. Average pooling is here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import autocast_inputs
-from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, per_example, register_rule
-from torchfil.fisher.rules.products import products_of_patches
-from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
+from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, register_rule
+from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of_patches, register_substitute
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _Walk = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # size, stride, dilation, padding
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
+_LARGEST_WINDOW = 4  # of a pooling: one addition per row and column; torch handles large windows
 _MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
 
 
@@ -38,14 +39,10 @@ class ConvolutionRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """U ∗ a + b."""
-        if "weight" not in direction:
-            return direction["bias"].reshape(-1, *[1] * (call.delta.ndim - 2)).expand(call.delta.shape)
         return convolve(call.module, call.input, direction["weight"], direction.get("bias"))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """Uᵀ ∗ δ."""
-        if "weight" not in direction:
-            return torch.zeros_like(call.input)
         with torch.enable_grad():
             a, geometry = _padded(call.module, call.input)
         back = _Transposed.apply(delta, direction["weight"], a.shape, geometry)
@@ -66,20 +63,13 @@ class ConvolutionRule(OuterProductRule):
         with products_of_patches(call.delta):
             return super().products(call, other)
 
-    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
-        result = {}
-        with torch.no_grad():
-            delta = call.delta * per_example(weight, call.delta)
-            if "weight" in call.parameters:
-                a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
-                zeros, wanted = [0] * len(stride), [False, True, False]
-                result["weight"] = torch.ops.aten.convolution_backward(
-                    delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
-                )[1]
-            if "bias" in call.parameters:
-                result["bias"] = delta.transpose(0, 1).flatten(1).sum(dim=1)
-        return result
+    def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
+        """By the backward pass of the convolution itself."""
+        a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
+        zeros, wanted = [0] * len(stride), [False, True, False]
+        return torch.ops.aten.convolution_backward(
+            delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
+        )[1]
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
@@ -255,6 +245,36 @@ def _substitute(module: Any) -> Callable[..., Tensor]:
     return conv_forward
 
 
+def _pooling_substitute(module: Any) -> Callable[[Tensor], Tensor]:
+    """Average pooling by adding views, of adjacent windows or on CPUs of windows one apart: up to six times as fast."""
+    axes = 1 if isinstance(module, nn.AvgPool1d) else 2 if isinstance(module, nn.AvgPool2d) else 3
+    sizes, strides, padding = (
+        (value,) * axes if isinstance(value, int) else tuple(value)
+        for value in (module.kernel_size, module.stride, module.padding)
+    )
+    plain = not any(padding) and getattr(module, "divisor_override", None) is None and max(sizes) <= _LARGEST_WINDOW
+    one_apart = plain and set(strides) == {1}
+    adjacent = plain and sizes == strides
+
+    def forward(x: Tensor) -> Tensor:
+        whole = x.ndim == 2 + axes and not any(n % size for n, size in zip(x.shape[2:], sizes, strict=True))
+        overlap = one_apart and x.ndim == 2 + axes and x.device.type == "cpu"
+        if not overlap and not (adjacent and whole):
+            return type(module).forward(module, x)
+        for axis, size in enumerate(sizes, start=2):
+            if overlap:
+                span = x.shape[axis] - size + 1
+                first, *others = (x.narrow(axis, k, span) for k in range(size))
+            else:
+                first, *others = x.unflatten(axis, (-1, size)).unbind(axis + 1)
+            x = sum(others, start=first)
+        return x / prod(sizes)
+
+    return forward
+
+
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_rule(_kind, ConvolutionRule())
     register_substitute(_kind, _substitute, method="_conv_forward")
+for _pooling in (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d):
+    register_substitute(_pooling, _pooling_substitute)

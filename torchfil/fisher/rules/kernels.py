@@ -14,17 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_Tensors = tuple[Tensor, Tensor]
 _LARGEST_BLOCK = 4096
 _ELEMENTWISE_BLOCK = 1024
 
 
-def _row_block(size: int) -> tuple[int, int]:
-    """How much of a row is read at a time, and by how many warps."""
-    block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
-    return block, _warps(block)
-
-
 def _warps(block: int) -> int:
+    """How many warps read a block."""
     return 8 if block >= 2048 else 4 if block >= 512 else 1
 
 
@@ -151,28 +147,23 @@ def _normalised_sums_back_kernel(
 
 
 @triton.jit
-def _tanh_pulled_twice_kernel(w_at, gamma_at, y_at, to_gamma_at, to_y_at, size, BLOCK: tl.constexpr):
+def _activation_pulled_twice_kernel(
+    w_at, gamma_at, kept_at, to_gamma_at, to_kept_at, size, TANH: tl.constexpr, BLOCK: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    w = tl.load(w_at + place, mask=inside, other=0.0)
-    gamma = tl.load(gamma_at + place, mask=inside, other=0.0)
-    y = tl.load(y_at + place, mask=inside, other=0.0)
-    tl.store(to_gamma_at + place, w * (1 - y * y), mask=inside)
-    tl.store(to_y_at + place, -2 * w * gamma * y, mask=inside)
-
-
-@triton.jit
-def _gelu_pulled_twice_kernel(w_at, gamma_at, x_at, to_gamma_at, to_x_at, size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    kind = tl.float64 if x_at.dtype.element_ty == tl.float64 else tl.float32
+    kind = tl.float64 if kept_at.dtype.element_ty == tl.float64 else tl.float32
     w = tl.load(w_at + place, mask=inside, other=0.0).to(kind)
     gamma = tl.load(gamma_at + place, mask=inside, other=0.0).to(kind)
-    x = tl.load(x_at + place, mask=inside, other=0.0).to(kind)
-    density = tl.exp(-0.5 * x * x) * 0.3989422804014327
-    first = 0.5 * (1 + tl.math.erf(x * 0.7071067811865476)) + x * density
+    kept = tl.load(kept_at + place, mask=inside, other=0.0).to(kind)
+    if TANH:
+        first, second = 1 - kept * kept, -2 * kept
+    else:
+        density = tl.exp(-0.5 * kept * kept) * 0.3989422804014327
+        first = 0.5 * (1 + tl.math.erf(kept * 0.7071067811865476)) + kept * density
+        second = (2 - kept * kept) * density
     tl.store(to_gamma_at + place, w * first, mask=inside)
-    tl.store(to_x_at + place, w * gamma * (2 - x * x) * density, mask=inside)
+    tl.store(to_kept_at + place, w * gamma * second, mask=inside)
 
 
 @triton.jit
@@ -248,31 +239,29 @@ def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: 
 
     Mean and scale are [batch, groups], weight [channels].
     """
-    batch, channels, positions = x.shape
-    size = channels // groups * positions
-    block, warps = _row_block(size)
     out = torch.empty_like(x)
-    _group_pulled_kernel[(batch * groups,)](
-        gamma, x, mean, scale, x if weight is None else weight, out, size, positions, channels // groups, groups,
-        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    _over_groups(_group_pulled_kernel, (gamma, x, mean, scale), weight, groups, (out,))
     return out
 
 
 def group_pulled_twice(
     gamma: Tensor, w: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
-) -> tuple[Tensor, Tensor]:
+) -> _Tensors:
     """The derivatives of ⟨w, P(γ·weight)⟩ with respect to γ and x, each of x's shape."""
-    batch, channels, positions = x.shape
+    results = torch.empty_like(x), torch.empty_like(x)
+    _over_groups(_group_pulled_twice_kernel, (gamma, w, x, mean, scale), weight, groups, results)
+    return results
+
+
+def _over_groups(kernel: Any, given: tuple[Tensor, ...], weight: Tensor | None, groups: int, results: Any) -> None:
+    """Launch a kernel for each group of channels of each example."""
+    batch, channels, positions = results[0].shape
     size = channels // groups * positions
-    block, warps = _row_block(size)
-    to_gamma, to_x = torch.empty_like(x), torch.empty_like(x)
-    _group_pulled_twice_kernel[(batch * groups,)](
-        gamma, w, x, mean, scale, x if weight is None else weight, to_gamma, to_x,
-        size, positions, channels // groups, groups,
-        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps,
+    block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
+    kernel[(batch * groups,)](
+        *given, given[0] if weight is None else weight, *results, size, positions, channels // groups, groups,
+        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-    return to_gamma, to_x
 
 
 def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,13 +278,8 @@ def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tu
 
 
 def normalised_sums_back(
-    delta: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    sums: tuple[Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
+    delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor, sums: _Tensors, cotangents: _Tensors
+) -> _Tensors:
     """The derivatives of ⟨cotangents, :func:`normalised_sums`⟩ with respect to δ and x; ``sums`` is its result."""
     batch, channels, positions = x.shape
     groups = mean.shape[1]
@@ -311,21 +295,16 @@ def normalised_sums_back(
     return to_delta, to_x
 
 
-def tanh_pulled_twice(w: Tensor, gamma: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of ⟨w, γ(1 − y²)⟩ with respect to γ and y, for contiguous tensors of one shape."""
-    return _elementwise(_tanh_pulled_twice_kernel, w, gamma, y)
+def activation_pulled_twice(name: str, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of ⟨w, γy′⟩ with respect to γ and what is kept, for contiguous tensors of one shape.
 
-
-def gelu_pulled_twice(w: Tensor, gamma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of ⟨w, γy′(x)⟩ with respect to γ and x, y = xΦ(x), for contiguous tensors of one shape."""
-    return _elementwise(_gelu_pulled_twice_kernel, w, gamma, x)
-
-
-def _elementwise(kernel: Any, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    results = torch.empty_like(kept), torch.empty_like(kept)
-    blocks = triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK)
-    kernel[(blocks,)](w, gamma, kept, *results, kept.numel(), BLOCK=_ELEMENTWISE_BLOCK)
-    return results
+    For "tanh", y itself is kept: y′ = 1 − y². For "gelu", y = xΦ(x), x is kept.
+    """
+    to_gamma, to_kept = torch.empty_like(kept), torch.empty_like(kept)
+    _activation_pulled_twice_kernel[(triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK),)](
+        w, gamma, kept, to_gamma, to_kept, kept.numel(), TANH=name == "tanh", BLOCK=_ELEMENTWISE_BLOCK
+    )
+    return to_gamma, to_kept
 
 
 def attention_pulled_twice(
@@ -336,10 +315,9 @@ def attention_pulled_twice(
         keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
     block = triton.next_power_of_2(p.shape[-1])
-    warps = _warps(block)
     _attention_pulled_twice_kernel[(p.numel() // p.shape[-1],)](
         p, dp, c, d, p if keep is None else keep, ds, a, e, p.shape[-1], factor,
-        HAS_MASK=keep is not None, BLOCK=block, num_warps=warps,
+        HAS_MASK=keep is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return ds, a, e
 

@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil.fisher.precision import probe_dtype, probe_inputs
-from torchfil.fisher.rules.base import (
-    Call,
-    LinearInWeightsRule,
-    OuterProductRule,
-    UnsupportedCallError,
-    per_example,
-    register_rule,
-)
-from torchfil.fisher.rules.products import batched_product, gram
+from torchfil.fisher.rules.base import Call, LinearInWeightsRule, OuterProductRule, UnsupportedCallError, register_rule
+from torchfil.fisher.rules.substitutes import batched_product, gram
 
 
 class LinearRule(OuterProductRule):
@@ -29,28 +22,17 @@ class LinearRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aUᵀ + b."""
-        if "weight" not in direction:
-            return direction["bias"].expand(call.delta.shape)
         factors = call.input, direction["weight"], direction.get("bias")
         return F.linear(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
-        if "weight" not in direction:
-            return torch.zeros_like(call.input)
         factors = delta, direction["weight"]
         return torch.matmul(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
 
-    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """As in :class:`LayerRule`, one product over examples and positions."""
-        result = {}
-        with torch.no_grad():
-            delta = (call.delta * per_example(weight, call.delta)).flatten(0, -2)
-            if "weight" in call.parameters:
-                result["weight"] = delta.mT @ call.input.flatten(0, -2)
-            if "bias" in call.parameters:
-                result["bias"] = delta.sum(dim=0)
-        return result
+    def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
+        """One product over examples and positions."""
+        return delta.flatten(0, -2).mT @ call.input.flatten(0, -2)
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """All dimensions between batch and channels are positions."""

@@ -92,7 +92,13 @@ class _GroupPulled(Function):
 
     @staticmethod
     def forward(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
-        return _pulled_by_group(gamma, x, mean, scale, weight, groups)
+        batch, channels, positions = x.shape
+        kernels = kernels_for(x)
+        if kernels is not None:
+            return kernels.group_pulled(gamma, x, mean, scale, weight, groups)
+        return torch.ops.aten.native_group_norm_backward(
+            gamma, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
+        )[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -109,7 +115,7 @@ class _GroupPulled(Function):
             both_derivatives = kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups)
             return (*both_derivatives, None, None, None, None)
         each, rows = 1 if weight is None else weight[:, None], (*mean.shape, -1)
-        pulled_w = _pulled_by_group(w, x, mean, scale, None, groups)
+        pulled_w = _GroupPulled.forward(w, x, mean, scale, None, groups)
         x_hat, given = (x.reshape(rows) - mean[:, :, None]) * scale[:, :, None], (gamma * each, w, pulled_v, pulled_w)
         to_x = _second(x_hat, scale[:, :, None], *(value.reshape(rows) for value in given))
         return pulled_w * each, to_x.reshape(x.shape), None, None, None, None
@@ -122,18 +128,6 @@ def _second(x_hat: Tensor, scale: Tensor, v: Tensor, w: Tensor, pulled_v: Tensor
         for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
     )
     return torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
-
-
-def _pulled_by_group(
-    value: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
-) -> Tensor:
-    batch, channels, positions = x.shape
-    kernels = kernels_for(x)
-    if kernels is not None:
-        return kernels.group_pulled(value, x, mean, scale, weight, groups)
-    return torch.ops.aten.native_group_norm_backward(
-        value, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
-    )[0]
 
 
 class _NormalisedSums(Function):
@@ -232,14 +226,6 @@ def group_norm(
     return _GroupNorm.apply(flat, *weights, groups, eps).reshape(x.shape).to(normalised_dtype(x))
 
 
-def _layer_substitute(module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
-
-
-def _group_substitute(module: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
-
-
 def _register(kind: type[nn.Module], normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
     register_rule(kind, NormalisationRule(normalised, channels_first=channels_first))
 
@@ -249,5 +235,5 @@ _register(nn.RMSNorm, lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps),
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     _register(_kind, lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True)
 register_rule(nn.GroupNorm, GroupNormRule())
-register_substitute(nn.LayerNorm, _layer_substitute)
-register_substitute(nn.GroupNorm, _group_substitute)
+register_substitute(nn.LayerNorm, lambda m: lambda x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps))
+register_substitute(nn.GroupNorm, lambda m: lambda x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps))

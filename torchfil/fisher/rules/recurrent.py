@@ -19,8 +19,8 @@ Time is the first dimension: [T, batch, gates·H] outside, [T, probes, batch, ga
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,56 +34,12 @@ from torchfil.fisher.rules.substitutes import Function, register_substitute, rep
 
 _RULE = LinearRule()
 
-
-@dataclass(frozen=True)
-class _Sequences:
-    """The layout of the sequences outside: whole ones with batch or time first, or packed ones.
-
-    Attributes:
-        batch_first: Whether examples come before time steps.
-        packed: The packed sequences; None: whole ones.
-    """
-
-    batch_first: bool
-    packed: PackedSequence | None = None
-
-    @property
-    def _filled(self) -> Tensor:
-        """Which places of [T, batch] the packed rows fill, with the longest sequence first."""
-        assert self.packed is not None
-        sizes = self.packed.batch_sizes
-        return (torch.arange(int(sizes[0])) < sizes[:, None]).to(self.packed.data.device)
-
-    @property
-    def lengths(self) -> Tensor | None:
-        """The lengths of packed sequences, [batch]."""
-        if self.packed is None:
-            return None
-        lengths, order = self._filled.sum(dim=0), self.packed.unsorted_indices
-        return lengths if order is None else lengths[order]
-
-    def laid_out(self, data: Tensor) -> Tensor:
-        """[batch, T, …], with zeros after the ends."""
-        if self.packed is None:
-            return data if self.batch_first else data.transpose(0, 1)
-        sizes, order = self.packed.batch_sizes, self.packed.unsorted_indices
-        places = self._filled.flatten().nonzero()[:, 0]
-        rows = data.new_zeros(len(sizes) * int(sizes[0]), data.shape[1]).index_copy(0, places, data)
-        rows = rows.reshape(len(sizes), -1, data.shape[1])
-        return (rows if order is None else rows[:, order]).transpose(0, 1)
-
-    def put_back(self, values: Tensor) -> Any:
-        """From [batch, T, …] to the original layout."""
-        if self.packed is None:
-            return values if self.batch_first else values.transpose(0, 1)
-        _, sizes, order, inverse = self.packed
-        values = values.transpose(0, 1)
-        values = values if order is None else values[:, order]
-        return PackedSequence(values[self._filled], sizes, order, inverse)
+Seen = tuple[Tensor, ...]  # what a cell's sweep has kept
+Sources = tuple[Tensor | None, Tensor | None, Tensor | None]  # derivatives at a_t, m_t and m_{t−1}
 
 
 def run_recurrent(
-    module: Any, mode: str, sequences: Any, state: Any = None, *, drops_states: bool = False
+    module: Any, mode: str, sequences: Any, hx: Any = None, *, drops_states: bool = False
 ) -> tuple[Any, Any]:
     """The outputs of a recurrent module: all states of its last layer, and the last states of all layers.
 
@@ -91,7 +47,7 @@ def run_recurrent(
         module: A module with the attributes and parameter names of :class:`torch.nn.LSTM`.
         mode: The cell, by torch's name.
         sequences: Its input, a tensor or packed sequences.
-        state: The first states, h or (h, c), [layers·directions, batch, H] each; None: 0.
+        hx: The first states, h or (h, c), [layers·directions, batch, H] each; None: 0.
         drops_states: Whether dropout applies to every new state before it is used again, as in Opacus's layers, or
             between layers, as in torch's.
 
@@ -108,10 +64,11 @@ def run_recurrent(
         raise UnsupportedCallError(
             f"a {kind} with dropout={dropout} of packed sequences draws across examples; use dropout=0 there"
         )
-    layout = _Sequences(module.batch_first, packed)
-    x = layout.laid_out(sequences if packed is None else packed.data)
+    x, lengths = (sequences, None) if packed is None else _unpacked(packed)
+    time_first = packed is None and not module.batch_first
+    x = x.transpose(0, 1) if time_first else x
     cell, directions = CELLS[mode], 2 if module.bidirectional else 1
-    given = state if cell.has_memory and state is not None else (state, None)
+    given = hx if cell.has_memory and hx is not None else (hx, None)
 
     last: list[tuple[Tensor, Tensor | None]] = []
     for layer in range(module.num_layers):
@@ -119,8 +76,9 @@ def run_recurrent(
         for direction in range(directions):
             place = layer * directions + direction
             first = [None if value is None else value[place] for value in given]
+            suffix = f"l{layer}_reverse" if direction else f"l{layer}"
             drop = dropout if drops_states else 0.0
-            states, ends = _run_layer(module, mode, layer, direction == 1, x, first, layout.lengths, drop)
+            states, ends = _run_layer(module, mode, suffix, x, first, lengths, drop)
             outputs.append(states)
             last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
@@ -129,21 +87,35 @@ def run_recurrent(
 
     h = torch.stack([state for state, _ in last])
     c = torch.stack([memory for _, memory in last if memory is not None]) if cell.has_memory else None
-    return layout.put_back(x), h if c is None else (h, c)
+    x = x.transpose(0, 1) if time_first else x
+    return x if packed is None else _packed_like(packed, x), h if c is None else (h, c)
+
+
+def _unpacked(packed: PackedSequence) -> tuple[Tensor, Tensor]:
+    """Packed sequences as [batch, T, …], with zeros after the ends, and their lengths, [batch]."""
+    data, filled = packed.data, _filled(packed)
+    order = slice(None) if packed.unsorted_indices is None else packed.unsorted_indices
+    rows = data.new_zeros(filled.numel(), data.shape[1]).index_copy(0, filled.flatten().nonzero()[:, 0], data)
+    return rows.reshape(*filled.shape, -1)[:, order].transpose(0, 1), filled.sum(dim=0)[order]
+
+
+def _packed_like(packed: PackedSequence, values: Tensor) -> PackedSequence:
+    """[batch, T, …], packed in the same way."""
+    order = slice(None) if packed.sorted_indices is None else packed.sorted_indices
+    return PackedSequence(values.transpose(0, 1)[:, order][_filled(packed)], *packed[1:])
+
+
+def _filled(packed: PackedSequence) -> Tensor:
+    """Which places of [T, batch] the packed rows fill, with the longest sequence first."""
+    sizes = packed.batch_sizes
+    return (torch.arange(int(sizes[0])) < sizes[:, None]).to(packed.data.device)
 
 
 def _run_layer(
-    module: Any,
-    mode: str,
-    layer: int,
-    backwards: bool,
-    x: Tensor,
-    first: list[Tensor | None],
-    lengths: Tensor | None,
-    dropout: float,
+    module: Any, mode: str, suffix: str, x: Tensor, first: list[Any], lengths: Tensor | None, dropout: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
-    cell, suffix = CELLS[mode], f"l{layer}{'_reverse' if backwards else ''}"
+    cell, backwards = CELLS[mode], suffix.endswith("_reverse")
     names = {
         part: {kind: f"{kind}_{part}_{suffix}" for kind in ("weight", "bias")[: 2 if module.bias else 1]}
         for part in ("ih", "hh")
@@ -187,10 +159,6 @@ def _turned(values: Tensor, lengths: Tensor | None) -> Tensor:
     steps = torch.arange(values.shape[1], device=values.device)
     order = torch.where(steps < lengths[:, None], lengths[:, None] - 1 - steps, steps)
     return values.gather(1, order[:, :, None].expand(values.shape))
-
-
-def _substitute(module: nn.RNNBase) -> Callable[..., Any]:
-    return lambda sequences, hx=None: run_recurrent(module, module.mode, sequences, hx)
 
 
 def recurrence(
@@ -237,7 +205,7 @@ class _Run(Function):
             found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
         else:  # the last derivative, which may be mapped over probes
             found = _ForProbes.apply(_back, (to_h, to_m), weight, drop, ctx.cell, *seen)
-        to_gates, to_state, to_memory = found
+        to_gates, to_state, to_memory, *_ = found
         return to_gates, to_state, to_memory if ctx.cell.has_memory else None, None, None, None
 
 
@@ -247,15 +215,12 @@ class _Pulled(Function):
     @staticmethod
     def forward(
         ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Any, drop: Any, cell: Cell, *seen: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        slopes = cell.slopes(seen, drop)
-        one = tuple(None if value is None else value[:, None] for value in (to_h, to_m))
-        delta, dh, dm = _swept_back(slopes, weight, cell.gates, *one)
+    ) -> tuple[Tensor, ...]:
+        *found, dh, dm = _ForProbes.forward(_back, (to_h, to_m), weight, drop, cell, *seen)
         ctx.save_for_backward(weight, drop, dh, dm, *seen)
         ctx.cell = cell
         ctx.set_materialize_grads(False)
-        to_state, to_memory = (value[0] for value in _to_start(cell, slopes, weight, delta, dm))
-        return delta.reshape(gates.shape), to_state, to_memory
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
@@ -295,18 +260,20 @@ class _ForProbes(Function):
 
 
 def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Tensor) -> tuple[Tensor, ...]:
-    """As :class:`_Pulled`, with probes first, in and out."""
+    """δ at x, h_0 and c_0, and dh, dm at every step, with probes first, in and out."""
     slopes = cell.slopes(seen, drop)
     by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
-    delta, _, dm = _swept_back(slopes, weight, cell.gates, *by_time)
-    return delta.flatten(3).transpose(0, 1), *_to_start(cell, slopes, weight, delta, dm)
+    count = next(len(x) for x in (to_h, to_m) if x is not None)
+    delta, dh, dm = _swept_back(slopes, weight, count, *by_time)
+    at_start = _to_start(cell, slopes, weight, delta, dm)
+    return delta.flatten(3).transpose(0, 1), *at_start, dh.transpose(0, 1), dm.transpose(0, 1)
 
 
 def _twice(
     u: Any, u_h: Any, u_m: Any, weight: Tensor, drop: Any, dh: Tensor, dm: Tensor, cell: Cell, *seen: Tensor
 ) -> tuple[Tensor, ...]:
     """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and out."""
-    slopes, (steps, _, batch, width) = cell.slopes(seen, drop), dm.shape
+    slopes, (steps, batch, width) = cell.slopes(seen, drop), dm.shape
     count = next(len(x) for x in (u, u_h, u_m) if x is not None)
     state, memory = (dm.new_zeros(count, batch, width) if x is None else x for x in (u_h, u_m))
     if not cell.has_memory:
@@ -315,13 +282,12 @@ def _twice(
     u = dm.new_zeros(shape) if u is None else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
 
     gates, states, memories = _swept_on(slopes, weight, u, state, memory)
-    moved = Moved(gates, memories[:-1], memories[1:], dh, dm)
-    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, moved)
+    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, gates, memories, dh[:, None], dm[:, None])
     sources = to_memory
     if to_memory_before is not None:
         sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
         sources[:-1] += to_memory_before[1:]
-    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates, like=gates)
+    delta, _, dm_twice = _swept_back(slopes, weight, count, None, sources, to_gates)
 
     before = 0 if to_memory_before is None else to_memory_before[0]
     to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
@@ -340,23 +306,16 @@ def _to_start(
 
 
 def _swept_back(
-    slopes: Slopes,
-    weight: Tensor,
-    gates: int,
-    to_state: Tensor | None,
-    to_memory: Tensor | None,
-    to_gates: Tensor | None = None,
-    like: Tensor | None = None,
+    slopes: Slopes, weight: Tensor, count: int, to_state: Any, to_memory: Any, to_gates: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
-    given = next(x for x in (to_state, to_memory, to_gates, like) if x is not None)
-    steps, count, batch, width = *given.shape[:3], given.shape[-1]
-    delta = given.new_empty(steps, count, batch, gates, width)
-    dh, dm = (given.new_zeros(steps, count, batch, width) for _ in range(2))
+    like = slopes.into_memory
+    steps, _, batch, through, width = like.shape
+    delta = like.new_empty(steps, count, batch, len(weight) // width, width)
+    dh, dm = (like.new_zeros(steps, count, batch, width) for _ in range(2))
     flat_delta, flat_dh = delta.view(steps, count * batch, -1), dh.view(steps, count * batch, -1)
     flat_source = None if to_state is None else to_state.reshape(steps, count * batch, -1)
-    through = slopes.into_memory.shape[3]
-    into, shown = slopes.into_memory.unbind(0), slopes.memory_shown
+    into, shown = like.unbind(0), slopes.memory_shown
 
     for t in reversed(range(steps)):
         if t + 1 < steps and flat_source is not None:
@@ -413,17 +372,7 @@ class Slopes(NamedTuple):
     into_state: Tensor | None = None  # ω
 
 
-class Moved(NamedTuple):
-    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a backward sweep has left at each step."""
-
-    gates: Tensor
-    memory_before: Tensor
-    memory: Tensor
-    to_state: Tensor
-    to_memory: Tensor
-
-
-class Cell:
+class Cell(Protocol):
     """One kind of cell.
 
     Attributes:
@@ -432,28 +381,34 @@ class Cell:
     """
 
     gates: int
-    has_memory = False
+    has_memory: bool
 
-    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
         """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
-        raise NotImplementedError
 
-    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+    def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
         """The coefficients at the values of the forward pass."""
-        raise NotImplementedError
 
-    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
-        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0."""
-        raise NotImplementedError
+    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0.
+
+        Args:
+            seen: The result of :meth:`run`.
+            drop: Factors for each new state.
+            gates: The small changes ȧ.
+            memories: The small changes ṁ_0 … ṁ_T.
+            dh: The derivatives that a backward sweep has left at each h_t.
+            dm: Those at each m_t.
+        """
 
 
-class _Lstm(Cell):
+class _Lstm:
     """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)."""
 
     gates = 4
     has_memory = True
 
-    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
         steps, batch, width = len(gates), len(h), h.shape[-1]
         states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
         shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
@@ -472,7 +427,7 @@ class _Lstm(Cell):
                 states[t + 1] *= drop[t]
         return states, memories, active, shown
 
-    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+    def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
         _, memories, active, shown = seen
         i, f, g, o = active.unbind(2)
         into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
@@ -481,32 +436,33 @@ class _Lstm(Cell):
             alpha, omega = alpha * drop, omega * drop
         return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
-    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
-        _, memories, active, tau = (value[:, None] for value in seen)
-        (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), moved.gates.unbind(3)
-        dm, dh = moved.to_memory, moved.to_state if drop is None else moved.to_state * drop[:, None]
+    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+        _, c, active, tau = (value[:, None] for value in seen)
+        (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), gates.unbind(3)
+        dh = dh if drop is None else dh * drop[:, None]
         i1, f1, o1, g1 = _sigmoid_slope(i), _sigmoid_slope(f), _sigmoid_slope(o), 1 - g * g
         both, t1 = i1 * g1, 1 - tau * tau
 
         to_gates = torch.stack(
             [
                 dm * (i1 * (1 - 2 * i) * g * ai + both * ag),
-                dm * f1 * torch.addcmul(moved.memory_before, (1 - 2 * f) * memories[:-1], af),
+                dm * f1 * torch.addcmul(memories[:-1], (1 - 2 * f) * c[:-1], af),
                 dm * (both * ai - 2 * i * g * g1 * ag),
-                dh * o1 * ((1 - 2 * o) * tau * ao + t1 * moved.memory),
+                dh * o1 * ((1 - 2 * o) * tau * ao + t1 * memories[1:]),
             ],
             dim=3,
         )
-        to_memory = dh * t1 * (o1 * ao - 2 * o * tau * moved.memory)
+        to_memory = dh * t1 * (o1 * ao - 2 * o * tau * memories[1:])
         return to_gates, to_memory, dm * f1 * af
 
 
-class _Gru(Cell):
+class _Gru:
     """r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m."""
 
     gates = 4
+    has_memory = False
 
-    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
         steps, batch, width = len(gates), len(h), h.shape[-1]
         states, active = gates.new_empty(steps + 1, batch, width), gates.new_empty(steps, batch, 4, width)
         states[0] = h
@@ -522,7 +478,7 @@ class _Gru(Cell):
                 states[t + 1] *= drop[t]
         return states, active
 
-    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+    def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
         states, active = seen
         r, z, n, hidden = active.unbind(2)
         to_n = (1 - z) * (1 - n * n)
@@ -532,10 +488,10 @@ class _Gru(Cell):
             into, kept = into * drop[:, :, None], z * drop
         return Slopes(into[:, None], kept[:, None])
 
-    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
         states, active = (value[:, None] for value in seen)
-        (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), moved.gates.unbind(3)
-        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), gates.unbind(3)
+        dh = dm if drop is None else dm * drop[:, None]
         r1, z1, n1 = _sigmoid_slope(r), _sigmoid_slope(z), 1 - n * n
         r_moved, z_moved = r1 * ar, z1 * az
         q_moved = an + r_moved * hidden + r * ah  # q = a_n + r a_m
@@ -543,20 +499,21 @@ class _Gru(Cell):
         to_q = -2 * to_n * n * q_moved - dh * z_moved * n1
 
         to_r = to_q * hidden + to_n * ah
-        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (moved.memory_before - n1 * q_moved))
+        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (memories[:-1] - n1 * q_moved))
         parts = [r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n, to_z, to_q, to_q * r + to_n * r_moved]
         return torch.stack(parts, dim=3), None, dh * z_moved
 
 
-class _Elman(Cell):
+class _Elman:
     """h_t = tanh(a), or ReLU."""
 
     gates = 1
+    has_memory = False
 
     def __init__(self, function: str) -> None:
         self.function = function
 
-    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
         states = gates.new_empty(len(gates) + 1, *h.shape)
         values = torch.empty_like(states[1:])
         states[0] = h
@@ -566,17 +523,17 @@ class _Elman(Cell):
             states[t + 1] = values[t] if drop is None else values[t] * drop[t]
         return states, values
 
-    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
+    def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
         values = seen[1]
         slope = 1 - values * values if self.function == "tanh" else (values > 0).to(values.dtype)
         return Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
 
-    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
+    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
         if self.function == "relu":
             return None, None, None
         values = seen[1][:, None]
-        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
-        return (-2 * dh * values * (1 - values * values))[:, :, :, None] * moved.gates, None, None
+        dh = dm if drop is None else dm * drop[:, None]
+        return (-2 * dh * values * (1 - values * values))[:, :, :, None] * gates, None, None
 
 
 CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
@@ -588,4 +545,4 @@ def _sigmoid_slope(y: Tensor) -> Tensor:
 
 
 for _kind in (nn.LSTM, nn.GRU, nn.RNN):
-    register_substitute(_kind, _substitute, reports_uses=True)
+    register_substitute(_kind, lambda module: partial(run_recurrent, module, module.mode), reports_uses=True)

@@ -6,6 +6,8 @@ treats weights as constants. Each family of layers registers its own substitutes
 A substitute of a layer with several weights also reports each use of a weight. From outside, a recorded pass sees only
 the layer's input and output; in between, a recurrent layer uses four weights at every time step. Its substitute reports
 what each weight was applied to and the result, as if each were a layer.
+
+Products of batches of small matrices have a substitute here; the rules use it, too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.overrides import TorchFunctionMode
+
+from torchfil.fisher.precision import product_precision, products_in
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,6 @@ class _Substitute(NamedTuple):
     device: str | None
 
 
-_SUBSTITUTES: dict[type[nn.Module] | str, _Substitute] = {}
 _FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
 
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
@@ -66,13 +69,32 @@ def keeps_forward(kind: type[nn.Module], base: type[nn.Module]) -> bool:
     return not any(vital & set(vars(part)) for part in below)
 
 
-def registered(entries: Mapping[type[nn.Module] | str, Entry], kind: type[nn.Module]) -> Entry | None:
-    """The entry of a class, or of the base class whose forward pass it keeps; keys are classes or their full names."""
-    for base in kind.__mro__:
-        entry = entries.get(base) or entries.get(f"{base.__module__}.{base.__qualname__}")
-        if entry is not None and keeps_forward(kind, base):
-            return entry
-    return None
+class Registry(Generic[Entry]):
+    """Entries by class of module; or by the class's full name, if its library may be missing."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.entries: dict[type[nn.Module] | str, Entry] = {}
+        self.find = functools.cache(self._find)
+
+    def add(self, kind: type[nn.Module] | str, entry: Entry, *, overwrite: bool) -> None:
+        """Enter something for a class; ValueError if that has an entry, and ``overwrite`` is False."""
+        if kind in self.entries and not overwrite:
+            name = kind if isinstance(kind, str) else kind.__name__
+            raise ValueError(f"{name} already has a {self.what}; pass overwrite=True to replace it")
+        self.entries[kind] = entry
+        self.find.cache_clear()
+
+    def _find(self, kind: type[nn.Module]) -> Entry | None:
+        """The entry of a class, or of the base class whose forward pass it keeps."""
+        for base in kind.__mro__:
+            entry = self.entries.get(base) or self.entries.get(f"{base.__module__}.{base.__qualname__}")
+            if entry is not None and keeps_forward(kind, base):
+                return entry
+        return None
+
+
+_SUBSTITUTES: Registry[_Substitute] = Registry("substitute")
 
 
 def register_substitute(
@@ -98,16 +120,7 @@ def register_substitute(
     Raises:
         ValueError: The class already has a substitute, and ``overwrite`` is False.
     """
-    if kind in _SUBSTITUTES and not overwrite:
-        name, current = kind if isinstance(kind, str) else kind.__name__, _SUBSTITUTES[kind].make.__qualname__
-        raise ValueError(f"{name} already has a substitute, {current}; pass overwrite=True to replace it")
-    _SUBSTITUTES[kind] = _Substitute(make, method, reports_uses, device)
-    _substitute_of.cache_clear()
-
-
-@functools.cache
-def _substitute_of(kind: type[nn.Module]) -> _Substitute | None:
-    return registered(_SUBSTITUTES, kind)
+    _SUBSTITUTES.add(kind, _Substitute(make, method, reports_uses, device), overwrite=overwrite)
 
 
 @contextlib.contextmanager
@@ -119,7 +132,7 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
     changed: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            found = _substitute_of(type(module))  # type: ignore[arg-type]
+            found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
             if found is None or found.device not in (None, device):
                 continue
             if found.method not in vars(module) and module not in but:
@@ -187,7 +200,7 @@ def _kernels(device: torch.device) -> Any:
         from torchfil.fisher.rules import kernels
 
         probe = torch.ones(8, device=device)
-        kernels.tanh_pulled_twice(probe, probe, probe)
+        kernels.activation_pulled_twice("tanh", probe, probe, probe)
     except Exception as error:
         logger.info("Triton does not work on %s, so second derivatives are slower: %s", device, error)
         return None
@@ -217,7 +230,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 def reports_uses(module: nn.Module) -> bool:
     """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
-    found = _substitute_of(type(module))  # type: ignore[arg-type]
+    found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
     return found is not None and found.reports_uses
 
 
@@ -251,3 +264,99 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+def convolution_precision(tensor: Tensor) -> str:
+    """The precision that the user has set for convolutions of such tensors, for :func:`products_in`.
+
+    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
+    matrix products.
+    """
+    in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if in_tf32 else product_precision()
+
+
+_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution
+
+
+@contextlib.contextmanager
+def products_of_patches(like: Tensor) -> Iterator[None]:
+    """Inside, products have the precision set for convolutions of such tensors."""
+    token = _of_patches.set(True)
+    try:
+        with products_in(convolution_precision(like)):
+            yield
+    finally:
+        _of_patches.reset(token)
+
+
+class _BatchedProduct(Function):
+    """a @ b over leading dimensions; on CPUs, a transposed right factor is copied first.
+
+    Batched products of small matrices are several times slower on CPUs with a transposed factor, and autograd's own
+    derivative has one. The derivative is as precise as the product.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ (b.contiguous() if b.device.type == "cpu" else b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.of_patches = _of_patches.get()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        (gradient,) = gradients
+        with products_of_patches(gradient) if ctx.of_patches else contextlib.nullcontext():
+            left = batched_product(gradient, b.mT) if ctx.needs_input_grad[0] else None
+            right = batched_product(a.mT, gradient) if ctx.needs_input_grad[1] else None
+        return left, right
+
+
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b over leading dimensions, differentiable any number of times."""
+    return _BatchedProduct.apply(a, b) if torch.is_grad_enabled() else _BatchedProduct.forward(a, b)
+
+
+class _Gram(Function):
+    """x ↦ x xᵀ over leading dimensions; its derivative, (γ + γᵀ)x, is one product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _BatchedProduct.forward(x, x.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.of_patches = _of_patches.get()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        ((x,), (gradient,)) = ctx.saved_tensors, gradients
+        with products_of_patches(gradient) if ctx.of_patches else contextlib.nullcontext():
+            return batched_product(gradient + gradient.mT, x)
+
+
+def gram(x: Tensor) -> Tensor:
+    """x xᵀ of factors […, T, p], […, T, T], differentiable any number of times."""
+    return _Gram.apply(x)
+
+
+def _product_of_alike(*operands: Any, **options: Any) -> Tensor | None:
+    """:func:`batched_product` of two batches of matrices, the same number of each."""
+    if len(operands) != 2 or options or not all(isinstance(operand, Tensor) for operand in operands):
+        return None
+    a, b = operands
+    alike = a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
+    return batched_product(a, b) if alike and (is_served(a) or is_served(b)) else None
+
+
+for _function in (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm):
+    register_function(_function, _product_of_alike)
