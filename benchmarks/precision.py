@@ -17,8 +17,8 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.models import ProbePrecision
 from torchfil.fisher.operator import ClippedJacobian, Jacobian
-from torchfil.fisher.precision import ProbePrecision
 from torchfil.fisher.recording import RecordedJacobian, plan
 
 __all__ = ["precision"]

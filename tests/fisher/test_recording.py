@@ -12,7 +12,7 @@ from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brut
 from torchfil import zoo
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.precision import product_precision, products_in
+from torchfil.fisher.models import product_precision, products_in
 from torchfil.fisher.recording import RecordedJacobian, plan
 from torchfil.fisher.rules.substitutes import convolution_precision
 from torchfil.private import Private

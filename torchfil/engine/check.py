@@ -31,8 +31,7 @@ from torchfil.engine.step import private_without_labels
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
-from torchfil.fisher.models import check_modules, check_unweighted_mean
-from torchfil.fisher.precision import autocast_now
+from torchfil.fisher.models import autocast_now, check_modules, check_unweighted_mean
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule

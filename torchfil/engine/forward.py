@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
 from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.fisher import models
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
-from torchfil.fisher.models import call_with, trainable_and_constant, without_checkpoints
-from torchfil.fisher.precision import autocast_as, autocast_now, is_reduced
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, decoder_tokens
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
@@ -281,7 +280,7 @@ class LossInside:
                 for k, places in self.made_from[kind].items()
             }
         args, kwargs, outputs = map_tensors(Tensor.detach, (args, kwargs, plain(outputs)))
-        autocast = autocast_now(self.replica.device)
+        autocast = models.autocast_now(self.replica.device)
         forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks, autocast=autocast)
         if loss_grads:  # otherwise labels stay among the inputs
             own = {id(leaf) for k, leaf in enumerate(tensors_of(outputs)) if k in loss_grads}
@@ -306,11 +305,11 @@ class LossInside:
     def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""
         self.replica.follow()
-        trainable, constant = trainable_and_constant(self.replica.live)
+        trainable, constant = models.trainable_and_constant(self.replica.live)
         weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
         weights |= {name: value.clone() for name, value in constant.items()}
         with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
-            outputs = call_with(self.replica.template, weights, args, kwargs)
+            outputs = models.call_with(self.replica.template, weights, args, kwargs)
         return tensors_of(outputs), [weights[name] for name in trainable]
 
     def _gives_the_same(self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]) -> bool:
@@ -336,7 +335,7 @@ def _sources(leaves: list[Tensor], weights: list[Tensor], place: int) -> list[in
     at_others = dict(zip(others, _gradients([leaves[place]], [leaves[k] for k in others]), strict=True))
     reached = [k for k in others if bool(at_others[k].any())]
     at_weights = _gradients([leaves[place]], weights)
-    tolerance = 3e-2 if is_reduced(leaves[place].dtype) else _SAME
+    tolerance = 3e-2 if leaves[place].dtype in models.REDUCED else _SAME
     for places in [*([k] for k in reached), reached]:
         through = _gradients([leaves[k] for k in places], weights, [at_others[k] for k in places])
         if _alike(through, at_weights, tolerance):
@@ -401,7 +400,8 @@ class LoopForward:
         with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
-            autocast = autocast_as(autocast_now(device), device)  # casts of weights must not outlive an update
+            # casts of weights must not outlive an update
+            autocast = models.autocast_as(models.autocast_now(device), device)
             with torch.set_grad_enabled(with_graph), autocast, differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
@@ -464,7 +464,7 @@ class HookedForward:
         if all(map(_went_backward, self.observer.pending)):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
-        self._open.enter_context(without_checkpoints())  # Opacus's hooks would see a layer twice
+        self._open.enter_context(models.without_checkpoints())  # Opacus's hooks would see a layer twice
         if self._draws or self.replica.drops_now():
             self._open.enter_context(differentiable_twice())
             self._masks = self._open.enter_context(recorded_masks())

@@ -37,7 +37,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.precision import autocast_as, is_reduced
+from torchfil.fisher.models import REDUCED, autocast_as
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
 from torchfil.smoothness import non_smooth_operators
@@ -166,8 +166,8 @@ class Guard:
 
     def _tolerance(self, values: Tensor, call: ForwardPass) -> float:
         """How much such values may differ, relative to their size."""
-        reduced = call.autocast is not None or is_reduced(next(self.replica.live.parameters()).dtype)
-        return _tolerance(values, reduced=reduced)
+        weight = next(self.replica.live.parameters())
+        return _tolerance(values, reduced=call.autocast is not None or weight.dtype in REDUCED)
 
     # ------------------------------------------------------------------ the batch
 
@@ -177,12 +177,10 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        failed = []
-        for leaf in tensors_of((call.args, call.kwargs, targets)):
-            if leaf.is_floating_point():
-                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
-        if not failed:
+        leaves = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
+        if not leaves:
             return None
+        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in leaves]
 
         check = partial(check_finite, call.args, call.kwargs, targets)  # infinite masks are fine
         return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], check)

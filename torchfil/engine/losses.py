@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.precision import wide
+from torchfil.fisher.models import wide
 from torchfil.fisher.recording import losses_of
 from torchfil.utils.trees import map_tensors, tensors_of
 

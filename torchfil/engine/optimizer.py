@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
-from torchfil.fisher.precision import wide_dtype
+from torchfil.fisher.models import wide_dtype
 from torchfil.utils.noise import NoiseSource
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer"]

@@ -33,7 +33,7 @@ from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.precision import PROBE_PRECISIONS, ProbePrecision
+from torchfil.fisher.models import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
 from torchfil.utils.errors import require

@@ -29,7 +29,7 @@ from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.precision import autocast_now
+from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
 from torchfil.questions import Alternative, Question

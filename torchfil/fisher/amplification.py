@@ -190,8 +190,8 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
         ValueError: The name is taken.
         TypeError: The object is not an :class:`Amplification`.
     """
-    if name in _REGISTRY and not overwrite:
-        raise ValueError(f"amplification {name!r} is already registered; pass overwrite=True to replace it")
+    taken = f"amplification {name!r} is already registered; pass overwrite=True to replace it"
+    require(overwrite or name not in _REGISTRY, taken)
     _REGISTRY[name] = _checked(amplification)
 
 
@@ -277,8 +277,7 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
-    if not 0 < q <= 1:
-        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+    require(0 < q <= 1, f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

@@ -246,8 +246,7 @@ class PrivateBatch:
 
         If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
-        if max_memory <= 0:
-            raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
+        require(max_memory > 0, f"max_memory={max_memory} must be a positive number of bytes")
         mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
         size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
         for rows, part in self.gradients.chunks(max_memory, size):

@@ -22,26 +22,8 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchfil.fisher import models
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.models import (
-    call_with,
-    check_modules,
-    check_unweighted_mean,
-    first_line,
-    trainable_and_constant,
-    without_checkpoints,
-    without_opacus,
-)
-from torchfil.fisher.precision import (
-    ProbePrecision,
-    autocast_as,
-    autocast_now,
-    is_reduced,
-    probes_in,
-    products_in,
-    wide,
-    wide_dtype,
-)
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -96,7 +78,7 @@ class ExampleGradients:
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
         autocast: The dtype of autocast under which model and loss run; None: without.
-        probe_precision: The precision of products with probes, see :func:`torchfil.fisher.precision.probes_in`; None:
+        probe_precision: The precision of products with probes, see :func:`torchfil.fisher.models.probes_in`; None:
             as everything else.
         twice: Whether passes will be differentiated twice; if not, fused attention kernels may be used.
         facts: What earlier passes over the model have shown.
@@ -108,7 +90,7 @@ class ExampleGradients:
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
     autocast: torch.dtype | None = None
-    probe_precision: ProbePrecision | None = None
+    probe_precision: models.ProbePrecision | None = None
     twice: bool = True
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
@@ -123,15 +105,15 @@ class ExampleGradients:
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
                 gives more than one number for one example, or a mean weighted by class.
         """
-        check_unweighted_mean(loss_fn)
-        live, model = without_opacus(model)
-        check_modules(model)
-        parameters, constants = trainable_and_constant(live)
+        models.check_unweighted_mean(loss_fn)
+        live, model = models.without_opacus(model)
+        models.check_modules(model)
+        parameters, constants = models.trainable_and_constant(live)
         none = f"{type(model).__name__} has no trainable parameter, so its gradient releases nothing; unfreeze some"
         require(bool(parameters), none)
         examples = Examples.build(inputs, targets, private, model=live)
         device = next(iter(parameters.values())).device
-        return cls(model, loss_fn, examples, parameters, constants, autocast_now(device))
+        return cls(model, loss_fn, examples, parameters, constants, models.autocast_now(device))
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -149,7 +131,7 @@ class ExampleGradients:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is wider."""
-        return wide_dtype(next(iter(self.parameters.values())).dtype)
+        return models.wide_dtype(next(iter(self.parameters.values())).dtype)
 
     @cached_property
     def device(self) -> torch.device:
@@ -159,7 +141,7 @@ class ExampleGradients:
     @cached_property
     def reduced(self) -> bool:
         """Whether the model computes with fewer digits than float32 has."""
-        return self.autocast is not None or is_reduced(next(iter(self.parameters.values())).dtype)
+        return self.autocast is not None or next(iter(self.parameters.values())).dtype in models.REDUCED
 
     @contextlib.contextmanager
     def forward_state(self) -> Iterator[None]:
@@ -169,10 +151,10 @@ class ExampleGradients:
         """
         with contextlib.ExitStack() as stack:
             if self.autocast is not None or torch.is_autocast_enabled(self.device.type):
-                stack.enter_context(autocast_as(self.autocast, self.device))
+                stack.enter_context(models.autocast_as(self.autocast, self.device))
             if self.twice or self.examples.masks:
                 stack.enter_context(differentiable_twice())
-            stack.enter_context(without_checkpoints())
+            stack.enter_context(models.without_checkpoints())
             yield
 
     @contextlib.contextmanager
@@ -185,11 +167,11 @@ class ExampleGradients:
         reduced = self.reduced
         with differentiable_twice(), contextlib.ExitStack() as stack:
             if torch.is_autocast_enabled(self.device.type):
-                stack.enter_context(autocast_as(None, self.device))
+                stack.enter_context(models.autocast_as(None, self.device))
             if reduced:
-                stack.enter_context(products_in("tf32"))
+                stack.enter_context(models.products_in("tf32"))
             if probes and self.probe_precision is not None:
-                stack.enter_context(probes_in(self.probe_precision, reduced=reduced))
+                stack.enter_context(models.probes_in(self.probe_precision, reduced=reduced))
             yield
 
     @property
@@ -247,14 +229,14 @@ class ExampleGradients:
             by_parameter = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
             )
-            g = wide(torch.cat([part.flatten() for part in by_parameter]))
+            g = models.wide(torch.cat([part.flatten() for part in by_parameter]))
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
             slope, product = (
                 torch.autograd.grad(value, z, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
                 for value in (g.square().sum(), g @ u)
             )
-        return g.detach(), wide(slope), wide(product)
+        return g.detach(), models.wide(slope), models.wide(product)
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
@@ -304,7 +286,7 @@ class ExampleGradients:
         args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_outputs(self.model, offsets):
-            outputs = call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
+            outputs = models.call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
             many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
@@ -339,7 +321,7 @@ class ExampleGradients:
             mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
             try:
                 with alone.forward_state(), replayed_masks(examples.masks):
-                    return wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
+                    return models.wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
             except RuntimeError as error:
                 if "randomness" in str(error):
                     what = "the model draws random numbers in its forward pass (dropout called as a function?)"
@@ -354,14 +336,14 @@ class ExampleGradients:
             more = [given if dim is None else given[i] for given, dim in extra]
             try:
                 with alone.forward_state(), replayed_masks(example.masks):
-                    rows.append(wide(one(example.z[0], public, *more).detach()))
+                    rows.append(models.wide(one(example.z[0], public, *more).detach()))
             except RuntimeError as error:
                 if ran_out(error):
                     raise
                 raise UnsupportedModuleError(
-                    f"one example's gradient, or its derivative, cannot be computed ({first_line(error)}): the model "
-                    "does not run on a batch of one, or torch has no second derivative of an operation. Write it with "
-                    "others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+                    f"one example's gradient, or its derivative, cannot be computed ({models.first_line(error)}): the "
+                    "model does not run on a batch of one, or torch has no second derivative of an operation. Write it "
+                    "with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
                 ) from error
         return torch.stack(rows)
 

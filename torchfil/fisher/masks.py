@@ -95,9 +95,12 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Replayer(TorchDispatchMode):
-    def __init__(self, masks: Sequence[Tensor]) -> None:
+    """Inside, draws are replaced by masks: ``given(mask, shape)`` are the numbers that replace a draw of that shape."""
+
+    def __init__(self, masks: Sequence[Tensor], given: Callable[[Tensor, torch.Size], Tensor]) -> None:
         super().__init__()
         self.left = list(masks)
+        self.given = given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,27 +121,6 @@ class _Replayer(TorchDispatchMode):
             return args[0].copy_(self.given(mask, args[0].shape))
         like = _drawn_nowhere(func, args, kwargs)
         return self.given(mask, like.shape).to(like.dtype, copy=True)
-
-    def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers that replace a draw of that shape."""
-        return _in_shape(mask, shape)
-
-
-class _Learner(_Replayer):
-    """Gives a pass over the first example its part of a batch's masks, and notes the examples' dimension in them."""
-
-    def __init__(self, masks: Sequence[Tensor], batch: int) -> None:
-        super().__init__(masks)
-        self.batch = batch
-        self.layouts: list[_Layout] = []
-
-    def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
-        """The first example's part."""
-        layout = _Layout(shape, _dim_of_examples(mask.shape, shape, self.batch))
-        if mask.shape != layout.of_batch(self.batch):
-            raise _other_shape(shape, mask.shape)
-        self.layouts.append(layout)
-        return layout.by_example(mask, self.batch)[0]
 
 
 @contextlib.contextmanager
@@ -216,12 +198,18 @@ class MaskLayouts:
             return tuple(mask[None] for mask in masks)
         layouts, before, times = self._seen.get(kind, ((), (), 0))
         if [layout.of_batch(batch) for layout in layouts] != [mask.shape for mask in masks]:
-            learner = _Learner(masks, batch)
-            with _visible_draws(), learner:
+            learned: list[_Layout] = []
+
+            def first_example(mask: Tensor, shape: torch.Size) -> Tensor:
+                layout = _Layout(shape, _dim_of_examples(mask.shape, shape, batch))
+                if mask.shape != layout.of_batch(batch):
+                    raise _other_shape(shape, mask.shape)
+                learned.append(layout)
+                return layout.by_example(mask, batch)[0]
+
+            with replayed_masks(masks, first_example):
                 run_first()
-            if learner.left:
-                raise _other_draws("fewer random numbers than")
-            layouts, times = tuple(learner.layouts), 0
+            layouts, times = tuple(learned), 0
             if len(self._seen) >= _MOST_KINDS:
                 self._seen.clear()
         draws = getattr(masks, "draws", ())
@@ -230,10 +218,13 @@ class MaskLayouts:
 
 
 @contextlib.contextmanager
-def replayed_masks(masks: Sequence[Tensor]) -> Iterator[None]:
+def replayed_masks(
+    masks: Sequence[Tensor], given: Callable[[Tensor, torch.Size], Tensor] | None = None
+) -> Iterator[None]:
     """Inside, torch's random operations return these numbers, in order, in whatever shape a mapped pass needs.
 
-    Without masks nothing changes.
+    Without masks nothing changes. ``given`` finds the part of a mask that replaces a draw of some shape, if the masks
+    are not by example.
 
     Raises:
         UnsupportedModuleError: The pass draws more or fewer numbers than were recorded.
@@ -241,7 +232,7 @@ def replayed_masks(masks: Sequence[Tensor]) -> Iterator[None]:
     if not masks:
         yield
         return
-    with _visible_draws(), _Replayer(masks) as replayer:
+    with _visible_draws(), _Replayer(masks, given or _in_shape) as replayer:
         yield
     if replayer.left:
         raise _other_draws("fewer random numbers than")

@@ -23,13 +23,7 @@ from torchfil.fisher.gradients import LossFunction
 from torchfil.fisher.models import call_with
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
 
-__all__ = [
-    "clipped_gradients",
-    "exact_fim",
-    "exact_jacobian",
-    "poisson_amplification",
-    "poisson_fim",
-]
+__all__ = ["clipped_gradients", "exact_fim", "exact_jacobian", "poisson_amplification", "poisson_fim"]
 
 _ROWS_AT_ONCE = 256
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from torchfil.private.batches import Input, Key, as_given, is_mask, named_inputs
+from torchfil.private.submodules import Output
+from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors
 
 Coordinates = Tensor | Sequence[int] | slice | int
@@ -89,18 +91,14 @@ def superpixel(segments: Tensor, label: int) -> Tensor:
                 [ True, False]])
     """
     mask = segments == label
-    if not bool(mask.any()):
-        raise ValueError(f"label {label} does not occur in segments; it holds {segments.unique().tolist()}")
+    require(bool(mask.any()), f"label {label} does not occur in segments; it holds {segments.unique().tolist()}")
     return mask
 
 
 def floating_inputs(named: Mapping[Key, Input]) -> list[Key]:
     """The inputs that are private by default: floating-point ones except masks."""
-    return [
-        key
-        for key, given in named.items()
-        if isinstance(given.value, Tensor) and given.value.is_floating_point() and not is_mask(given.name)
-    ]
+    tensors = [(key, given) for key, given in named.items() if isinstance(given.value, Tensor)]
+    return [key for key, given in tensors if given.value.is_floating_point() and not is_mask(given.name)]
 
 
 def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -> list[Key]:
@@ -112,11 +110,10 @@ def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -
     if inputs is None:
         return [] if private.submodules else floating_inputs(named)
     wanted: list[Any] = [inputs] if isinstance(inputs, str | Integral) else list(inputs)
-    if len(set(wanted)) < len(wanted):
-        raise ValueError(f"private inputs {wanted} name one input twice; its coordinates would count twice")
+    twice = f"private inputs {wanted} name one input twice; its coordinates would count twice"
+    require(len(set(wanted)) == len(wanted), twice)
     for key in wanted:
-        if key not in named:
-            raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
+        require(key in named, f"private input {key!r} is not among the inputs {list(named)}")
         _check_floating(named[key].value, f"private input {key!r}", "For tokens name the embedding: submodule='…'.")
     return wanted
 
@@ -153,8 +150,7 @@ def flat_index(chosen: Coordinates | None, key: Key, shape: torch.Size, device: 
             f"coordinates={chosen} do not fit one example of input {key!r}, which has shape {tuple(shape)}: {error}"
         ) from error
     index = mask.reshape(-1).nonzero().flatten()
-    if index.numel() == 0:
-        raise ValueError(f"coordinates of input {key!r} choose nothing")
+    require(index.numel() > 0, f"coordinates of input {key!r} choose nothing")
     return index.to(device)
 
 
@@ -223,15 +219,7 @@ def _is_kept(mask: Tensor) -> Tensor:
     return torch.where(some, mask > 0, mask == 0)
 
 
-def own_positions(
-    lengths: Lengths | None,
-    named: Mapping[Key, Input],
-    shape: torch.Size,
-    tokens: Lengths | None = None,
-    padding: int | None = None,
-    mask_name: str = "attention_mask",
-    appended: int = 0,
-) -> OwnPositions | None:
+def own_positions(lengths: Lengths | None, named: Mapping[Key, Input], of: Output) -> OwnPositions | None:
     """Which positions of a private tensor are the example's own; None: all.
 
     ``lengths`` decides; without it, an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted)
@@ -240,26 +228,22 @@ def own_positions(
     Args:
         lengths: The user's choice.
         named: The inputs.
-        shape: The shape of the private tensor of one example, positions first.
-        tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
-        padding: Its padding token.
-        mask_name: What a mask of its positions is called; the tokens' name decides if it contains ``input_ids``.
-        appended: How many positions of padding the model itself adds behind the tokens.
+        of: The private tensor, positions first. Its ``mask_name`` counts unless its tokens' name has ``input_ids``.
     """
+    tokens, appended = of.tokens, of.appended
     if callable(lengths):
         return OwnPositions(lengths, appended=appended)
     if lengths is not None:
-        if lengths not in named:
-            raise ValueError(f"lengths={lengths!r} is not among the inputs {list(named)}")
+        require(lengths in named, f"lengths={lengths!r} is not among the inputs {list(named)}")
         return OwnPositions(lengths, inverted=named[lengths].name.endswith(_INVERTED), appended=appended)
-    if not shape:
+    if not of.shape:
         return None
-    shape = torch.Size((shape[0] - appended, *shape[1:]))
+    shape = torch.Size((of.shape[0] - appended, *of.shape[1:]))
     text = "" if tokens is None or callable(tokens) else named[tokens].name
-    masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else mask_name}
+    masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else of.mask_name}
     masks |= {f"{text}_{_INVERTED}"} | (set() if text == "tgt" else {_INVERTED, f"src_{_INVERTED}"})
     for key, (_, value, name) in named.items():
         fits = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1:] == shape[: value.ndim - 1]
         if fits and name in masks:
             return OwnPositions(key, inverted=name.endswith(_INVERTED), appended=appended)
-    return None if tokens is None or padding is None else OwnPositions(tokens, padding, appended=appended)
+    return None if tokens is None or of.padding is None else OwnPositions(tokens, of.padding, appended=appended)

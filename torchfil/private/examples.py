@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torchfil.private.batches import Input, Inputs, Key, Path, check_finite, named_inputs
 from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
 from torchfil.private.submodules import Offsets, Output, outputs_of_one_example
+from torchfil.utils.errors import require
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 Public = Any  # a tuple of positional inputs, keyword inputs and targets
@@ -139,8 +140,8 @@ class Layout:
         known = {*chosen, *private.submodules, *(output.key for output in outputs)}
         for what, given in (("coordinates", private.coordinates), ("lengths", private.lengths)):
             unknown = [key for key in given if key not in known] if isinstance(given, Mapping) else []
-            if unknown:
-                raise ValueError(f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
+            wrong = f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private"
+            require(not unknown, wrong)
 
         # A tensor that enters in several places is one private tensor: its places change together.
         of_targets = named_inputs((), {"target": targets})
@@ -158,17 +159,16 @@ class Layout:
             # A mask next to ``input_ids`` belongs to them, and none belongs to images.
             lengths = for_names(private.lengths, keys)
             of_another = value.ndim > 3 or any("input_ids" in given.name for given in named.values())
-            own = None if lengths is None and of_another else own_positions(lengths, named, value.shape[1:])
+            like = Output(str(keys[0]), str(keys[0]), value.shape[1:], value.dtype)
+            own = None if lengths is None and of_another else own_positions(lengths, named, like)
             limit = private.max_length if not outputs and value.ndim > 1 else None
             slots.append(_slot(private, keys, path, value[0:0], limit, own=own, copies=copies))
         for output in outputs:
             keys = (output.key, output.submodule)
-            tokens = (output.tokens, output.padding, output.mask_name, output.appended)
-            lengths = for_names(private.lengths, keys)
-            own = own_positions(lengths, named, output.shape, *tokens) if output.positions else None
-            like = torch.empty(0, *output.shape, dtype=output.dtype, device=tensors_of(public)[0].device)
+            own = own_positions(for_names(private.lengths, keys), named, output) if output.positions else None
+            empty = torch.empty(0, *output.shape, dtype=output.dtype, device=tensors_of(public)[0].device)
             limit = private.max_length if output.positions else None
-            slots.append(_slot(private, keys, output.submodule, like, limit, own=own))
+            slots.append(_slot(private, keys, output.submodule, empty, limit, own=own))
         if not slots:
             raise _nothing_private(named, model)
         return cls(tuple(slots))
@@ -400,8 +400,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     """The number of examples in a batch, checked to be the same in all its tensors."""
     leaves = tensors_of((args, kwargs))
-    if not leaves:
-        raise ValueError("inputs hold no tensor")
+    require(bool(leaves), "inputs hold no tensor")
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
     if len(sizes) > 1 or () in sizes:
@@ -466,8 +465,7 @@ def same_tensors(
         ValueError: A given name is unknown, or a target equals an input perhaps by chance.
     """
     unknown = [key for group in given or () for key in group if key not in places]
-    if unknown:
-        raise ValueError(f"Private(same=…) names {unknown}, and the inputs and targets are {list(places)}")
+    require(not unknown, f"Private(same=…) names {unknown}, and the inputs and targets are {list(places)}")
     groups: list[tuple[Key, ...]] = []
     for key in private:
         if any(key in group for group in groups):

@@ -25,10 +25,10 @@ _PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belo
 
 @dataclass(frozen=True)
 class Output:
-    """The output of one call of a submodule for one example.
+    """The output of one call of a submodule for one example, or an input.
 
     Attributes:
-        submodule: Its name, as in ``model.named_modules()``.
+        submodule: Its name, as in ``model.named_modules()``; that of an input.
         key: The same, with the number of the call if there are several: ``"table[1]"``.
         shape: The output's shape, without the batch dimension if that comes first.
         dtype: The output's dtype.
@@ -210,16 +210,12 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
     """The offset in the output's shape: unchanged, or with the batch in another place."""
     if output.shape[output.ndim - offset.ndim :] == offset.shape:
         return offset
-    if offset.ndim == output.ndim + 1:
-        folded = offset.flatten(0, 1)  # several rows per example, such as the choices of a question
-        behind = offset.transpose(0, 2).squeeze(0)  # positions first: [batch, T, 1, …] for [T, batch, …]
-        for other in (folded, behind):
-            if other.shape == output.shape:
-                return other
-    raise ValueError(
-        f"submodule {name!r} returned an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
-        "was expected from inputs of the same shape; a private output must have the same shape for every example"
-    )
+    # several rows per example, as the choices of a question; or positions first: [batch, T, 1, …] for [T, batch, …]
+    for other in (offset.flatten(0, 1), offset.transpose(0, 2).squeeze(0)) if offset.ndim == output.ndim + 1 else ():
+        if other.shape == output.shape:
+            return other
+    shapes = f"an output of shape {tuple(output.shape)} where {tuple(offset.shape)} was expected"
+    raise ValueError(f"submodule {name!r} returned {shapes}; a private output must have one shape for all examples")
 
 
 def _called_otherwise(name: str, times: int, expected: int) -> ValueError:

@@ -18,8 +18,8 @@ from torch.func import vmap
 from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.models import probes_are_narrow, wide
 from torchfil.fisher.operator import Jacobian, safe_reciprocal
-from torchfil.fisher.precision import probes_are_narrow, wide
 from torchfil.fisher.recording.record import RecordedForward, Recording, backward_pass, forward_pass, record
 from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
 from torchfil.utils.trees import map_tensors

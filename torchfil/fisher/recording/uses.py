@@ -148,11 +148,8 @@ class Uses:
 
     def overwritten(self) -> bool:
         """Whether an input or an output of a layer has been changed in place since it was noted."""
-        for use in self.noted:
-            for tensor, version in use.versions:
-                if tensor._version != version:
-                    return True
-        return False
+        changed = [tensor for use in self.noted for tensor, version in use.versions if tensor._version != version]
+        return bool(changed)
 
 
 def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:
@@ -251,18 +248,13 @@ class WatchedParameters(TorchFunctionMode):
 
     def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
         """The names of the parameters that these tensors are functions of."""
-        return tuple(
-            dict.fromkeys(
-                name for tensor in tensors if id(tensor) in self._functions for name in self._functions[id(tensor)][1]
-            )
-        )
+        functions = [self._functions[id(tensor)] for tensor in tensors if id(tensor) in self._functions]
+        return tuple(dict.fromkeys(name for _, names in functions for name in names))
 
     def _understands(self, operation: Operation) -> bool:
         """Whether its input depends on the examples, and its weights do not."""
-        return id(operation.input) not in self._functions and not any(
-            self._depends_on_examples(weight) and id(weight) not in self._functions
-            for weight in operation.weights.values()
-        )
+        others = [weight for weight in operation.weights.values() if id(weight) not in self._functions]
+        return id(operation.input) not in self._functions and not any(map(self._depends_on_examples, others))
 
     def _used(self, operation: Operation) -> Tensor:
         """The operation's output with constant weights, and the use noted if the examples' dimension is known."""

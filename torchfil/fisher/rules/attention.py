@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import autocast_as, autocast_inputs, is_reduced, product_precision, products_in
+from torchfil.fisher.models import REDUCED, autocast_as, autocast_inputs, product_precision, products_in
 from torchfil.fisher.rules.substitutes import Function, kernels_for, register_function, register_substitute
 
 
@@ -229,7 +229,7 @@ def attention(
     if not any(x.requires_grad for x in given) or (attn_mask is not None and attn_mask.requires_grad):
         return None
     cast = autocast_inputs(*given)
-    reduced, dtype = is_reduced(cast[0].dtype), cast[0].dtype
+    reduced, dtype = cast[0].dtype in REDUCED, cast[0].dtype
     q, k, v = ((x.float() if reduced else x).reshape(-1, *x.shape[2:]).contiguous() for x in cast)
 
     # Drawn by dropout itself, in the scores' shape, so that masks are recorded and replayed like torch's own.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.precision import REDUCED, wide
+from torchfil.fisher.models import REDUCED, wide
 from torchfil.fisher.rules.substitutes import Registry, batched_product, gram
 from torchfil.utils.trees import map_tensors, tensors_of
 

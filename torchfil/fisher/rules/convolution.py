@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import autocast_inputs
+from torchfil.fisher.models import autocast_inputs
 from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of_patches, register_substitute
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import probe_dtype, probe_inputs
+from torchfil.fisher.models import probe_dtype, probe_inputs
 from torchfil.fisher.rules.base import Call, LinearInWeightsRule, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import batched_product, gram
 

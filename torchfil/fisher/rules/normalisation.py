@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import normalised_dtype, wide
+from torchfil.fisher.models import normalised_dtype, wide
 from torchfil.fisher.rules.base import Call, LayerRule, register_rule
 from torchfil.fisher.rules.substitutes import Function, kernels_for, register_substitute
 
@@ -188,9 +188,8 @@ class _LayerPulled(Function):
 
 def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """P(v)."""
-    return torch.ops.aten.native_layer_norm_backward(v, x, x.shape[-1:], mean, scale, None, None, [True, False, False])[
-        0
-    ]
+    back = torch.ops.aten.native_layer_norm_backward
+    return back(v, x, x.shape[-1:], mean, scale, None, None, [True, False, False])[0]
 
 
 def layer_norm(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.precision import wide
+from torchfil.fisher.models import Replaced, wide
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
 from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
@@ -55,34 +54,30 @@ class GenericRule(LayerRule):
 
         try:
             mapped = vmap(one, in_dims=(of_args, of_kwargs, 0))
-            with _WeightsApart():
+            with Replaced(_WEIGHTS_APART):
                 return mapped(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:
             raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
 
 
-class _WeightsApart(TorchFunctionMode):
-    """Inside, layer_norm and instance_norm apply their weights in a separate operation.
+def _weights_apart(function: Any, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Tensor:
+    """layer_norm or instance_norm, whose arguments have these names, with weights applied in a separate operation.
 
     Otherwise vmap(vjp) has correct values but a wrong derivative with respect to the input (torch 2.13;
     docs/decisions.md).
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _NORMS:
-            return func(*args, **kwargs)
-        given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
-        weight, bias = given.pop("weight", None), given.pop("bias", None)
-        result = func(**given)
-        by_channel = (-1, *[1] * (result.ndim - 2)) if func is F.instance_norm else tuple(given["normalized_shape"])
-        result = result if weight is None else result * weight.reshape(by_channel)
-        return result if bias is None else result + bias.reshape(by_channel)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    weight, bias = given.pop("weight", None), given.pop("bias", None)
+    result: Tensor = function(**given)
+    by_channel = (-1, *[1] * (result.ndim - 2)) if function is F.instance_norm else tuple(given["normalized_shape"])
+    result = result if weight is None else result * weight.reshape(by_channel)
+    return result if bias is None else result + bias.reshape(by_channel)
 
 
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 _NORMS = {F.layer_norm: _LAYER_NORM, torch.layer_norm: _LAYER_NORM, F.instance_norm: _INSTANCE_NORM}
+_WEIGHTS_APART = {norm: functools.partial(_weights_apart, norm, names) for norm, names in _NORMS.items()}
 
 
 def _dimension(call: Call, slot: int | str, value: Any) -> int | None:

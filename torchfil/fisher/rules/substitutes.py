@@ -22,9 +22,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
-from torch.overrides import TorchFunctionMode
 
-from torchfil.fisher.precision import product_precision, products_in
+from torchfil.fisher.models import REDUCED, Replaced, product_precision, products_in
 
 logger = logging.getLogger(__name__)
 
@@ -144,25 +143,14 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
             delattr(module, method)
 
 
-def register_function(
-    function: Callable[..., Any], substitute: Callable[..., Tensor | None], *, device: str = "cpu"
-) -> None:
+def register_function(function: Any, substitute: Callable[..., Tensor | None], *, device: str = "cpu") -> None:
     """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch."""
     _FUNCTIONS[device][function] = substitute
 
 
-class FastFunctions(TorchFunctionMode):
+def fast_functions(device: str) -> Replaced:
     """Inside, functions that have a substitute on this device ("cpu", "cuda") are computed by it."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self._substitutes = _FUNCTIONS.get(device, {})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        substitute = self._substitutes.get(func)
-        result = substitute(*args, **kwargs) if substitute is not None else None
-        return func(*args, **kwargs) if result is None else result
+    return Replaced(_FUNCTIONS.get(device, {}))
 
 
 def is_served(value: Any) -> bool:
@@ -170,13 +158,9 @@ def is_served(value: Any) -> bool:
 
     They do not apply under autocast, which cannot see inside them.
     """
-    return (
-        isinstance(value, Tensor)
-        and value.requires_grad
-        and value.device.type == "cpu"
-        and value.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
-    )
+    if not isinstance(value, Tensor) or not value.requires_grad or value.device.type != "cpu":
+        return False
+    return value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
 
 
 def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
@@ -187,9 +171,7 @@ def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
     """
     if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
         return None
-    served = tensor.dtype in (torch.float32, torch.float64) or (
-        reduced and tensor.dtype in (torch.bfloat16, torch.float16)
-    )
+    served = tensor.dtype in (torch.float32, torch.float64) or (reduced and tensor.dtype in REDUCED)
     return _kernels(tensor.device) if served else None
 
 
