@@ -16,7 +16,8 @@ from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, record
+from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass
+from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules import register_rule
 from torchfil.fisher.rules.linear import LinearRule
 

@@ -218,9 +218,8 @@ class Executor:
             if not self._halve_memory(batch, wanted, reason):
                 self.memory_limit = before
                 raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
-                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
-                    "(num_probes=)."
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken: "
+                    "free memory on that device, track less (track=()), or use fewer probes (num_probes=)."
                 )
 
     def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
@@ -239,8 +238,7 @@ class Executor:
             self._warned = True
             warnings.warn(
                 f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at "
-                "once, as later ones will be. The numbers are the same up to rounding; "
-                f"Execution(max_memory={limit}) starts with that size.",
+                f"once, as later ones will be, with the same numbers. Execution(max_memory={limit}) starts like that.",
                 stacklevel=2,
             )
         return True
@@ -257,9 +255,8 @@ class Executor:
                 chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
                 count, seeds = len(batch.gradients.examples), recorded.seeds
                 at_once = batch.probes_at_once(len(seeds), self.memory_limit)
-                values = values_of(
-                    batch, chunks, recorded, Draws(seeds, slice(0, count), count, 1, at_once), wanted.rate
-                )
+                draws = Draws(seeds, slice(0, count), count, 1, at_once)
+                values = values_of(batch, chunks, recorded, draws, wanted.rate)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
             self._plans[self._key(batch.gradients)] = found
@@ -669,8 +666,5 @@ def _log_plan(tried: Plan, autocast: torch.dtype | None) -> None:
         without = ", and without autocast, which torch.func does not support" if autocast is not None else ""
         logger.warning("gradients are mapped over examples (vmap), which is slower%s: %s", without, tried.reason)
     elif tried.generic:
-        logger.info(
-            "no layer rule for %s: their gradients are formed example by example, which is slower (CONTRIBUTING.md "
-            "shows how to add one)",
-            ", ".join(tried.generic),
-        )
+        how = "their gradients are formed example by example, which is slower (CONTRIBUTING.md shows how to add one)"
+        logger.info("no layer rule for %s: %s", ", ".join(tried.generic), how)

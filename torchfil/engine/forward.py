@@ -30,6 +30,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, decoder_tokens
+from torchfil.utils.errors import require
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -114,10 +115,8 @@ class ForwardPass:
     @property
     def ended_at_loss(self) -> bool:
         """Whether the only gradient is at the model's own loss, and this loss cannot be computed from other outputs."""
-        if not self.output_grads or self.loss_grads:
-            return False
-        leaves = tensors_of(self.outputs)
-        return all(leaves[k].ndim == 0 for k in self.output_grads)
+        leaves = tensors_of(self.outputs) if self.output_grads and not self.loss_grads else []
+        return bool(leaves) and all(leaves[k].ndim == 0 for k in self.output_grads)
 
     @property
     def output_gradients(self) -> list[Tensor]:
@@ -185,9 +184,8 @@ class Observer:
         if self.touched:
             names = ", ".join(sorted(self.touched))
             raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {names} directly. It may be a "
-                "penalty on the weights (use weight_decay), a pass in eval mode, or one of the model that you passed: "
-                f"call model.train(), and call the returned model. {_HOW_TO_DROP}"
+                f"part of the loss does not go through the model's output: it reached {names} directly. Call only the "
+                f"returned model, in training mode; penalise weights by weight_decay. {_HOW_TO_DROP}"
             )
         if not finished:
             raise RuntimeError(
@@ -201,9 +199,8 @@ class Observer:
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
             raise ValueError(
-                "the model was called several times on one batch since the last step, but an example's gradient is "
-                "clipped once, over all calls. Pass one module to make_private that calls it and returns all outputs, "
-                f"with criterion=<function(outputs, targets)>. {_HOW_TO_DROP}"
+                "the model was called several times on one batch since the last step, but gradients are clipped once, "
+                f"over all calls. Pass one module that makes them, and its loss as criterion=. {_HOW_TO_DROP}"
             )
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             raise ValueError(
@@ -586,10 +583,8 @@ def without_compiler(module: nn.Module) -> nn.Module:
     original = getattr(module, "_orig_mod", module)
     compiled = original is not module
     for name, part in original.named_modules():
-        if hasattr(part, "_orig_mod"):
-            raise ValueError(
-                f"the part {name!r} of the model was compiled separately (torch.compile); do not compile it"
-            )
+        alone = hasattr(part, "_orig_mod")
+        require(not alone, f"the part {name!r} of the model was compiled separately (torch.compile); do not compile it")
         compiled |= part._compiled_call_impl is not None
         part._compiled_call_impl = None
     if compiled:

@@ -20,19 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfil.engine import losses
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.loader import BatchTracker, split_batch
-from torchfil.engine.losses import (
-    NO_TARGETS,
-    WEIGHTED_BY_TOKENS,
-    IdentifiedLoss,
-    LossMismatchError,
-    TokenMean,
-    check_equal_weights,
-    check_loss,
-    identify_loss,
-    relative_differences,
-)
+from torchfil.engine.losses import NO_TARGETS, WEIGHTED_BY_TOKENS, IdentifiedLoss, LossMismatchError, TokenMean
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
@@ -305,7 +296,8 @@ class Guard:
         _check_finite_outputs(call)
         if not call.ended_at_loss:
             try:
-                return identify_loss(call.outputs, self.targets(call), self.observed(call), self.options.loss_reduction)
+                observed, reduction = self.observed(call), self.options.loss_reduction
+                return losses.identify_loss(call.outputs, self.targets(call), observed, reduction)
             except LossMismatchError:
                 if not call.output_grads.keys() <= call.loss_grads.keys():  # other outputs have a gradient, too
                     raise
@@ -322,7 +314,7 @@ class Guard:
         _check_finite_outputs(call)
         if call.ended_at_loss and not loss.is_models_own:
             raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
-        if check_loss(loss, call.outputs, self.targets(call), self.observed(call)):
+        if losses.check_loss(loss, call.outputs, self.targets(call), self.observed(call)):
             if by_opacus:
                 raise LossMismatchError(_WEIGHTED_BY_OPACUS)
             self._warn_once(WEIGHTED_BY_TOKENS)
@@ -345,7 +337,7 @@ class Guard:
         """Do the gradients at the outputs, ours and the loop's, agree?"""
         observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
         tolerance = self._tolerance(next(leaf for leaf in observed if leaf.is_floating_point()), call)
-        differences = relative_differences(list(ours), observed, weightings)
+        differences = losses.relative_differences(list(ours), observed, weightings)
 
         def error() -> Exception | None:
             apart = float(differences.min())
@@ -406,9 +398,8 @@ class Guard:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError(
                 "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                f"up to {apart:.3g}, the largest being {largest:.3g}): part of the loss does not go through the "
-                "model's output, the model mixes examples, or Opacus's rule for a layer is wrong here (convolutions "
-                f"with channels last in memory). grad_sample_mode='auto' needs none of its rules. {_NOT_TAKEN}"
+                f"{apart:.3g}, the largest being {largest:.3g}): part of the loss does not go through the output, the "
+                f"model mixes examples, or Opacus has a wrong rule; grad_sample_mode='auto' needs none. {_NOT_TAKEN}"
             )
 
         return Flag(_is_far(distance, tolerance) | (distance[1] == 0), error)
@@ -450,7 +441,7 @@ class Guard:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
         self.add(self.compare_losses(call, loss, ours))
         self.raise_if_any()
-        if not loss.is_models_own and check_equal_weights(loss, call.outputs, self.targets(call)):
+        if not loss.is_models_own and losses.check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early

@@ -207,9 +207,8 @@ def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor 
 
 def _agreements(loss: IdentifiedLoss, alone: Any, observed: Any, targets: Any) -> list[bool]:
     """Whether the gradients agree, for each of the loss's weightings; rounding may cause a small difference."""
-    tolerance = max(
-        _TOLERANCE.get(leaf.dtype, _LOOSE_TOLERANCE) for leaf in tensors_of(alone) if leaf.is_floating_point()
-    )
+    dtypes = [leaf.dtype for leaf in tensors_of(alone) if leaf.is_floating_point()]
+    tolerance = max(_TOLERANCE.get(dtype, _LOOSE_TOLERANCE) for dtype in dtypes)
     return [each < tolerance for each in relative_differences(alone, observed, loss.weightings(targets)).tolist()]
 
 
@@ -300,8 +299,7 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
             return not agrees[0]
     raise LossMismatchError(
         f"the criterion ({loss.name}) has another gradient on this batch than the mean or sum of its values on single "
-        "examples: it mixes examples, or weights them by others, as class weights with reduction='mean' do, so no "
-        "example has its own loss. Use reduction='sum'. This step was not taken."
+        "examples: it mixes them, as class weights with reduction='mean' do; use 'sum'. This step was not taken."
     )
 
 
@@ -327,11 +325,10 @@ def _are_classes(targets: Tensor, outputs: Tensor) -> bool:
     return bool(((targets == -100) | ((targets >= 0) & (targets < outputs.shape[1]))).all())
 
 
-def _reshaped(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+def _reshaped(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor) -> Tensor:
     """The loss with targets in the outputs' shape: the loop's ``y.unsqueeze(1).float()``."""
     targets = targets if targets.is_floating_point() else targets.to(outputs.dtype)
-    result: Tensor = loss(outputs, targets.reshape(outputs.shape))
-    return result
+    return loss(outputs, targets.reshape(outputs.shape))
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:

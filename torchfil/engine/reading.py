@@ -177,9 +177,8 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
     leakage = training.run.leakage
     if not leakage.ledger.same_coordinates:
         raise ValueError(
-            "examples have different numbers of private coordinates (texts of different lengths), but a "
-            "population bound needs one number: take those of one length, "
-            "torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
+            "examples have different numbers of private coordinates (texts of different lengths); take those of one "
+            "length: torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
         )
     trace = leakage.get_trace()
     if prior is None:
@@ -200,9 +199,8 @@ def rdp_bound(releases: Releases, num_coordinates: int, diameters: Any, reading:
     require(reading in ("replace-one", "paper"), f"reading={reading!r} must be 'replace-one' or 'paper'")
 
     def rdp(order: float) -> float:
-        return sum(
-            float(compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=order)) for sigma, q, steps in releases
-        )
+        parts = [compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=order) for sigma, q, steps in releases]
+        return sum(map(float, parts))
 
     epsilon = replace_one_rdp(rdp) if reading == "replace-one" else rdp(2.0)
     return mse_from_rdp(epsilon, torch.as_tensor(diameters, dtype=torch.float64).expand(num_coordinates))

@@ -212,9 +212,8 @@ class Run:
         if len(ids) != num_gradients:
             raise RuntimeError(
                 f"{len(ids)} examples were seen in {len(calls)} forward passes, but there are {num_gradients} "
-                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
-                "twice, put both calls into one module. Examples must lie along the first dimension of the model's "
-                "outputs, and of its inputs unless batch_first=False."
+                "per-example gradients. Call the model once per batch, with the whole batch; further calls belong into "
+                "one module. The first dimension of outputs, and of inputs (batch_first=False), runs over examples."
             )
         staged = self._staged_ids
         together = {*ids, *staged}
@@ -242,11 +241,10 @@ class Run:
             self._keys = [key for keys in by_rank for key in keys]
             if len(set(self._keys)) < len(self._keys):
                 twice = next(key for key, count in Counter(self._keys).items() if count > 1)
+                ranks = [rank for rank, keys in enumerate(by_rank) if twice in keys]
                 raise StepNotTakenError(
-                    f"example {twice!r} is in this step's batches of ranks "
-                    f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice "
-                    "under one draw of noise. Give every rank its own shards (the same sampler.set_epoch on all). This "
-                    "step was not taken."
+                    f"example {twice!r} is in this step's batches of ranks {ranks}: its gradient would count twice. "
+                    "Give every rank its own shards (the same sampler.set_epoch on all). This step was not taken."
                 )
         return self._keys
 

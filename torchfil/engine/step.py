@@ -33,6 +33,7 @@ from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
 from torchfil.questions import Alternative, Question
+from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Step", "private_without_labels"]
@@ -444,8 +445,7 @@ def private_without_labels(private: Private | None, args: tuple[Any, ...], kwarg
     if private is not None or not kwargs:
         return private
     labels = [key for key in kwargs if is_target_name(key)]
-    named: dict[int | str, Any] = dict(enumerate(args))
-    named.update(kwargs)
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     others = [key for key in floating if key not in labels]
     return Private(inputs=others) if others and others != floating else None
@@ -486,10 +486,8 @@ def with_alternatives(
     places: list[tuple[str, tuple[int | None, ...]]] = []
     for name, question in questions.items():
         answers = question.alternatives(inputs, targets)
-        if len(answers) != len(question.answers):
-            raise ValueError(
-                f"the question {name!r} gave {len(answers)} alternatives for its {len(question.answers)} answers"
-            )
+        counts = f"{len(answers)} alternatives for its {len(question.answers)} answers"
+        require(len(answers) == len(question.answers), f"the question {name!r} gave {counts}")
         own: list[int | None] = []
         for answer, other in zip(question.answers, answers, strict=True):
             own.append(None if other is None else len(alternatives))
@@ -506,10 +504,8 @@ def _laid_out(what: str, other: Alternative, examples: Examples, check_values: b
     public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
     given, true = tensors_of(public), tensors_of(examples.public)
     shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
-    if shapes != wanted:
-        raise ValueError(
-            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
-        )
+    apart = f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
+    require(shapes == wanted, apart)
     try:
         if check_values:
             check_finite(*public)

@@ -196,9 +196,8 @@ class ExampleGradients:
 
         examples = replace(self.examples, z=self.examples.z.double(), public=map_tensors(doubled, self.examples.public))
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
-        return replace(
-            self, examples=examples, parameters=parameters, constants=constants, autocast=None, probe_precision=None
-        )
+        own = {"examples": examples, "parameters": parameters, "constants": constants}
+        return replace(self, **own, autocast=None, probe_precision=None)
 
     def gradients(self) -> Tensor:
         """g of every example, [batch, p]."""
@@ -350,10 +349,8 @@ class ExampleGradients:
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
         """A vector of length p by parameter name, in the parameters' shapes."""
         pieces = u.split([value.numel() for value in self.parameters.values()])
-        return {
-            name: piece.reshape(value.shape)
-            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
-        }
+        named = zip(self.parameters.items(), pieces, strict=True)
+        return {name: piece.reshape(value.shape) for (name, value), piece in named}
 
 
 def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:

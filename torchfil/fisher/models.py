@@ -171,11 +171,9 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
         where = f"{name or type(model).__name__} ({type(module).__name__})"
         trains = module.training or any(value.requires_grad for value in module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and trains:
-            fix = "opacus.validators.ModuleValidator.fix does"
-            if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
-                act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
-                parts = f"GroupNorm(1, {module.num_features}){act}"
-                fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
+            # timm's layers hold an activation, and are unknown to Opacus
+            own = type(module).__module__.startswith("torch.")
+            fix = "opacus.validators.ModuleValidator.fix does" if own else "and its activation, by model.set_submodule"
             wrong = f"{where}: batch normalisation mixes the examples of a batch"
             raise UnsupportedModuleError(f"{wrong}. Use GroupNorm ({fix}), or freeze it and put it in eval mode.")
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:

@@ -185,15 +185,19 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
 
     def add(name: str, _module: nn.Module, _inputs: Any, _more: Any, output: Tensor) -> Tensor:
         calls[name] += 1
-        if calls[name] > len(offsets[name]):
-            raise _called_otherwise(name, calls[name], len(offsets[name]))
+        if calls[name] > len(offsets[name]):  # refused below
+            return output
         return output + _fitting(name, offsets[name][calls[name] - 1], output).to(output.dtype)
 
     with _hooks(model, offsets, add):
         yield
     for name, times in calls.items():
-        if times < len(offsets[name]):
-            raise _called_otherwise(name, times, len(offsets[name]))
+        expected = len(offsets[name])
+        if times != expected:
+            raise ValueError(
+                f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass "
+                "over another example; only outputs whose number does not depend on the values can be private"
+            )
 
 
 @contextlib.contextmanager
@@ -216,14 +220,6 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
             return other
     shapes = f"an output of shape {tuple(output.shape)} where {tuple(offset.shape)} was expected"
     raise ValueError(f"submodule {name!r} returned {shapes}; a private output must have one shape for all examples")
-
-
-def _called_otherwise(name: str, times: int, expected: int) -> ValueError:
-    """The error for a submodule that is not called as often as in a pass over one example."""
-    return ValueError(
-        f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass over "
-        "another example; only outputs whose number does not depend on the values can be private"
-    )
 
 
 def _inputs_by_storage(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sources:

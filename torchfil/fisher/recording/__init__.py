@@ -2,16 +2,7 @@
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.plan import Plan, plan
-from torchfil.fisher.recording.record import RecordedForward, forward_pass, losses_of, record
+from torchfil.fisher.recording.record import RecordedForward, forward_pass, losses_of
 from torchfil.fisher.rules.base import UnsupportedCallError
 
-__all__ = [
-    "Plan",
-    "RecordedForward",
-    "RecordedJacobian",
-    "UnsupportedCallError",
-    "forward_pass",
-    "losses_of",
-    "plan",
-    "record",
-]
+__all__ = ["Plan", "RecordedForward", "RecordedJacobian", "UnsupportedCallError", "forward_pass", "losses_of", "plan"]

@@ -192,8 +192,7 @@ def term_of(recording: Recording, calls: Sequence[Call]) -> Tensor:
     """One term of ‖g‖², [batch]."""
     if len(calls) == 1 and len(set(calls[0].shared_names.values())) == len(calls[0].shared_names):
         call = calls[0].wide() if recording.narrow else calls[0]
-        square: Tensor = call.rule.squared_norm(call)
-        return square
+        return call.rule.squared_norm(call)
     summed: dict[str, Tensor] = {}
     for call in calls:
         _add_gradients(summed, call)
@@ -219,9 +218,7 @@ def gradient_products(own: Recording, other: Recording) -> Tensor:
         UnsupportedCallError: The model did not call the same layers in both passes.
     """
     if [call.name for call in own.calls] != [call.name for call in other.calls]:
-        raise UnsupportedCallError(
-            "the model calls other layers for an alternative answer than for the original examples"
-        )
+        raise UnsupportedCallError("the model calls other layers for an alternative answer than for the true one")
     uses = Counter(name for call in own.calls for name in call.shared_names.values())
     total = own.losses.new_zeros(3, len(own.losses))
     shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}

@@ -150,9 +150,8 @@ def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], boo
     tensors = (gradients.examples.z, *gradients.examples.tensors)
     telling: list[int] = []
     for row in candidates:
-        if any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling):
-            continue
-        if has_gradient(row):
+        known = any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling)
+        if not known and has_gradient(row):
             telling.append(row)
         if len(telling) == 2:
             break

@@ -279,7 +279,7 @@ class WatchedParameters(TorchFunctionMode):
         def rows_of(tensor: Tensor) -> Tensor:
             if id(tensor) not in self._functions:
                 return tensor
-            meeting = self._meeting(tensor, _shape_for(tensor, shape, operation), operation) if served else None
+            meeting = self._meeting(tensor, shape, operation) if served else None
             if meeting is None:
                 self.unserved.update(self._functions[id(tensor)][1])
                 return tensor
@@ -302,8 +302,10 @@ class WatchedParameters(TorchFunctionMode):
                 return torch.Size((*given["query"].shape[:-1], given["key"].shape[-2]))
         return None
 
-    def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> ParameterUse | None:
-        """The meeting; None if the examples' dimension is not known."""
+    def _meeting(self, tensor: Tensor, shape: torch.Size | None, operation: str) -> ParameterUse | None:
+        """The meeting in a shape from :meth:`_met_in`; None if the examples' dimension is not known."""
+        if shape is None or operation in _PRODUCTS:
+            shape = tensor.shape if shape is None else torch.Size((*shape, *tensor.shape[-2:]))
         names = self._functions[id(tensor)][1]
         dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
         if dim is None or self._uses.learning:
@@ -320,10 +322,3 @@ class WatchedParameters(TorchFunctionMode):
 
 def _takes_the_shape_only(operation: str) -> bool:
     return operation.startswith("new_") or operation in ("empty_like", "full_like", "ones_like", "zeros_like")
-
-
-def _shape_for(tensor: Tensor, shape: torch.Size | None, operation: str) -> torch.Size:
-    """The shape that a function of parameters is broadcast to when it meets the examples."""
-    if shape is None:
-        return tensor.shape
-    return torch.Size((*shape, *tensor.shape[-2:])) if operation in _PRODUCTS else shape

@@ -204,9 +204,8 @@ class _Transposed(Function):
 def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
     """Whether :func:`_by_phases` is faster than torch's own: if the kernel's size is a multiple of the stride."""
     stride, padding, dilation, groups = geometry
-    whole = all(
-        size % step == 0 and pad < size for size, step, pad in zip(weight.shape[2:], stride, padding, strict=True)
-    )
+    axes = zip(weight.shape[2:], stride, padding, strict=True)
+    whole = all(size % step == 0 and pad < size for size, step, pad in axes)
     return weight.ndim == 4 and groups == 1 and set(dilation) == {1} and whole and weight.shape[1] >= _MANY_CHANNELS
 
 

@@ -432,8 +432,7 @@ class _Lstm:
         i, f, g, o = active.unbind(2)
         into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
         alpha, omega = o * (1 - shown * shown), shown * _sigmoid_slope(o)
-        if drop is not None:
-            alpha, omega = alpha * drop, omega * drop
+        alpha, omega = (value if drop is None else value * drop for value in (alpha, omega))
         return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
     def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
