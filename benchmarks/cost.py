@@ -109,7 +109,7 @@ def _gpt2() -> nn.Module:
 
 
 def _timm() -> Any:
-    """timm, also where ``make test-integrations`` puts it, beside the environment and with a torchvision without CUDA."""
+    """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision without CUDA."""
     sys.path.append(str(Path(sys.prefix) / "vision"))
     from tests.opacus_suite.vision import import_torchvision
 
