@@ -168,10 +168,12 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        leaves = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
-        if not leaves:
+        failed = []
+        for leaf in tensors_of((call.args, call.kwargs, targets)):
+            if leaf.is_floating_point():
+                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
+        if not failed:
             return None
-        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in leaves]
 
         check = partial(check_finite, call.args, call.kwargs, targets)  # infinite masks are fine
         return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], check)

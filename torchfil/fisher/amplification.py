@@ -277,7 +277,8 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
-    require(0 < q <= 1, f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+    if not 0 < q <= 1:  # at every step
+        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

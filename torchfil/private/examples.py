@@ -400,7 +400,8 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     """The number of examples in a batch, checked to be the same in all its tensors."""
     leaves = tensors_of((args, kwargs))
-    require(bool(leaves), "inputs hold no tensor")
+    if not leaves:
+        raise ValueError("inputs hold no tensor")
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
     if len(sizes) > 1 or () in sizes:

@@ -22,12 +22,12 @@ from torch.func import vmap
 
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.models import autocast_now, call_with, has_active_dropout, wide
+from torchfil.fisher.models import Replaced, autocast_now, call_with, has_active_dropout, wide
 from torchfil.fisher.recording.uses import Use, Uses, WatchedParameters, by_example, layouts_of
 from torchfil.fisher.rules.attention import attends_in_steps
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, rule_for
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, ReparametrisedRule
-from torchfil.fisher.rules.substitutes import fast_functions, listening, reports_uses, with_substitutes
+from torchfil.fisher.rules.substitutes import FUNCTIONS, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -193,8 +193,10 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
 
     deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
     to_ends = iter(to_all[len(places) :])
-    found = [(x, next(to_ends) if x.requires_grad else None) for x in outputs]
-    at_outputs = [torch.zeros_like(x) if part is None else part.detach() for x, part in found]
+    at_outputs = []
+    for x in outputs:
+        part = next(to_ends) if x.requires_grad else None
+        at_outputs.append(torch.zeros_like(x) if part is None else part.detach())
     seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
     dtypes = seen.union([x.dtype for x in places], [value.dtype for value in gradients.parameters.values()])
     narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
@@ -320,7 +322,7 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
         stack.enter_context(with_substitutes(model, layers.plain, z.device.type))
         if len(layers.by_module) > len(layers.hooked):
             stack.enter_context(listening(listener))
-        stack.enter_context(fast_functions(z.device.type))
+        stack.enter_context(Replaced(FUNCTIONS.get(z.device.type, {})))
         if watched.leaves:
             stack.enter_context(watched)
         if examples.masks:

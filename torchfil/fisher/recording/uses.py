@@ -148,8 +148,11 @@ class Uses:
 
     def overwritten(self) -> bool:
         """Whether an input or an output of a layer has been changed in place since it was noted."""
-        changed = [tensor for use in self.noted for tensor, version in use.versions if tensor._version != version]
-        return bool(changed)
+        for use in self.noted:
+            for tensor, version in use.versions:
+                if tensor._version != version:
+                    return True
+        return False
 
 
 def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:

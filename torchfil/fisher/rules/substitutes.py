@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 
-from torchfil.fisher.models import REDUCED, Replaced, product_precision, products_in
+from torchfil.fisher.models import REDUCED, product_precision, products_in
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class _Substitute(NamedTuple):
     device: str | None
 
 
-_FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
+# Substitutes of functions by device, for :class:`torchfil.fisher.models.Replaced`.
+FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
 
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
 
@@ -145,12 +146,7 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
 
 def register_function(function: Any, substitute: Callable[..., Tensor | None], *, device: str = "cpu") -> None:
     """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch."""
-    _FUNCTIONS[device][function] = substitute
-
-
-def fast_functions(device: str) -> Replaced:
-    """Inside, functions that have a substitute on this device ("cpu", "cuda") are computed by it."""
-    return Replaced(_FUNCTIONS.get(device, {}))
+    FUNCTIONS[device][function] = substitute
 
 
 def is_served(value: Any) -> bool:
