@@ -184,8 +184,9 @@ class Observer:
         if self.touched:
             names = ", ".join(sorted(self.touched))
             raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {names} directly. Call only the "
-                f"returned model, in training mode; penalise weights by weight_decay. {_HOW_TO_DROP}"
+                f"part of the loss does not go through the model's output: it reached {names} directly. It may be a "
+                "penalty on the weights (use weight_decay), a pass in eval mode, or one of the model that you passed: "
+                f"call model.train(), and call the returned model. {_HOW_TO_DROP}"
             )
         if not finished:
             raise RuntimeError(
@@ -199,8 +200,9 @@ class Observer:
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
             raise ValueError(
-                "the model was called several times on one batch since the last step, but gradients are clipped once, "
-                f"over all calls. Pass one module that makes them, and its loss as criterion=. {_HOW_TO_DROP}"
+                "the model was called several times on one batch since the last step, but an example's gradient is "
+                "clipped once, over all calls. Pass one module to make_private that calls it and returns all outputs, "
+                f"with criterion=<function(outputs, targets)>. {_HOW_TO_DROP}"
             )
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             raise ValueError(

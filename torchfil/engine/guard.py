@@ -400,8 +400,9 @@ class Guard:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError(
                 "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                f"{apart:.3g}, the largest being {largest:.3g}): part of the loss does not go through the output, the "
-                f"model mixes examples, or Opacus has a wrong rule; grad_sample_mode='auto' needs none. {_NOT_TAKEN}"
+                f"up to {apart:.3g}, the largest being {largest:.3g}): part of the loss does not go through the "
+                "model's output, the model mixes examples, or Opacus's rule for a layer is wrong here (convolutions "
+                f"with channels last in memory). grad_sample_mode='auto' needs none of its rules. {_NOT_TAKEN}"
             )
 
         return Flag(_is_far(distance, tolerance) | (distance[1] == 0), error)

@@ -299,7 +299,8 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
             return not agrees[0]
     raise LossMismatchError(
         f"the criterion ({loss.name}) has another gradient on this batch than the mean or sum of its values on single "
-        "examples: it mixes them, as class weights with reduction='mean' do; use 'sum'. This step was not taken."
+        "examples: it mixes examples, or weights them by others, as class weights with reduction='mean' do, so no "
+        "example has its own loss. Use reduction='sum'. This step was not taken."
     )
 
 
