@@ -155,10 +155,10 @@ class Ranks:
             remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
             raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
-    def objects(self, value: Any) -> list[Any]:
+    def objects(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=group or self._group)
         return values
 
     def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
