@@ -154,6 +154,12 @@ def sha256(file: IO[bytes], length: int | None = None) -> str:
     return digest.hexdigest()
 
 
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return sha256(file)
+
+
 def flush(path: str | os.PathLike[str]) -> None:
     """Wait until a file's content is on the disk."""
     handle = os.open(path, os.O_RDWR)
