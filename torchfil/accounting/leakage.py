@@ -169,10 +169,8 @@ class Leakage:
         if "sketch" in self.ledger.track:
             bound: Estimate = self.get("sketch", example_ids)
             return bound.raised(0.5)
-        raise ValueError(
-            "the spectral norm of a sum cannot be read from traces; make_private with track=('fim',) for few "
-            "private coordinates, or track=('sketch',)"
-        )
+        remedy = "make_private with track=('fim',) for few private coordinates, or track=('sketch',)"
+        raise ValueError(f"the spectral norm of a sum cannot be read from traces; {remedy}")
 
     def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
         """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
@@ -434,11 +432,9 @@ class Leakage:
         if not bool((missed > 0).any()):
             return "exact" if self.conditions.exact else "estimate"
         if self.conditions.typical_changes is None:  # not one part of a reading that has already warned
-            warnings.warn(
-                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
-                "information is a lower bound, and error bounds made from it are not guarantees",
-                stacklevel=5,
-            )
+            told = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
+            lower = "their Fisher information is a lower bound, and error bounds made from it are not guarantees"
+            warnings.warn(f"{told}: {lower}", stacklevel=5)
         return "lower bound"
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:

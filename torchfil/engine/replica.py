@@ -244,10 +244,9 @@ class Replica:
         """
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
-                raise RuntimeError(
-                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
-                    "one: change the model before make_private, or make a new engine and optimizer"
-                )
+                known = "the optimizer and the accounting know only the old one"
+                remedy = "change the model before make_private, or make a new engine and optimizer"
+                raise RuntimeError(f"{name} was replaced after make_private, and {known}: {remedy}")
         num_hooks = 0
         for live, _ in self._pairs:
             num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)

@@ -42,6 +42,7 @@ from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.engine.distributed.shards import is_sharded, part_like
+from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.errors import CheckpointError, require
@@ -326,12 +327,13 @@ class Checkpoints:
             "poisson_sampling": options.sample_rate is not None,
             "amplification": name_of_amplification(options.amplification),
             "clip": options.clip.name,
+            "clip_weights": weights_in_words(training.run.clip_weights),
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
             "tracked_ids": {name: ids.places(each).unique().tolist() for name, each in accounting.chosen.items()},
             "questions": {name: tuple(asked) for name, asked in accounting.asked.items()},
-            "ids": None if is_stream else ids.fingerprint(),
+            "ids": None if is_stream else ids.fingerprint,
             "data": self._data,
         }
 
@@ -381,12 +383,11 @@ class Checkpoints:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
-        if is_folder(path):
-            require(not for_file, f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
-        else:
-            needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
-            require(not asynchronous and not is_sharded(module), needs)
-
+        folder = is_folder(path)
+        of_files = f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out"
+        require(not (folder and for_file), of_files)
+        needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
+        require(folder or not (asynchronous or is_sharded(module)), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
