@@ -6,7 +6,6 @@ CUDA graphs. Passes that run out of memory are repeated in pieces of half the si
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
@@ -140,7 +139,6 @@ class Executor:
         self._graphs: CapturedPasses | None = None
         self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
         self._graphs_made_at = replica.changes
-        self._beside: torch.cuda.Stream | None = None  # where checks run beside the rest of a pass
         self._plans: dict[Hashable, Plan] = {}
         self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
@@ -275,8 +273,6 @@ class Executor:
         self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
     ) -> StepValues | None:
         """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be completed."""
-        if self._graphs is not None and not few:
-            self._graphs.outputs_ready = None
         if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
             return None
         room, graphs = self._room(tried), self._captured_passes()
@@ -287,18 +283,6 @@ class Executor:
                 self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
             graphs = self._graphs_of_few
         return graphs.run(batch, wanted, room, self.replica.key, forward)
-
-    @contextlib.contextmanager
-    def after_outputs(self) -> Iterator[None]:
-        """Inside, a GPU waits for the gradients at the outputs of the latest pass only, not for the rest of it."""
-        ready = None if self._graphs is None else self._graphs.outputs_ready
-        if ready is None:
-            yield
-            return
-        self._beside = self._beside or torch.cuda.Stream(self.replica.device)
-        self._beside.wait_event(ready)
-        with torch.cuda.stream(self._beside):
-            yield
 
     def _recorded_chunks(
         self, batch: PrivateBatch, tried: Plan, forward: Half, *, measured: bool
@@ -453,7 +437,6 @@ class CapturedPasses:
 
     Attributes:
         works: False once capturing has failed.
-        outputs_ready: The event that the gradients at the outputs are known in the latest pass, if it was one graph.
     """
 
     def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
@@ -463,7 +446,6 @@ class CapturedPasses:
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True
-        self.outputs_ready: torch.cuda.Event | None = None
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
         self._replays = 0
@@ -524,7 +506,6 @@ class CapturedPasses:
             if values is None:
                 return None
             parts.append(values.kept(sums=True))  # the next replay overwrites them
-        self.outputs_ready = None
         return joined(parts)
 
     def _run(
@@ -553,7 +534,6 @@ class CapturedPasses:
         # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
-        self.outputs_ready = captured.captured.before_last
         return captured.replay(batch.gradients.examples, wanted, begun=ready)
 
     def _after_failure(
@@ -602,7 +582,7 @@ class _Captured:
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=3, warm_up=warm_up)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2, warm_up=warm_up)
 
     def begin(self, examples: Examples) -> Any:
         """The model's outputs for these examples, safe from later replays; None if some have no rows."""
@@ -631,7 +611,7 @@ class _Captured:
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, the gradients there, which the loop's must equal, then everything."""
+        """The outputs, then everything."""
         mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
         gradients = replace(gradients, twice=measured)
         forward = forward_pass(gradients, z.requires_grad_() if measured else z)
@@ -639,7 +619,6 @@ class _Captured:
 
         clip, threshold = mechanism.clip, mechanism.max_grad_norm
         jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
-        yield jacobian.output_gradients
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
