@@ -244,10 +244,9 @@ class Replica:
         """
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
-                raise RuntimeError(
-                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
-                    "one: change the model before make_private, or make a new engine and optimizer"
-                )
+                known = "the optimizer and the accounting know only the old one"
+                remedy = "change the model before make_private, or make a new engine and optimizer"
+                raise RuntimeError(f"{name} was replaced after make_private, and {known}: {remedy}")
         num_hooks = 0
         for live, _ in self._pairs:
             num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
@@ -334,7 +333,7 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
 def is_plain(value: Any) -> bool:
     """Whether a copy may share this value: a number, a flag, a text, or a function that can be imported.
 
-    Hugging Face's models hold their checkpointing function as an attribute when it is turned on.
+    Hugging Face's models hold their checkpointing function as an attribute when it is models.turned on.
 
     Example:
         >>> is_plain(1.5), is_plain(partial(nn.functional.relu, inplace=False)), is_plain(nn.Tanh().forward)
