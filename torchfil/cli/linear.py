@@ -16,9 +16,8 @@ from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
     from torchfil.glm import Guess
-    from torchfil.glm.csv_format import Format
-    from torchfil.glm.csv_leakage import LeakageTable
-    from torchfil.glm.csv_table import EncodedTable
+    from torchfil.glm.table_leakage import LeakageTable
+    from torchfil.glm.tables import EncodedTable
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
@@ -64,21 +63,15 @@ def glm(
     sigma: float,
     private: list[str],
     question: list[str],
-    categorical: list[str],
-    quantity: list[str],
-    ignore: list[str],
-    id_column: str | None,
-    drop_missing: bool,
     model: str,
     l2: float,
     intercept: bool,
     top: int,
     out_file: Path | None,
-    group: list[str],
     run_file: Path | None,
     folder: Path | None,
     out: Output,
-    **form: str | None,
+    **reading: Any,
 ) -> None:
     """How much a linear model, released with noise, leaks about every row of a CSV file.
 
@@ -100,24 +93,16 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
     """
     try:
-        from torchfil.glm import csv_columns, csv_leakage, csv_table
+        from torchfil.glm.table_leakage import FALSE_POSITIVE_RATE, leakage_table
+        from torchfil.glm.tables import read_table
     except ImportError as error:
-        raise ImportError("linear models need scikit-learn: pip install 'torchfil[glm]'") from error
+        raise ImportError("linear models need pandas and scikit-learn: pip install 'torchfil[glm]'") from error
     _check_places(data, out_file, run_file, folder)
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
-    columns = csv_columns.read_table(
-        data, ignore=[name for name in ignore if name not in group], id_column=id_column, **form
-    )
-    total, written = len(columns), columns.format
-    if drop_missing:
-        columns = columns.complete_rows([name for name in columns.columns if name not in ignore])
-    ids, labels = columns.ids, {name: columns.labels(name) for name in group}
-    encoded = csv_table.encode(columns.without(ignore), target, categorical=categorical, quantities=quantity)
-    del columns  # a million rows twice would take too much memory
-
-    leakage = csv_leakage.leakage_table(
-        encoded,
+    rows = read_table(data, target, **reading)
+    leakage = leakage_table(
+        rows,
         private,
         questions=question,
         model=model,  # type: ignore[arg-type]
@@ -126,37 +111,39 @@ def glm(
         intercept=intercept,
     )
     if out_file is not None:
-        write_csv(out_file, {"id": ids, **leakage.columns})
+        write_csv(out_file, {"id": rows.ids, **leakage.columns})
     page = None
     if run_file is not None or folder is not None:
-        page = _write_run(leakage, encoded, private, sigma, ids, labels, f"{target} of {data.name}", run_file, folder)
+        page = _write_run(leakage, rows, private, sigma, f"{target} of {data.name}", run_file, folder)
 
-    notes = _notes(encoded, total, written)
-    scores = {"score": leakage.score, "released_score": leakage.released_score}
-    out.say(f"{len(ids):,} rows of {data} ({written}), {_encoding(encoded)}")
+    # what was made of the table: a column taken for something else changes every number
+    one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
+    notes = _notes(rows)
+    out.say(f"{len(rows.ids):,} rows of {data} ({rows.format}), {len(rows.columns)} columns; one-hot: {one_hot}")
     out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
     out.say(_legend(leakage))
-    files = (out_file, run_file, page)
-    text, exposure = _exposure(leakage.columns, ids, id_column or "row", top)
-    answers, questions = _questions(leakage.guesses, csv_leakage.FALSE_POSITIVE_RATE)
+    text, exposure = _exposure(leakage.columns, rows.ids, reading["id_column"] or "row", top)
+    answers, questions = _questions(leakage.guesses, FALSE_POSITIVE_RATE)
+    written = {"out": out_file, "run": run_file, "page": page}
     result = {
-        "rows": len(ids),
-        "format": asdict(written),
-        "columns": list(encoded.columns),
-        "levels": {name: list(levels) for name, levels in encoded.levels.items()},
+        "rows": len(rows.ids),
+        "format": asdict(rows.format),
+        "columns": rows.columns,
+        "levels": rows.levels,
         "notes": notes,
         "model": model,
         "l2": l2,
         "sigma": sigma,
-        **scores,
+        "score": leakage.score,
+        "released_score": leakage.released_score,
         **exposure,
         "questions": questions,
-        **{name: None if path is None else str(path) for name, path in zip(("out", "run", "page"), files, strict=True)},
+        **written,
     }
     out.result(text + answers, result)
-    for name, path in zip(("all rows", "run", "page"), files, strict=True):
+    for name, path in written.items():
         if path is not None:
-            out.say(f"\n{name}: {path}")
+            out.say(f"\n{'all rows' if name == 'out' else name}: {path}")
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
@@ -178,11 +165,9 @@ def _check_places(data: Path, out_file: Path | None, run_file: Path | None, fold
 
 def _write_run(
     leakage: LeakageTable,
-    encoded: EncodedTable,
+    rows: EncodedTable,
     private: list[str],
     sigma: float,
-    ids: Sequence[str | int],
-    labels: dict[str, np.ndarray],
     title: str,
     run_file: Path | None,
     folder: Path | None,
@@ -194,15 +179,15 @@ def _write_run(
 
     run = linear_run(
         leakage.model,
-        encoded.inputs,
+        rows.inputs,
         leakage.targets,
         sigma,
-        ids=ids,
+        ids=rows.ids,
         title=title,
-        attributes={name: columns for name, columns in encoded.attributes.items() if not private or name in private},
+        attributes={name: columns for name, columns in rows.attributes.items() if not private or name in private},
         private_target=not private,
-        target=encoded.target,
-        groups=labels,
+        target=rows.target,
+        groups=rows.groups,
         questions=leakage.guesses,
         scores={name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")},
     )
@@ -211,24 +196,18 @@ def _write_run(
     return None if folder is None else write_report(run, folder)
 
 
-def _encoding(encoded: EncodedTable) -> str:
-    """What was made of the table: a column taken for something else changes every number."""
-    nominal = ", ".join(f"{name} ({len(levels)})" for name, levels in encoded.levels.items()) or "none"
-    return f"{encoded.inputs.shape[1]} columns; one-hot: {nominal}"
-
-
-def _notes(encoded: EncodedTable, total: int, written: Format) -> list[str]:
+def _notes(rows: EncodedTable) -> list[str]:
     """What a reader should look at: rows left out, and columns that may be something else."""
     notes = []
-    if total > len(encoded.inputs):
-        notes.append(f"{total - len(encoded.inputs):,} rows with missing entries were left out")
-    if written.encoding == "cp1252":
+    if rows.left_out:
+        notes.append(f"{rows.left_out:,} rows with missing entries were left out")
+    if rows.format.encoding == "cp1252":
         notes.append("the file is not in UTF-8 and was read as Windows-1252; if letters look wrong, use --encoding")
-    if encoded.few_values:
-        names = ", ".join(f"{name} ({count})" for name, count in encoded.few_values.items())
+    if rows.few_values:
+        names = ", ".join(f"{name} ({count})" for name, count in rows.few_values.items())
         notes.append(f"whole numbers with few values, taken as quantities: {names}; for codes, use --categorical")
-    if encoded.different:
-        names = ", ".join(encoded.different)
+    if rows.different:
+        names = ", ".join(rows.different)
         notes.append(f"whole numbers that differ in every row: {names}; for identifiers, use --ignore or --id")
     return notes
 

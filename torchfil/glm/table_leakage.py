@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import torch
 
-from torchfil.glm.csv_columns import check_column
-from torchfil.glm.csv_table import EncodedTable
 from torchfil.glm.estimators import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -23,6 +22,7 @@ from torchfil.glm.estimators import (
 )
 from torchfil.glm.guesses import Guess, guess
 from torchfil.glm.questions import Absent, Label, NominalAttribute, Question, Shift
+from torchfil.glm.tables import EncodedTable, check_column
 
 __all__ = ["FALSE_POSITIVE_RATE", "MODELS", "LeakageTable", "leakage_table", "question_about"]
 
@@ -65,12 +65,6 @@ class LeakageTable:
     targets: np.ndarray
 
 
-class _NamedColumns(np.ndarray):
-    """An array with named columns, so a model's errors can name them."""
-
-    columns: list[str]
-
-
 def leakage_table(
     table: EncodedTable,
     private: Sequence[str] = (),
@@ -84,7 +78,7 @@ def leakage_table(
     """Fit the model to all rows, and compute what releasing w* + N(0, σ²I) leaks about each.
 
     Args:
-        table: From :func:`encode`.
+        table: From :func:`torchfil.glm.tables.read_table`.
         private: The attributes that an attacker wants who knows everything else; none: everything, including the
             target.
         questions: The questions of an attacker who knows everything else; see :func:`question_about`.
@@ -102,8 +96,7 @@ def leakage_table(
         raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
     asked = {text: question_about(table, text, model) for text in questions}
 
-    X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
-    X.columns = list(table.columns)
+    X, y = pandas.DataFrame(table.inputs, columns=table.columns, copy=False), _targets_for(model, table.targets)
     fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
     columns = _fil_columns(table, fitted, X, y, sigma, private)
     guesses = {text: guess(fitted, X, y, question, sigma) for text, question in asked.items()}
