@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfil.glm.losses import LOGISTIC, POISSON, SQUARED, Loss, SoftmaxLoss
-from torchfil.glm.model import GeneralizedLinearModel
-from torchfil.glm.scikit_learn import ClassifierMixin, RegressorMixin
+from torchfil.glm.model import ClassifierMixin, GeneralizedLinearModel, RegressorMixin
 from torchfil.glm.solver import Solver
 from torchfil.viz.common import as_array
 

@@ -20,8 +20,7 @@ from torchfil.glm.estimators import (
     PoissonRegression,
     SoftmaxRegression,
 )
-from torchfil.glm.guesses import Guess, guess
-from torchfil.glm.questions import Absent, Label, NominalAttribute, Question, Shift
+from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
 from torchfil.glm.tables import EncodedTable, check_column
 
 __all__ = ["FALSE_POSITIVE_RATE", "MODELS", "LeakageTable", "leakage_table", "question_about"]
