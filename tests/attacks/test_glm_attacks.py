@@ -31,7 +31,7 @@ from torchfil.glm import (
     SoftmaxRegression,
     iteratively_reweighted_fil,
 )
-from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.glm.refits import GLMView, numbers_at_once
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

@@ -42,7 +42,7 @@ from torchfil import bounds
 from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.glm.refits import GLMView, numbers_at_once
 from torchfil.utils.progress import with_progress
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ LabelIs = Literal["known", "unknown"]
 _CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
 _CHUNK_ARRAYS = 40
 _BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
-_BIAS_NUMBERS, _BIAS_ARRAYS = 2**23, 16  # the same for the moments of guesses
 _BLOCK_ARRAYS = 64  # so that blocks on a GPU take little memory besides the chunk
+_BIAS_NUMBERS, _BIAS_ARRAYS = 2**23, 16  # the same for the moments of guesses
 
 
 class GLMReconstruction:

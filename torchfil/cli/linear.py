@@ -16,8 +16,7 @@ from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
     from torchfil.glm import Guess
-    from torchfil.glm.table_leakage import LeakageTable
-    from torchfil.glm.tables import EncodedTable
+    from torchfil.glm.tables import EncodedTable, LeakageTable
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
@@ -93,23 +92,14 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
     """
     try:
-        from torchfil.glm.table_leakage import FALSE_POSITIVE_RATE, leakage_table
-        from torchfil.glm.tables import read_table
+        from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
     except ImportError as error:
         raise ImportError("linear models need pandas and scikit-learn: pip install 'torchfil[glm]'") from error
     _check_places(data, out_file, run_file, folder)
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
     rows = read_table(data, target, **reading)
-    leakage = leakage_table(
-        rows,
-        private,
-        questions=question,
-        model=model,  # type: ignore[arg-type]
-        l2=l2,
-        sigma=sigma,
-        intercept=intercept,
-    )
+    leakage = leakage_table(rows, private, questions=question, model=model, l2=l2, sigma=sigma, intercept=intercept)
     if out_file is not None:
         write_csv(out_file, {"id": rows.ids, **leakage.columns})
     page = None
@@ -120,27 +110,14 @@ def glm(
     one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
     notes = _notes(rows)
     out.say(f"{len(rows.ids):,} rows of {data} ({rows.format}), {len(rows.columns)} columns; one-hot: {one_hot}")
-    out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
-    out.say(_legend(leakage))
+    out.say("".join(f"{note}\n" for note in notes) + _explanation(leakage, model, l2, sigma))
     text, exposure = _exposure(leakage.columns, rows.ids, reading["id_column"] or "row", top)
     answers, questions = _questions(leakage.guesses, FALSE_POSITIVE_RATE)
+    read = {"rows": len(rows.ids), "format": asdict(rows.format), "columns": rows.columns, "levels": rows.levels}
+    scores = {"score": leakage.score, "released_score": leakage.released_score}
     written = {"out": out_file, "run": run_file, "page": page}
-    result = {
-        "rows": len(rows.ids),
-        "format": asdict(rows.format),
-        "columns": rows.columns,
-        "levels": rows.levels,
-        "notes": notes,
-        "model": model,
-        "l2": l2,
-        "sigma": sigma,
-        "score": leakage.score,
-        "released_score": leakage.released_score,
-        **exposure,
-        "questions": questions,
-        **written,
-    }
-    out.result(text + answers, result)
+    result = {**read, "notes": notes, "model": model, "l2": l2, "sigma": sigma, **scores, **exposure}
+    out.result(text + answers, {**result, "questions": questions, **written})
     for name, path in written.items():
         if path is not None:
             out.say(f"\n{'all rows' if name == 'out' else name}: {path}")
@@ -212,8 +189,8 @@ def _notes(rows: EncodedTable) -> list[str]:
     return notes
 
 
-def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
-    """The model's score without noise, and with it: who releases the one must not read the other."""
+def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
+    """The model's score without noise, and with it; what the columns mean, and whom they bind."""
     text = (
         f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
         f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} "
@@ -221,13 +198,8 @@ def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
     )
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
-    return text
-
-
-def _legend(leakage: LeakageTable) -> str:
-    """What the columns mean, and whom they bind."""
-    text = (
-        "fil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
+    text += (
+        "\nfil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
         "columns' own units\n(a saved run and its page take standard deviations for fil and mse_bound)\n"
     )
     if leakage.guesses:
@@ -241,35 +213,25 @@ def _legend(leakage: LeakageTable) -> str:
 
 def _questions(guesses: Mapping[str, Guess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
     """How well the best attacker answers each question, as text and as data."""
-    data: dict[str, Any] = {}
+    lines, data = list[list[str]](), dict[str, Any]()
     for name, best in guesses.items():
-        rate = best.true_positive_rate(false_positive_rate)
+        rate, often = best.true_positive_rate(false_positive_rate), int((best.accuracy >= OFTEN).sum())
+        prior, mean, most = float(best.prior_accuracy[0]), best.accuracy.mean(), best.accuracy.max()
         data[name] = {
-            "answers": list(best.answers),
+            "answers": best.answers,
             "prior": best.prior[0],
-            "prior_accuracy": best.prior_accuracy[0],
-            "accuracy": {"mean": best.accuracy.mean(), "max": best.accuracy.max()},
+            "prior_accuracy": prior,
+            "accuracy": {"mean": mean, "max": most},
             "accuracy_error": best.accuracy_error.max(),
-            "often_right": {"at_least": OFTEN, "rows": int((best.accuracy >= OFTEN).sum())},
+            "often_right": {"at_least": OFTEN, "rows": often},
             "false_positive_rate": false_positive_rate,
             "true_positive_rate": {"mean": rate.mean(), "max": rate.max()},
         }
-    if not data:
-        return "", data
-
+        shares = [f"{share:.3f}" for share in (prior, mean, most, rate.mean(), rate.max())]
+        lines.append([name, str(len(best.answers)), *shares[:3], f"{often:,}", *shares[3:]])
     names = ["question", "answers", "prior", "best: mean", "largest", f"rows ≥ {100 * OFTEN:g} %"]
     names += [f"TPR at FPR {100 * false_positive_rate:g} %: mean", "largest"]
-    lines = [
-        [
-            name,
-            str(len(row["answers"])),
-            *(f"{value:.3f}" for value in (row["prior_accuracy"], row["accuracy"]["mean"], row["accuracy"]["max"])),
-            f"{row['often_right']['rows']:,}",
-            *(f"{value:.3f}" for value in (row["true_positive_rate"]["mean"], row["true_positive_rate"]["max"])),
-        ]
-        for name, row in data.items()
-    ]
-    return f"\n\n{table(names, lines)}", data
+    return f"\n\n{table(names, lines)}" if data else "", data
 
 
 def _exposure(

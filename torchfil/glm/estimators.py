@@ -125,11 +125,6 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
         weights = self._fit.weights
         return SoftmaxLoss(len(self.classes_)).basis(weights) @ weights.mT
 
-    def _publish(self) -> None:
-        parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[:, : self.n_features_in_]
-        self.intercept_ = parameters[:, -1] if self.fit_intercept else np.zeros(len(parameters))
-
 
 class PoissonRegression(RegressorMixin, _OwnLoss):
     """Poisson regression, e^m − ym for counts y ≥ 0; see :class:`GeneralizedLinearModel`."""

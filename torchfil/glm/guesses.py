@@ -25,8 +25,7 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.glm.best_attacker import best_accuracy
-from torchfil.glm.refits import Alternative, minimiser_changes
-from torchfil.glm.view import GLMView
+from torchfil.glm.refits import Alternative, GLMView, minimiser_changes
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:

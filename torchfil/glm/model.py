@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
 
-__all__ = ["Attributes", "BaseEstimator", "ClassifierMixin", "Composition", "GeneralizedLinearModel", "RegressorMixin"]
+__all__ = ["Attributes", "ClassifierMixin", "Composition", "GeneralizedLinearModel", "RegressorMixin"]
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
@@ -350,8 +350,9 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def _publish(self) -> None:
         parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[: self.n_features_in_]
-        self.intercept_: float | np.ndarray = float(parameters[-1]) if self.fit_intercept else 0.0
+        self.coef_ = parameters[..., : self.n_features_in_]
+        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
+        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
 
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
         """The numbers of columns of the fitted model, given by number, by name or as a slice."""
