@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -107,15 +108,24 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
 
 
-def _vit() -> nn.Module:
+def _timm() -> Any:
+    """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision without CUDA."""
+    sys.path.append(str(Path(sys.prefix) / "vision"))
+    from tests.opacus_suite.vision import import_torchvision
+
+    import_torchvision()
     import timm
 
+    return timm
+
+
+def _vit() -> nn.Module:
+    timm = _timm()
     return timm.models.VisionTransformer(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=4, num_classes=10)
 
 
 def _mixer() -> nn.Module:
-    import timm
-
+    timm = _timm()
     return timm.models.MlpMixer(img_size=32, patch_size=4, embed_dim=96, num_blocks=4, num_classes=10)
 
 

@@ -238,7 +238,7 @@ def one_rank_runs_out_of_memory(most: int | None, step: str) -> tuple[list[Tenso
     ledger = made.engine.ledger
     assert ledger is not None
     said = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
-    limit = made.engine._training.step.executor.memory.limit
+    limit = made.engine._training.step.executor.memory_limit
     return [p.detach().clone() for p in made.module.parameters()], ledger.sums, said, limit
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.engine.measure import StepValues
+from torchfil.engine.executor import StepValues
 
 
 def frozen_run(seed: int, steps: int = 80, **options: Any) -> FILPrivacyEngine:

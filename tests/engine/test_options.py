@@ -73,7 +73,7 @@ class TestAccounting:
             Accounting(**options)
 
     def test_amplifications_that_are_none(self) -> None:
-        with pytest.raises(TypeError, match=r"a method factors\(rho, q, sigma\)"):
+        with pytest.raises(TypeError, match=r"factors\(rho, q, sigma\)"):
             Accounting(amplification=3)  # type: ignore[arg-type]
 
         class Mute:

@@ -290,7 +290,7 @@ class PrivateTraining:
                 "the last pass was left in the middle of a logical batch, to which the next batch would be added under "
                 "one draw of noise: call optimizer.discard_partial_batch() (none of it was released)"
             )
-        self.run.batch.clear()
+        self.run.clear_batch()
         self.optimizer._step_skip_queue.clear()
 
     def detach(self) -> None:

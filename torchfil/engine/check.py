@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.distributed.shards import is_sharded
-from torchfil.engine.executor import Executor
+from torchfil.engine.executor import Executor, Wanted
 from torchfil.engine.forward import ForwardPass, LossInside
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
 from torchfil.engine.losses import IdentifiedLoss, likely_loss
-from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
@@ -248,7 +247,6 @@ def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> 
     tracker.take(call.ids, call.batch)
     if losses:
         forward = inside.forward_pass(tracker, call.args, call.kwargs, call.outputs, call.masks)
-        forward.autocast = call.autocast
         forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
         loss = guard.identified_loss(forward)
         forward = forward.with_labels() if loss.is_models_own else forward
@@ -269,6 +267,7 @@ def _examined(
     replica, execution, targets = guard.replica, options.accounting.execution, guard.targets(forward)
     private = private_without_labels(options.private, forward.args, forward.kwargs)
     examples = replica.lay_out(forward.args, forward.kwargs, targets, private)
+    replica.follow()  # the live model's pass may have changed attributes
     masks = replica.masks_by_example(forward.masks, forward.args, forward.kwargs)
     gradients = replace(
         replica.gradients(replace(examples, masks=masks), loss),
@@ -282,11 +281,11 @@ def _examined(
     wanted = Wanted((), options.accounting.estimator, seeds)
 
     # If an example's loss depends on others, no gradient belongs to it alone: the values of a first pass show this.
-    values = executor.run(gradients, mechanism, wanted)
+    values = executor.run(gradients, plan, mechanism, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guard.check_live_model(forward, targets, loss, values.losses, now=not plan.fits)
+        guard.check_live_model(forward, loss, values.losses, now=not plan.fits)
 
     def plain_pass() -> None:
         trainable = [value for value in replica.live.parameters() if value.requires_grad]
@@ -295,7 +294,7 @@ def _examined(
             torch.autograd.grad(losses.sum(), trainable, allow_unused=True)
 
     before = _median_seconds(plain_pass, replica.device, repeats)
-    after = _median_seconds(lambda: executor.run(gradients, mechanism, wanted), replica.device, repeats)
+    after = _median_seconds(lambda: executor.run(gradients, plan, mechanism, wanted), replica.device, repeats)
     verdict, probes = "recorded" if plan.fits else "mapped", f"{len(seeds)} probe{'s' if len(seeds) > 1 else ''}"
     own = examples.own_coordinates
     result = replace(

@@ -1,24 +1,25 @@
-"""Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples.
+"""What a pass over a batch should compute, and which pass serves it.
 
-On a GPU, recorded passes are CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
+It is a recorded one if a trial shows that it fits, otherwise one mapped over examples. On a GPU, recorded passes are
+CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
+from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
-from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, values_of
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, get_estimator, signs_of
@@ -30,12 +31,12 @@ from torchfil.fisher.recording import Plan, RecordedForward, RecordedJacobian, U
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
-from torchfil.utils.trees import flattened, form_of, map_tensors, tensors_of
+from torchfil.utils.trees import concatenated, flattened, form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
-Cut = Callable[[int], Passes]  # from a limit in bytes
+Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
 Half = RecordedForward | StartedGraph | None  # a forward pass that the loop has run
 
 _MOST_PLANS = 256
@@ -47,16 +48,73 @@ _MOST_ASKED = 256
 _DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)  # of a Poisson draw's size from its mean, in standard deviations
 
 
-class Started:
-    """The loop's forward pass, to be completed once: a second attempt must not keep its tensors in memory."""
+@dataclass(frozen=True)
+class StepValues:
+    """The results of one pass over a batch.
 
-    def __init__(self, half: Half) -> None:
-        self._half = half
+    Attributes:
+        losses: ℓ, [batch]; None if Opacus's gradients are released unmeasured.
+        norm: ‖g‖ before clipping, [batch].
+        clipped_norm: ‖g̃‖, [batch].
+        sums: Σ_i g̃_i by parameter name; empty if not wanted.
+        additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass has none.
+    """
 
-    def take(self) -> Half:
-        """The pass; None from the second call on."""
-        half, self._half = self._half, None
-        return half
+    losses: Tensor | None
+    norm: Tensor
+    clipped_norm: Tensor
+    sums: dict[str, Tensor]
+    additions: dict[str, Tensor] | None
+    output_gradients: tuple[Tensor, ...] | None = None
+
+    def kept(self, *, sums: bool) -> StepValues:
+        """A copy that later passes do not overwrite; ``sums`` says whether the sums are copied, too."""
+        copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
+        return StepValues(**copied if sums else {**copied, "sums": self.sums})
+
+    def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
+        """The same, with the additions of these rows replaced by a later measurement, [rows, …] each."""
+        before = self.additions or {}
+        size = len(self.norm)
+        parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
+        added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
+        return replace(self, additions={**before, **added})
+
+    def first(self, count: int) -> StepValues:
+        """The values of the first examples, this many; the sums stay as they are."""
+        cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
+        return StepValues(**{**cut, "sums": self.sums})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass should compute.
+
+    Attributes:
+        track: The quantities that are tracked besides the trace.
+        estimator: The name of the estimator.
+        seeds: The seeds of the probes; none: the step is not measured.
+        rate: π, the probability that such a step is measured.
+        summed: Whether the clipped sum is wanted.
+        test_matrix: Ω, [d, r], if I Ω is wanted.
+        questions: For each question, which of the examples' alternatives (:func:`with_alternatives`) are
+            its answers.
+    """
+
+    track: tuple[Track, ...]
+    estimator: str
+    seeds: tuple[int, ...]
+    rate: float = 1.0
+    summed: bool = True
+    test_matrix: Tensor | None = None
+    questions: Places = ()
+
+    @property
+    def kind(self) -> Hashable:
+        """Everything that a captured pass depends on."""
+        measured = self.track, self.estimator, len(self.seeds), self.rate < 1, self.test_matrix is None
+        return *measured, self.summed, self.questions
 
 
 class Executor:
@@ -74,20 +132,20 @@ class Executor:
         self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, recorded: bool = True
     ) -> None:
         self.replica = replica
-        self.memory = PassMemory(max_memory)
+        self.memory_limit = max_memory  # bytes that a pass may hold; fewer once a pass has run out of memory
+        self._warned = False
         self._expected_batch = expected_batch
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
         self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
         self._graphs_made_at = replica.changes
-        self._beside: torch.cuda.Stream | None = None  # where checks run beside the rest of a pass
         self._plans: dict[Hashable, Plan] = {}
         self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
 
-    def knows(self, gradients: ExampleGradients) -> bool:
-        """Whether such examples were tried before."""
-        return self._key(gradients) in self._plans
+    def known(self, gradients: ExampleGradients) -> Plan | None:
+        """The plan of such examples; None: not tried yet."""
+        return self._plans.get(self._key(gradients))
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples.
@@ -95,8 +153,8 @@ class Executor:
         Texts come in many lengths: a length between two that were tried needs no separate trial.
         """
         key = self._key(gradients)
-        if key in self._plans or not len(gradients):
-            return self._plans.get(key, Plan(None, 1))
+        if key in self._plans:
+            return self._plans[key]
         fitting = self._fitting.setdefault(self._key_without_length(gradients), {})
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
@@ -120,62 +178,86 @@ class Executor:
     def run(
         self,
         gradients: ExampleGradients,
+        tried: Plan,
         mechanism: Mechanism,
         wanted: Wanted,
-        started: Started | None = None,
+        forward: Half = None,
         *,
         few: bool = False,
     ) -> StepValues:
         """The wanted values for a batch of at least one example; the next pass may overwrite them.
 
-        If a pass runs out of memory, it is repeated with half as many examples at once.
+        If a pass runs out of memory, it is repeated with half as many examples at once. It leaves nothing behind: no
+        number and no entry in the ledger. Its seeds determine its probes, so the numbers are the same up to rounding.
 
         Args:
             gradients: The examples with their model.
+            tried: The plan of such examples.
             mechanism: How their gradients are released.
             wanted: What to compute.
-            started: The loop's own forward pass over these examples, which is used up.
+            forward: The loop's own forward pass over these examples, which is used up.
             few: Whether these are a fixed number of examples from the batch that was run just before.
 
         Raises:
-            torch.OutOfMemoryError: Not even one example fits.
+            torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
         """
-        tried = self.plan(gradients)
         if wanted.questions:  # an alternative has a pass in addition to the examples' own
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
-        batch = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried)
-
-        before = self.memory.limit
+        batch, before = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried), self.memory_limit
         while True:
             try:
-                return self._evaluated(batch, tried, wanted, started.take() if started is not None else None, few=few)
+                return self._evaluated(batch, tried, wanted, forward, few=few)
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
                 reason = str(error)
+            forward = None  # a second attempt must not keep its tensors in memory
             # only here is the error gone, whose traceback held everything that the pass had allocated
-            if not self.memory.halve(lambda limit: _passes_within(limit, batch, wanted), reason):
-                self.memory.limit = before
+            if not self._halve_memory(batch, wanted, reason):
+                self.memory_limit = before
                 raise torch.OutOfMemoryError(
                     f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
                     "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
                     "(num_probes=)."
                 )
 
+    def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
+        """Let a pass hold half as much as the one that ran out of memory; False if it held only one example."""
+        held = _passes_within(self.memory_limit, batch, wanted)
+        limit = min(self.memory_limit, max(examples * size for examples, size in held)) // 2
+        pieces = _passes_within(limit, batch, wanted)
+        if pieces == held:
+            return False
+        self.memory_limit = limit
+        release_memory()
+
+        # warn the first time: from now on every step takes longer
+        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at "
+                "once, as later ones will be. The numbers are the same up to rounding; "
+                f"Execution(max_memory={limit}) starts with that size.",
+                stacklevel=2,
+            )
+        return True
+
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
         """By a recorded pass as far as one serves; other estimators use their own products with each J."""
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
-        if not tried.fits or (recorded is not wanted and not wanted.summed):
+        if tried.reason is not None or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
         try:
             values = self._from_graph(batch, tried, recorded, forward, few=few)
             if values is None:
-                count, limit, seeds = len(batch.gradients.examples), self.memory.limit, recorded.seeds
-                chunks = self._completed(batch, forward, measured=bool(seeds))
-                chunks = chunks or batch.chunks(limit, 1, measured=bool(seeds))
-                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), limit))
-                values = values_of(batch, chunks, recorded, draws, wanted.rate)
+                chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
+                count, seeds = len(batch.gradients.examples), recorded.seeds
+                at_once = batch.probes_at_once(len(seeds), self.memory_limit)
+                values = values_of(
+                    batch, chunks, recorded, Draws(seeds, slice(0, count), count, 1, at_once), wanted.rate
+                )
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
             self._plans[self._key(batch.gradients)] = found
@@ -191,8 +273,6 @@ class Executor:
         self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
     ) -> StepValues | None:
         """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be completed."""
-        if self._graphs is not None and not few:
-            self._graphs.outputs_ready = None
         if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
             return None
         room, graphs = self._room(tried), self._captured_passes()
@@ -204,59 +284,45 @@ class Executor:
             graphs = self._graphs_of_few
         return graphs.run(batch, wanted, room, self.replica.key, forward)
 
-    @contextlib.contextmanager
-    def after_outputs(self) -> Iterator[None]:
-        """Inside, a GPU waits for the gradients at the outputs of the latest pass only, not for the rest of it."""
-        ready = None if self._graphs is None else self._graphs.outputs_ready
-        if ready is None:
-            yield
-            return
-        self._beside = self._beside or torch.cuda.Stream(self.replica.device)
-        self._beside.wait_event(ready)
-        with torch.cuda.stream(self._beside):
-            yield
-
-    def _completed(
-        self, batch: PrivateBatch, forward: Half, *, measured: bool
-    ) -> Iterable[tuple[slice, Jacobian]] | None:
-        """The loop's own forward pass, completed; None if there is none, or if it cannot be completed."""
-        if not isinstance(forward, RecordedForward):
-            return None
-        mechanism, live = batch.mechanism, replace(batch.gradients, model=self.replica.live)
-        try:
-            jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward, measured=measured)
-        except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
-            self._not_recorded_live.add(self._key(batch.gradients))
-            return None
-        return [(slice(0, len(live)), jacobian)]
+    def _recorded_chunks(
+        self, batch: PrivateBatch, tried: Plan, forward: Half, *, measured: bool
+    ) -> Iterable[tuple[slice, Jacobian]]:
+        """The batch as recorded Jacobians: the loop's own forward pass completed, one pass over all, or pieces."""
+        gradients, clip, limit = batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm
+        count = len(gradients.examples)
+        if isinstance(forward, RecordedForward):
+            live = replace(gradients, model=self.replica.live)
+            try:
+                return [(slice(0, count), RecordedJacobian(live, clip, limit, forward, measured=measured))]
+            except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
+                self._not_recorded_live.add(self._key(gradients))
+        if count > self._room(tried):
+            return batch.chunks(self.memory_limit, 1, measured=measured)
+        return [(slice(0, count), RecordedJacobian(gradients, clip, limit, measured=measured))]
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""
-        columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
+        columns, vectors = batch.working_vectors(wanted.estimator, self.memory_limit)
         batch, count = replace(batch, plan=None), len(batch.gradients)
         draws = Draws(wanted.seeds, slice(0, count), count, columns)
-        return values_of(batch, batch.chunks(self.memory.limit, vectors), wanted, draws, wanted.rate)
+        return values_of(batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate)
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key, examples = self._key(gradients), gradients.examples
         tried = self._plans.get(key) if len(examples) else None
-        if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
+        if tried is None or tried.reason is not None or self.replica.written or key in self._not_recorded_live:
             return None
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
         drawn = RandomWatch(self.replica.device)
-        reason = ""
         try:
             return forward_pass(replace(gradients, facts=tried.facts), examples.z.detach().requires_grad_(), once=True)
         except UnsupportedCallError:
             self._not_recorded_live.add(key)
         except RuntimeError as error:
-            if not ran_out(error):
+            if not ran_out(error):  # otherwise the step's own pass finds out how many examples fit
                 raise
-            reason = str(error)
-        if reason:
-            self.memory.halve(lambda limit: [_recorded_pass_within(limit, len(examples), tried)], reason)
         drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 
@@ -267,10 +333,9 @@ class Executor:
             return None
         return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
 
-    def runs_in_pieces(self, gradients: ExampleGradients) -> bool:
+    def runs_in_pieces(self, count: int, tried: Plan) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
-        tried = self.plan(gradients)
-        return not tried.fits or len(gradients) > self._room(tried)
+        return not tried.fits or count > self._room(tried)
 
     def _captured_passes(self) -> CapturedPasses:
         """The graphs for the model's current state; graphs for earlier states are freed."""
@@ -291,7 +356,7 @@ class Executor:
 
     def _room(self, tried: Plan) -> int:
         """How many examples a pass may hold at once."""
-        return self.memory.room(tried.bytes_per_example)
+        return max(1, self.memory_limit // max(1, tried.bytes_per_example))
 
     def _key(self, gradients: ExampleGradients) -> Hashable:
         return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
@@ -301,6 +366,62 @@ class Executor:
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
+
+
+def values_of(
+    batch: PrivateBatch,
+    chunks: Iterable[tuple[slice, Jacobian]],
+    wanted: Wanted,
+    draws: Draws,
+    rate: float | Tensor,
+    mask: Tensor | None = None,
+) -> StepValues:
+    """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    parts, needs = [], needs_of(wanted.track)
+    for rows, jacobian in chunks:
+        added = None
+        if wanted.seeds:
+            own, omega = replace(draws, rows=rows), wanted.test_matrix
+            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, omega, needs.susceptibility)
+            added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
+        if wanted.questions:
+            added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
+        sums = jacobian.clipped_sum(mask) if wanted.summed else {}
+        norms = jacobian.norm, jacobian.clipped_norm
+        parts.append(StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients))
+    return joined(parts)
+
+
+def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
+    """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
+    examples, mechanism = jacobian.gradients.examples, batch.mechanism
+    gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
+
+    weights = examples.clip_weights
+    by_alternative = [
+        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)), weights)
+        for other in examples.alternatives
+    ]
+    added: dict[str, Tensor] = {}
+    for name, places in wanted.questions:
+        columns = [
+            mechanism.divergence(jacobian.products_alone(), weights) if k is None else by_alternative[k] for k in places
+        ]
+        quantity = Divergence(name, Asked(("",) * len(places)))
+        added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
+    return added
+
+
+def joined(parts: Sequence[StepValues]) -> StepValues:
+    """Several passes as one: their examples concatenated, their sums added."""
+    if len(parts) == 1:
+        return parts[0]
+    sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
+    parts = [replace(part, sums={}) for part in parts]
+    if any(part.output_gradients is None for part in parts):
+        parts = [replace(part, output_gradients=None) for part in parts]
+    result: StepValues = concatenated(parts)
+    return replace(result, sums=sums)
 
 
 class CapturedPasses:
@@ -316,7 +437,6 @@ class CapturedPasses:
 
     Attributes:
         works: False once capturing has failed.
-        outputs_ready: The event that the gradients at the outputs are known in the latest pass, if it was one graph.
     """
 
     def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
@@ -326,7 +446,6 @@ class CapturedPasses:
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True
-        self.outputs_ready: torch.cuda.Event | None = None
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
         self._replays = 0
@@ -387,7 +506,6 @@ class CapturedPasses:
             if values is None:
                 return None
             parts.append(values.kept(sums=True))  # the next replay overwrites them
-        self.outputs_ready = None
         return joined(parts)
 
     def _run(
@@ -416,7 +534,6 @@ class CapturedPasses:
         # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
-        self.outputs_ready = captured.captured.before_last
         return captured.replay(batch.gradients.examples, wanted, begun=ready)
 
     def _after_failure(
@@ -465,7 +582,7 @@ class _Captured:
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=3, warm_up=warm_up)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2, warm_up=warm_up)
 
     def begin(self, examples: Examples) -> Any:
         """The model's outputs for these examples, safe from later replays; None if some have no rows."""
@@ -494,7 +611,7 @@ class _Captured:
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, the gradients there, which the loop's must equal, then everything."""
+        """The outputs, then everything."""
         mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
         gradients = replace(gradients, twice=measured)
         forward = forward_pass(gradients, z.requires_grad_() if measured else z)
@@ -502,7 +619,6 @@ class _Captured:
 
         clip, threshold = mechanism.clip, mechanism.max_grad_norm
         jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
-        yield jacobian.output_gradients
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
@@ -510,68 +626,12 @@ class _Captured:
         yield values_of(batch, [(draws.rows, jacobian)], self.wanted, draws, self.rate, mask)
 
 
-class PassMemory:
-    """The bytes that a pass over examples may hold at once; fewer once a pass has run out of memory.
-
-    Guarantees:
-        * A pass that ran out of memory leaves nothing behind: no number and no entry in the ledger. Its seeds determine
-          its probes, so that the repeated pass gives the same numbers up to rounding.
-        * If not even one example fits, the limit stays as it was, and the error says so.
-
-    Args:
-        limit: The bytes.
-
-    Attributes:
-        limit: The bytes now.
-
-    Example:
-        >>> memory = PassMemory(1000)
-        >>> memory.room(100), memory.room(4000)
-        (10, 1)
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._warned = False
-
-    def room(self, bytes_per_example: int) -> int:
-        """How many examples a pass may hold at once."""
-        return max(1, self.limit // max(1, bytes_per_example))
-
-    def halve(self, cut: Cut, reason: str) -> bool:
-        """Let a pass hold half as much; False if it held only one example.
-
-        Args:
-            cut: How a limit cuts the batch that ran out of memory.
-            reason: The device's message.
-        """
-        held = cut(self.limit)
-        limit = min(self.limit, max(examples * size for examples, size in held)) // 2
-        pieces = cut(limit)
-        if pieces == held:
-            return False
-        self.limit = limit
-        release_memory()
-
-        # warn the first time: from now on every step takes longer
-        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
-        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
-        logger.info(text)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{text}, as later ones will be. The numbers are the same up to rounding; "
-                f"Execution(max_memory={limit}) starts with that size.",
-                stacklevel=2,
-            )
-        return True
-
-
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
     gradients, passes = batch.gradients, []
     if batch.plan is not None and batch.plan.fits:
-        passes.append(_recorded_pass_within(limit, len(gradients), batch.plan))
+        size = max(1, batch.plan.bytes_per_example)
+        passes.append((min(len(gradients), max(1, limit // size)), size))
     if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
         vectors = batch.working_vectors(wanted.estimator, limit)[1]
         size = vectors * gradients.bytes_per_vector
@@ -579,21 +639,14 @@ def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     return passes
 
 
-def _recorded_pass_within(limit: int, count: int, tried: Plan) -> tuple[int, int]:
-    """How many of ``count`` examples a recorded pass holds at once within this many bytes, and the bytes of one."""
-    size = max(1, tried.bytes_per_example)
-    return min(count, max(1, limit // size)), size
-
-
 def _shortened(reason: str) -> str:
     return reason.partition("\n")[0][:200]
 
 
 def _log_plan(tried: Plan, autocast: torch.dtype | None) -> None:
-    if tried.reason is not None and autocast is not None:
-        logger.warning("gradients mapped over examples are computed without autocast (torch.func does not support it)")
     if tried.reason is not None:
-        logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
+        without = ", and without autocast, which torch.func does not support" if autocast is not None else ""
+        logger.warning("gradients are mapped over examples (vmap), which is slower%s: %s", without, tried.reason)
     elif tried.generic:
         logger.info(
             "no layer rule for %s: their gradients are formed example by example, which is slower (CONTRIBUTING.md "

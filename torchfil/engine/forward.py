@@ -7,11 +7,14 @@ graph, and its passes are only watched.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +24,6 @@ from torch import Tensor, nn
 
 from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
 from torchfil.engine.losses import NO_TARGETS
-from torchfil.engine.measure import StartedGraph
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
@@ -37,7 +39,23 @@ _in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently priva
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
 _HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not taken."
 _SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
+_went_backward = attrgetter("output_grads")
 _MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
+
+
+@dataclass(frozen=True)
+class StartedGraph:
+    """The forward half of a captured pass, which a training loop has run.
+
+    Attributes:
+        captured: The pass.
+        replays: How many replays of graphs that share its memory there had been at that time.
+        outputs: The model's outputs.
+    """
+
+    captured: Any
+    replays: int
+    outputs: Any
 
 
 @dataclass
@@ -79,8 +97,15 @@ class ForwardPass:
     @property
     def num_rows(self) -> int:
         """How many examples went through the model, or would have gone."""
-        leaves = tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs)
-        return next((len(leaf) for leaf in leaves if leaf.ndim), len(self.ids or ()))
+        for leaf in tensors_of((self.args, self.kwargs) if self.outputs is None else self.outputs):
+            if leaf.ndim:
+                return len(leaf)
+        return len(self.ids or ())
+
+    def take_recorded(self) -> RecordedForward | StartedGraph | None:
+        """The graph of this call, which is then held by the caller alone."""
+        recorded, self.recorded = self.recorded, None
+        return recorded
 
     def add_gradient(self, k: int, gradient: Tensor) -> None:
         """Add ∂loss/∂output k of a backward pass."""
@@ -137,12 +162,12 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = [forward for forward in self.pending if not forward.output_grads]
+        self.pending = list(filterfalse(_went_backward, self.pending))
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
         """The forward passes that went backward and are still kept."""
-        return [forward for forward in self.pending if forward.output_grads]
+        return list(filter(_went_backward, self.pending))
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
@@ -152,9 +177,12 @@ class Observer:
                 "the one that you passed; its zero_grad() drops these passes"
             )
 
-    def check_ready(self) -> None:
-        """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
-        finished, parts = self.finished(), self.tracker.parts
+    def check_ready(self, finished: Sequence[ForwardPass], *, by_opacus: bool) -> None:
+        """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
+
+        With Opacus's hooks the gradients may go anywhere, and Opacus counts the passes.
+        """
+        parts = self.tracker.parts
         if self.touched:
             names = ", ".join(sorted(self.touched))
             raise RuntimeError(
@@ -167,6 +195,8 @@ class Observer:
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
+        if by_opacus:
+            return
 
         # an example's gradient is clipped once, and it may be in one draw only
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
@@ -232,8 +262,10 @@ class LossInside:
         outputs: Any,
         masks: tuple[Tensor, ...] = (),
     ) -> ForwardPass:
-        """The call on the current batch that gave these outputs (with their graph), with labels and loss separated."""
-        args, kwargs = plain((args, kwargs))
+        """The call on the current batch that gave these outputs (with their graph), with labels and loss separated.
+
+        Inputs are plain trees.
+        """
         losses, loss_grads = self.losses_in(outputs), {}
         without, targets = self.without_labels(kwargs) if losses else (kwargs, NO_TARGETS)
         if targets is not NO_TARGETS:
@@ -248,8 +280,9 @@ class LossInside:
                 k: dict(zip(places, _gradients([leaves[k]], [leaves[j] for j in places]), strict=True))
                 for k, places in self.made_from[kind].items()
             }
-        args, kwargs, outputs = map_tensors(Tensor.detach, plain((args, kwargs, outputs)))
-        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks)
+        args, kwargs, outputs = map_tensors(Tensor.detach, (args, kwargs, plain(outputs)))
+        autocast = autocast_now(self.replica.device)
+        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, outputs, masks=masks, autocast=autocast)
         if loss_grads:  # otherwise labels stay among the inputs
             own = {id(leaf) for k, leaf in enumerate(tensors_of(outputs)) if k in loss_grads}
             forward.outputs = map_tensors(lambda leaf: None if id(leaf) in own else leaf, outputs)
@@ -338,15 +371,11 @@ class LoopForward:
     Args:
         replica: The model.
         observer: Notes the pass.
-        record: Returns the forward half of the engine's pass over inputs and the current batch; None: not possible now.
+        record: Returns the examples and the forward half of the engine's pass over inputs and the current batch; None:
+            not possible now.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        observer: Observer,
-        record: Callable[..., tuple[Examples, RecordedForward | StartedGraph] | None],
-    ) -> None:
+    def __init__(self, replica: Replica, observer: Observer, record: Callable[..., Any]) -> None:
         self.replica = replica
         self.observer = observer
         self._record = record
@@ -358,8 +387,10 @@ class LoopForward:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
+        self.replica.follow()
         make_current((args, kwargs))  # a batch that the model itself reads
         args, kwargs = self.replica.examples_first((args, kwargs))
+        inputs: tuple[Any, Any] = plain((args, kwargs))
 
         # With a graph, a loss that uses more of the model than its outputs shows up at the parameters.
         device = self.replica.device
@@ -375,7 +406,7 @@ class LoopForward:
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return None if look or self._gives_loss else self._record(args, kwargs, self.observer.tracker.batch)
+            return None if look or self._gives_loss else self._record(*inputs, self.observer.tracker.batch)
 
         drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
@@ -391,8 +422,8 @@ class LoopForward:
         gave_loss, self._gives_loss = self._gives_loss, any(leaf.ndim == 0 for leaf in tensors_of(outputs))
         if self._gives_loss and not (gave_loss or with_graph):
             return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
-        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
-        call.recorded, call.examples, call.autocast = forward, examples, autocast_now(device)
+        call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, masks)
+        call.recorded, call.examples = forward, examples
         leaves = map_tensors(_as_leaf, outputs)
         self.observer.watch(call, leaves)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
@@ -410,7 +441,7 @@ class HookedForward:
         self.replica = replica
         self.observer = observer
         self._inside = LossInside(replica)
-        self._open: list[Any] = []  # the recording of masks, while a forward pass runs
+        self._open = contextlib.ExitStack()  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []
         self._watch: RandomWatch | None = None
         self._draws = True  # whether the model drew random numbers in its last pass; recording slows Python down
@@ -430,26 +461,23 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(forward.output_grads for forward in self.observer.pending):
+        if all(map(_went_backward, self.observer.pending)):
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
-        self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
+        self._open.enter_context(without_checkpoints())  # Opacus's hooks would see a layer twice
         if self._draws or self.replica.drops_now():
-            self._open += [differentiable_twice(), recorded_masks()]
-        *_, masks = (context.__enter__() for context in self._open)
-        self._masks = [] if masks is None else masks
+            self._open.enter_context(differentiable_twice())
+            self._masks = self._open.enter_context(recorded_masks())
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        while self._open:  # also after an error inside the forward pass
-            self._open.pop().__exit__(None, None, None)
+        self._open.close()  # also after an error inside the forward pass
         if self._watch is not None:
             self._draws = self._watch.moved()
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another; the loss is differentiated with respect to each alone.
-        args, kwargs = self.replica.examples_first((args, kwargs))
-        call = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, tuple(self._masks))
-        call.autocast = autocast_now(self.replica.device)
+        inputs: tuple[Any, Any] = plain(self.replica.examples_first((args, kwargs)))
+        call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, tuple(self._masks))
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         self.observer.watch(call, apart)
         return apart
@@ -575,15 +603,13 @@ def _forget_failed_passes(module: nn.Module) -> None:
     The hooks count forward passes that still await their backward pass. If one never comes, they would no longer
     deliver a parameter's gradients.
     """
-    counted = [p for p in module.parameters() if getattr(p, "_forward_counter", 0)]
-    for p in counted:
-        p._forward_counter = 0  # type: ignore[attr-defined]
-        if hasattr(p, "_current_grad_sample"):
-            del p._current_grad_sample
-    for part in module.modules() if counted else ():
-        activations = part.__dict__.get("activations")
-        if isinstance(activations, list):
-            activations.clear()
+    for p in module.parameters():
+        if getattr(p, "_forward_counter", 0):
+            p._forward_counter = 0  # type: ignore[attr-defined]
+            vars(p).pop("_current_grad_sample", None)
+    for part in module.modules():
+        if isinstance(part.__dict__.get("activations"), list):
+            part.__dict__["activations"].clear()
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

@@ -1,17 +1,20 @@
 """Checks that refuse a step that would be accounted for wrongly.
 
-A check leaves a flag on the device, and all flags of a step are read at once (:class:`Flags`). A failed check is then
-looked at closely, to say what is wrong. Checks that need more than a comparison run at the first steps and then ever
+A check leaves a flag on the device, and all flags of a step are read at once. A failed check is then looked at
+closely, to say what is wrong. Checks that need more than a comparison run at the first steps and then ever
 more rarely.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,7 +47,6 @@ from torchfil.utils.trees import map_tensors, tensors_of
 logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_LOOKS = 128  # steps between expensive checks; they are more frequent at the start
-_EXAMPLES_TO_LOOK_AT = 8
 _FAR_APART = 5  # times the tolerance: more than lower precision can explain
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _LOOSE_TOLERANCE = 0.1  # half precision
@@ -88,44 +90,12 @@ class Flag:
 
     Attributes:
         failed: Whether it failed, bool [].
-        error: What is wrong, made only if it failed: an exception to raise, a warning to show once, or None if a closer
-            look finds nothing.
+        error: Called only if it failed: raises or returns what is wrong, an exception or a warning to show once; None
+            if a closer look finds nothing.
     """
 
     failed: Tensor
     error: Callable[[], Exception | None]
-
-
-class Flags:
-    """The checks of one step; a GPU keeps computing until they are read, all at once.
-
-    Args:
-        flags: Checks that were left by the last step.
-    """
-
-    def __init__(self, flags: Sequence[Flag] = ()) -> None:
-        self.pending = list(flags)
-        self._started: list[tuple[list[Flag], Callable[[], Tensor]]] = []
-        self.later: list[Flag] = []  # read at the next step
-
-    def add(self, *flags: Flag | None) -> None:
-        """Add checks; None: nothing to check."""
-        self.pending += [flag for flag in flags if flag is not None]
-
-    def start_reading(self) -> None:
-        """Start to copy the results so far to the CPU, before work is queued that they need not wait for."""
-        if self.pending:
-            self._started.append((self.pending, read_later(torch.stack([flag.failed for flag in self.pending]))))
-            self.pending = []
-
-    def errors(self) -> list[Exception]:
-        """What the failed checks found."""
-        self.start_reading()
-        failed = [
-            flag for flags, read in self._started for flag, bad in zip(flags, read().tolist(), strict=True) if bad
-        ]
-        self._started = []
-        return [error for flag in failed if (error := flag.error()) is not None]
 
 
 class Guard:
@@ -149,24 +119,45 @@ class Guard:
         self._opaque_changes = 0
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
-        self._late: list[Flag] = []  # about the last step, which a GPU was still computing
+        self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
+        self._reading: list[tuple[list[Flag], Callable[[], Tensor]]] = []
+        self._late: list[Flag] = []  # read at the next step, because a GPU is still computing
 
-    def flags(self) -> Flags:
-        """The checks of a new step, with what the last one has left."""
-        return Flags(self._late)
+    # ------------------------------------------------------------------ the flags of a step
+
+    def begin_step(self) -> None:
+        """Begin with what the last step has left to check."""
+        self._pending, self._late, self._reading = self._late, [], []
 
     def forget_last_step(self) -> None:
         """Forget what a step has left to check: other weights were loaded since."""
         self._late = []
 
-    def raise_if_any(self, flags: Flags) -> None:
-        """Read all flags of a step; raise the first error, and show new warnings."""
-        errors, self._late = flags.errors(), []
-        for error in errors:
-            if not isinstance(error, Warning):
-                raise error
-            self._warn_once(str(error))
-        self._late = flags.later
+    def add(self, flag: Flag | None) -> None:
+        """Add a check; None: nothing to check."""
+        if flag is not None:
+            self._pending.append(flag)
+
+    def start_reading(self) -> None:
+        """Start to copy the results so far to the CPU, before work is queued that they need not wait for."""
+        if self._pending:
+            failed = torch.stack([flag.failed for flag in self._pending])
+            self._reading.append((self._pending, read_later(failed) if failed.is_cuda else failed.cpu))
+            self._pending = []
+
+    def raise_if_any(self) -> None:
+        """Read all flags so far; raise the first error, and show new warnings."""
+        self.start_reading()
+        reading, late = self._reading, self._late
+        self._reading, self._late = [], []
+        for flags, read in reading:
+            for flag, bad in zip(flags, read().tolist(), strict=True):
+                error = flag.error() if bad else None
+                if isinstance(error, Warning):
+                    self._warn_once(str(error))
+                elif error is not None:
+                    raise error
+        self._late = late  # of a step that is not refused
 
     def _warn_once(self, text: str) -> None:
         if text[:20] not in self._warned:  # the rest may have numbers
@@ -186,26 +177,28 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        floating = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
-        if not floating:
+        failed = []
+        for leaf in tensors_of((call.args, call.kwargs, targets)):
+            if leaf.is_floating_point():
+                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
+        if not failed:
             return None
-        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
 
-        def error() -> Exception | None:  # infinite masks are fine
-            return _error_of(lambda: check_finite(call.args, call.kwargs, targets))
+        check = partial(check_finite, call.args, call.kwargs, targets)  # infinite masks are fine
+        return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], check)
 
-        return Flag(torch.stack(failed).any() if len(failed) > 1 else failed[0], error)
-
-    def check_batch(self, inputs: Any, targets: Any) -> Flag | None:
+    def check_batch(self, call: ForwardPass) -> Flag | None:
         """Did a step get an earlier batch than the last one read?
 
         Inputs decide, or targets if the inputs match no batch (they were augmented). A match with the last batch is
         right, a match with an earlier batch is wrong, and anything else passes. The first and last rows are compared.
         """
-        now, given = _with_rows(self.replica.examples_first(self.tracker.batch)), _with_rows(inputs)
-        if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
-            return None
-        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *_with_rows(targets))}
+        now, given = _with_rows(self.replica.examples_first(call.batch)), _with_rows((call.args, call.kwargs))
+        for a, b in product(given, now):
+            if a.data_ptr() == b.data_ptr() and a.shape == b.shape:
+                return None
+        targets = _with_rows(call.targets)
+        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *targets)}
         before = [
             leaf
             for batch in self.tracker.earlier
@@ -215,9 +208,7 @@ class Guard:
         if not before:
             return None
         input_is_last, input_is_earlier, target_is_last, target_is_earlier = (
-            _any_alike(part, leaves, self.replica.device)
-            for part in (given, _with_rows(targets))
-            for leaves in (now, before)
+            _any_alike(part, leaves, self.replica.device) for part in (given, targets) for leaves in (now, before)
         )
         failed = ~input_is_last & (input_is_earlier | (target_is_earlier & ~target_is_last))
         return Flag(failed, lambda: RuntimeError(_EARLIER_BATCH))
@@ -340,9 +331,11 @@ class Guard:
 
     def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
-        function, told = loss.function, WEIGHTED_BY_TOKENS[:20] in self._warned
-        weights = None if told or not isinstance(function, TokenMean) else loss.weightings(targets)[-1]
-        if not (isinstance(weights, Tensor) and isinstance(function, TokenMean) and function.mean):
+        function = loss.function
+        if WEIGHTED_BY_TOKENS[:20] in self._warned or not (isinstance(function, TokenMean) and function.mean):
+            return None
+        weights = loss.weightings(targets)[-1]
+        if not isinstance(weights, Tensor):
             return None
         return Flag((weights != weights[:1]).any(), lambda: UserWarning(WEIGHTED_BY_TOKENS))
 
@@ -360,9 +353,9 @@ class Guard:
             apart = float(differences.min())
             if apart <= tolerance:  # with the weights of a mean over tokens
                 return LossMismatchError(_WEIGHTED_BY_OPACUS) if by_opacus else UserWarning(WEIGHTED_BY_TOKENS)
-            found = _error_of(lambda: self.check_loss(call, loss, by_opacus=by_opacus))  # if the loss is the cause
-            if found is not None or (math.isfinite(apart) and apart <= _FAR_APART * tolerance):  # lower precision
-                return found
+            self.check_loss(call, loss, by_opacus=by_opacus)  # if the loss is the cause
+            if apart <= _FAR_APART * tolerance:  # lower precision
+                return None
             if not math.isfinite(apart):
                 return RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             theirs = f"a gradient at the outputs that differs by {apart:.3g}, relative to the largest"
@@ -371,37 +364,36 @@ class Guard:
         return Flag(~(differences[0] <= tolerance), error)
 
     def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
-        """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the loop's batch?"""
-        if loss.is_models_own:
-            return self._compare_own_loss(call, loss, ours)
+        """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the whole batch?
+
+        The model's own loss is one number for a batch: it is compared with the mean over the examples, and if it
+        differs, this is a warning.
+        """
         with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            theirs = losses_of(loss, call.outputs, self.targets(call))
+            if loss.is_models_own:
+                theirs = loss(call.outputs, None)
+                ours = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
+            else:
+                theirs = losses_of(loss, call.outputs, self.targets(call))
         distance = _distance(ours, theirs)
 
         def error() -> Exception:
             apart, size = distance.tolist()
-            if math.isfinite(apart + size):
-                return _alone_differs(apart, size)
-            finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
-            return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
-
-        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
-
-    def _compare_own_loss(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
-        """Is the mean of ℓ of each example alone, [batch], the model's loss on the batch?"""
-        whole = loss(call.outputs, None)
-        distance = _distance(ours.mean() if self.options.loss_reduction == "mean" else ours.sum(), whole)
-
-        def error() -> Exception:
-            if not math.isfinite(float(distance[0])):
-                return RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-            return UserWarning(
-                f"the model's own loss on this batch differs by {float(distance[0]):.3g} from the mean over its "
-                "examples alone: the model weights examples by others of the batch, or mixes them. Training and "
-                "accounting use its loss on each example alone, with equal weights."
+            if not math.isfinite(apart + size):
+                finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
+                return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
+            if loss.is_models_own:
+                return UserWarning(
+                    f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
+                    "the model weights examples by others of the batch, or mixes them. Training and accounting use its "
+                    "loss on each example alone, with equal weights."
+                )
+            return RuntimeError(
+                f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest "
+                f"being {size:.3g}). Either the model mixes examples, or {_COPY_DIFFERS.format('other outputs')}"
             )
 
-        return Flag(_is_far(distance, self._tolerance(whole, call)), error)
+        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
 
     def compare_norms(self, measured: Tensor, released: Tensor, calls: Sequence[ForwardPass]) -> Flag:
         """Are ‖g‖ and the norms of the gradients that Opacus has formed in these passes the same, [batch] each?"""
@@ -423,7 +415,7 @@ class Guard:
 
         return Flag(_is_far(distance, tolerance) | (distance[1] == 0), error)
 
-    def check_norms(self, norms: Tensor, losses: Tensor, flags: Flags) -> None:
+    def check_norms(self, norms: Tensor, losses: Tensor) -> None:
         """Is ‖g‖, [batch], finite and not all 0? A GPU, which is still computing it, answers at the next step.
 
         If it is not finite, the losses ℓ, [batch], show whether the training has diverged.
@@ -437,32 +429,14 @@ class Guard:
                 return UserWarning(_NOTHING_LEARNED)
             return RuntimeError((_NOT_FINITE if bool(finite) else _DIVERGED).format(taken))
 
-        (flags.later if late else flags.pending).append(Flag(~total.isfinite() | (total == 0), error))
+        (self._late if late else self._pending).append(Flag(~total.isfinite() | (total == 0), error))
 
-    def _compare_live_losses(
-        self, call: ForwardPass, live: tuple[Any, Any], loss: IdentifiedLoss, ours: Tensor, *, alone: bool
-    ) -> None:
-        """Raise unless the losses of the live model's (outputs, targets) equal ours on the first few examples."""
-        few = [_one_example(live, i) for i in range(min(len(ours), _EXAMPLES_TO_LOOK_AT))]
-        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            losses = torch.stack([loss(*example).reshape(()) for example in few])
-        apart, size = _distance(ours[: len(few)], losses).tolist()
-        if not math.isfinite(size):
-            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-        if apart > self._tolerance(ours, call) * size:
-            theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
-            message = f"the model's losses on this batch are at most {size:.4g}, {theirs}"
-            raise _alone_differs(apart, size) if alone else RuntimeError(message)
-        if check_equal_weights(loss, *live):
-            self._warn_once(WEIGHTED_BY_TOKENS)
-
-    def check_live_model(
-        self, call: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
-    ) -> None:
+    def check_live_model(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
         Raises:
-            RuntimeError: They differ: something outside the modules' forward methods changes the output.
+            RuntimeError: They differ: the model mixes examples, or something outside the modules' forward methods
+                changes the output.
             LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         if self._opaque_changes != self.replica.opaque_changes:
@@ -473,12 +447,13 @@ class Guard:
         self.until_look = 0  # check again at the next step, unless this check passes
 
         live, autocast = self.replica.live, autocast_as(call.autocast, self.replica.device)
-        with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(call.masks), autocast:
-            outputs = live(*call.args, **call.kwargs)
-        if loss.is_models_own:
-            self.raise_if_any(Flags([self._compare_own_loss(replace(call, outputs=outputs), loss, ours)]))
-        else:
-            self._compare_live_losses(call, (outputs, targets), loss, ours, alone=now)
+        masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
+        with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
+            call = replace(call, outputs=live(*call.args, **call.kwargs))
+        self.add(self.compare_losses(call, loss, ours))
+        self.raise_if_any()
+        if not loss.is_models_own and check_equal_weights(loss, call.outputs, self.targets(call)):
+            self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
         self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
 
@@ -492,22 +467,6 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
     if apart > _tolerance(loops, reduced=reduced) * size:
         theirs = f"some that differ by up to {apart:.3g}"
         raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
-
-
-def _error_of(check: Callable[[], None]) -> Exception | None:
-    """What a check raises."""
-    try:
-        check()
-    except (ValueError, RuntimeError) as found:
-        return found
-    return None
-
-
-def _alone_differs(apart: float, size: float) -> RuntimeError:
-    return RuntimeError(
-        f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest being "
-        f"{size:.3g}). Either the model mixes examples, or {_COPY_DIFFERS.format('other outputs')}"
-    )
 
 
 def _tolerance(values: Tensor, *, reduced: bool) -> float:
@@ -528,10 +487,6 @@ def _check_finite_outputs(call: ForwardPass) -> None:
     for leaf in tensors_of(call.outputs):
         if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
-
-
-def _one_example(tree: Any, i: int) -> Any:
-    return map_tensors(lambda leaf: leaf[i : i + 1] if leaf.ndim else leaf, tree)
 
 
 def _with_rows(tree: Any) -> list[Tensor]:

@@ -202,8 +202,8 @@ def plain(tree: Any) -> Any:
     if isinstance(tree, _Remembering):
         return plain(_content(tree))
     if kind is tuple or kind is list:
-        return kind([plain(part) for part in tree])
-    return {key: plain(part) for key, part in tree.items()} if kind is dict else tree
+        return kind(map(plain, tree))
+    return dict(zip(tree, map(plain, tree.values()), strict=True)) if kind is dict else tree
 
 
 def make_current(tree: Any) -> None:
@@ -212,7 +212,8 @@ def make_current(tree: Any) -> None:
         tree._touch()
     elif type(tree) in (tuple, list, dict):
         for part in tree.values() if isinstance(tree, dict) else tree:
-            make_current(part)
+            if type(part) is not Tensor:
+                make_current(part)
 
 
 # ---------------------------------------------------------------------- fetching

@@ -6,8 +6,8 @@ from (the loop's ``backward()``, the model's own ``.loss``, a criterion on a who
     δ_i = c w_i ∂ℓ(o_i, y_i)/∂o_i        c = 1/B for a mean over the batch, 1 for a sum
 
 with weights w_i that are 1, or those of a mean over the batch's tokens (:class:`TokenMean`). This one comparison
-identifies cross-entropy, binary cross-entropy with logits, squared error and losses of the outputs alone; any other
-loss has to be given as ``criterion=``. At every step it catches class weights, label smoothing, scaling and anything
+identifies cross-entropy, binary cross-entropy with logits and squared error; any other loss has to be given as
+``criterion=``. At every step it catches class weights, label smoothing, scaling and anything
 else that the engine does not know about.
 
 A model that computes its loss itself (``model(**batch).loss``, as Hugging Face's do) returns one number for a batch. A
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,14 +109,12 @@ class IdentifiedLoss:
         function: Computes it.
         place: The place of its output among several tensors; None: it takes the outputs as they are.
         is_models_own: Whether the model computes it, and it cannot be computed from the other outputs.
-        summed: Whether the loop adds it up over the batch, whatever ``loss_reduction`` says, as ``out.sum()`` does.
     """
 
     name: str
     function: LossFunction
     place: int | None = None
     is_models_own: bool = False
-    summed: bool = False
 
     @classmethod
     def of(cls, criterion: LossFunction) -> IdentifiedLoss:
@@ -144,15 +141,16 @@ class IdentifiedLoss:
         Besides equal weights these are B n_i / Σ_j n_j, those of a mean over the batch's targets that count. For
         a criterion of the user's, targets that are shifted by one (causal language models) may be meant as well.
         """
-        if self.summed:
-            return [float(len(targets))]
         if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.ndim or self.is_models_own:
             return [1.0]
-        shifts = [self.function.shifted] if isinstance(self.function, TokenMean) else [False, True]
-        parts = [targets[:, 1:] if shifted else targets for shifted in shifts if targets.ndim > shifted]
         ignored = getattr(getattr(self.function, "criterion", None), "ignore_index", -100)
-        counted = [(part != ignored).reshape(len(part), -1).sum(dim=1) for part in parts]
-        return [1.0, *(n * len(n) / n.sum().clamp(min=1) for n in counted)]
+        weights: list[Tensor | float] = [1.0]
+        for shifted in [self.function.shifted] if isinstance(self.function, TokenMean) else [False, True]:
+            if targets.ndim > shifted:
+                part = targets[:, 1:] if shifted else targets
+                n = (part != ignored).reshape(len(part), -1).sum(dim=1)
+                weights.append(n * len(n) / n.sum().clamp(min=1))
+        return weights
 
 
 # ---------------------------------------------------------------------- compare gradients at the outputs
@@ -194,21 +192,17 @@ def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor 
         observed: b_i, those of the batch's loss, unscaled by the batch size.
         weightings: w, [batch] or one number each.
     """
-    both = zip(tensors_of(alone), tensors_of(observed), strict=True)
-    pairs = [(a, b) for a, b in both if b.numel() and (b.is_floating_point() or b.is_complex())]
-
-    def largest(tensors: list[Tensor]) -> Tensor:
-        return torch.stack([leaf.abs().max().double().to(tensors[0].device) for leaf in tensors]).max()
-
-    distances = [largest([_weighted(a, weights) - b for a, b in pairs]) for weights in weightings]
-    return torch.stack(distances) / largest([b for _, b in pairs]).clamp(min=1e-300)
-
-
-def _weighted(gradient: Tensor, weights: Tensor | float) -> Tensor:
-    """The gradient of each example, [batch, …], times its weight."""
-    if isinstance(weights, Tensor):
-        weights = weights.to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
-    return gradient * weights
+    largest = []  # for each output: max |w_i a_i − b_i| for each weighting, then max |b|
+    for a, b in zip(tensors_of(alone), tensors_of(observed), strict=True):
+        if b.numel() and (b.is_floating_point() or b.is_complex()):
+            apart = [b]
+            for weights in weightings:
+                if isinstance(weights, Tensor):
+                    weights = weights.to(a).reshape(-1, *[1] * (a.ndim - 1))
+                apart.append(a * weights - b)
+            largest.append(torch.stack([each.abs().max() for each in apart]).double())
+    size, *distances = torch.stack([each.to(largest[0].device) for each in largest]).amax(dim=0)
+    return torch.stack(distances) / size.clamp(min=1e-300)
 
 
 def _agreements(loss: IdentifiedLoss, alone: Any, observed: Any, targets: Any) -> list[bool]:
@@ -235,7 +229,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     reached = [k for k, gradient in enumerate(gradients) if bool(gradient.any())] or [0]
     if len(reached) == 1 and isinstance(targets, Tensor):
         output, at_output = tensors_of(outputs)[reached[0]], gradients[reached[0]]
-        for loss in itertools.chain(_candidates(output, targets, reduction), _losses_of_outputs(reduction)):
+        for loss in _candidates(output, targets, reduction):
             with contextlib.suppress(LossMismatchError):
                 alone = output_gradients(loss, output, targets)
                 if any(_agreements(loss, alone, at_output, targets)):
@@ -340,20 +334,6 @@ def _reshaped(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
     return result
 
 
-def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
-    """± the sum or the mean of an example's outputs, whatever its targets, as ``out.sum()`` and ``-out.mean()``."""
-    for summed, sign, kind in itertools.product((False, True), (1, -1), (Tensor.sum, Tensor.mean)):
-        name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
-        if not summed or reduction == "mean":
-            yield IdentifiedLoss(
-                name + ", added up over the batch" * summed, partial(_signed, sign, kind), summed=summed
-            )
-
-
-def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: Any) -> Tensor:
-    return sign * kind(outputs)
-
-
 def _common_factor(expected: Any, observed: Any) -> float | None:
     """c if observed = c · expected, else None."""
     want, seen = (torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(part)]) for part in (expected, observed))
@@ -372,15 +352,13 @@ def _scaled(factor: float) -> str:
 
 def _not_identified(outputs: Any, targets: Any, reached: int, hint: str) -> str:
     """The error of a loss that is not identified, with the line to write."""
-    if reached < 2:
-        return _NOT_IDENTIFIED.format(hint=hint, line="nn.NLLLoss()", split="(batch[0], batch[0]) (an autoencoder)")
-    names, keys = (list(part) if isinstance(part, dict) else [0, 1] for part in (outputs, targets))
-    terms = [f"F.cross_entropy(outputs[{name!r}], targets[{key!r}])" for name, key in zip(names, keys, strict=False)]
-    return _NOT_IDENTIFIED.format(
-        hint=f"It has a gradient at {reached} outputs of the model. ",
-        line=f"lambda outputs, targets: {' + '.join(terms[:2])}",
-        split="(batch[0], (batch[1], batch[2]))",
-    )
+    line, split = "nn.NLLLoss()", "(batch[0], batch[0]) (an autoencoder)"
+    if reached > 1:
+        names, keys = (list(part) if isinstance(part, dict) else [0, 1] for part in (outputs, targets))
+        terms = (f"F.cross_entropy(outputs[{a!r}], targets[{b!r}])" for a, b in zip(names, keys, strict=False))
+        line, split = f"lambda outputs, targets: {' + '.join(terms)}", "(batch[0], (batch[1], batch[2]))"
+        hint = f"It has a gradient at {reached} outputs of the model. "
+    return _NOT_IDENTIFIED.format(hint=hint, line=line, split=split)
 
 
 # ---------------------------------------------------------------------- the criterion of ghost clipping

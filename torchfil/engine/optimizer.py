@@ -64,7 +64,6 @@ class FILOptimizer(DPOptimizer):
         self._step = step
         self._names, self._shares = names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
-        self._backward_passes = 1
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -93,14 +92,14 @@ class FILOptimizer(DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """As in Opacus: backward passes since the last step; during a step, those of this step."""
-        return len(self._step.observer.finished()) or self._backward_passes or 1  # an empty batch may have none
+        return len(self._step.observer.finished()) or self._step.backward_passes or 1  # an empty batch may have none
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
-        result = self._step.take(self)
-        self._backward_passes = result.backward_passes
-        for p, summed in zip(self.params, self._by_parameter(result.sums), strict=True):
+        step = self._step
+        values = step.measure(self, step.finished_calls(self), step.run.loss)
+        for p, summed in zip(self.params, self._by_parameter(None if values is None else values.sums), strict=True):
             if p.summed_grad is not None:
                 summed = p.summed_grad + summed
             elif self._check_skip_next_step(pop_next=False):
@@ -157,7 +156,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
-            self._step.run.batch.exchange_ids()
+            self._step.run.participants()
             if self._ranks.rank > 0:
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
@@ -201,7 +200,6 @@ class FILOptimizer(DPOptimizer):
                 p.grad = None
         for p, summed in zip(self.params, self._by_parameter(sums), strict=True):
             p.summed_grad = summed
-        self._backward_passes = 1
         self.add_noise()
         self.scale_grad()
         if self.step_hook is not None:
@@ -251,7 +249,8 @@ class GradSampleOptimizer(FILOptimizer):
         parts = self._norms_by_parameter()
         norms, scale = self._norms_and_scale(parts)
         clipped = torch.linalg.vector_norm(scale * parts, dim=1)
-        self._backward_passes = self._step.take(self, norms, clipped.detach()).backward_passes
+        calls = self._step.finished_calls(self, len(norms))
+        self._step.measure(self, calls, self._step.run.loss, norms, clipped.detach())
         for p, factor in zip(self.params, scale.unbind(dim=1), strict=True):
             grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
             summed = (factor.to(grad_sample) @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:])

@@ -40,6 +40,7 @@ from torchfil.engine.run import Run, weights_in_words
 from torchfil.engine.saving.data import fitted_prior
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
+from torchfil.utils.errors import require
 
 Ids = Iterable[Hashable] | Tensor | None
 Releases = Sequence[tuple[float, float, int]]  # a DP accountant's history: σ, q, how many steps
@@ -49,8 +50,7 @@ _MOST_SETTINGS = 32  # different (σ, q) that are composed without rounding
 
 def check_delta(delta: float) -> None:
     """Raise unless 0 < δ < 1."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
+    require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
 
 
 def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) -> Estimate:
@@ -138,19 +138,12 @@ def everybodys_robustness(
     sigmas, rates, steps = (list(column) for column in zip(*releases, strict=True))
     if min(sigmas) == 0:  # nothing is robust
         return Bracket(torch.ones_like(prior), torch.ones_like(prior))
-    settings = {(float(sigma), float(q)) for sigma, q, _ in releases}
-    if len(settings) > _MOST_SETTINGS:
-        lowest = min(sigmas)
-        levels = [math.floor(math.log(sigma / lowest) / math.log(1.02)) for sigma in sigmas]
-        high = rero(
-            prior_success,
-            q=max(rates),
-            noise_multiplier=[lowest * 1.02**level for level in levels],
-            steps=steps,
-            tolerance=tolerance,
-        ).high
-        return Bracket(prior, high)
-    return rero(prior_success, q=rates, noise_multiplier=sigmas, steps=steps, tolerance=tolerance)
+    rounded = len({(float(sigma), float(q)) for sigma, q, _ in releases}) > _MOST_SETTINGS
+    if rounded:
+        lowest, rates = min(sigmas), [max(rates)] * len(rates)
+        sigmas = [lowest * 1.02 ** math.floor(math.log(sigma / lowest) / math.log(1.02)) for sigma in sigmas]
+    found = rero(prior_success, q=rates, noise_multiplier=sigmas, steps=steps, tolerance=tolerance)
+    return Bracket(prior, found.high) if rounded else found
 
 
 def individual_robustness(history: NormHistory, rows: Tensor, prior_success: Sequence[float]) -> Tensor:
@@ -204,8 +197,7 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
 
 def rdp_bound(releases: Releases, num_coordinates: int, diameters: Any, reading: str) -> float:
     """Theorem 1 of Guo et al. 2022, with the run's Rényi divergence."""
-    if reading not in ("replace-one", "paper"):
-        raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
+    require(reading in ("replace-one", "paper"), f"reading={reading!r} must be 'replace-one' or 'paper'")
 
     def rdp(order: float) -> float:
         return sum(
@@ -237,12 +229,9 @@ def summary(training: PrivateTraining | None, accountant: str) -> list[tuple[str
 
 def average(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage:
     """The average over repeated runs with the same mechanism, each given with its accountant's history."""
-    if not runs:
-        raise ValueError("merge needs at least one engine")
-    if len({id(training) for training, _ in runs}) < len(runs):
-        raise ValueError(
-            "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs"
-        )
+    require(bool(runs), "merge needs at least one engine")
+    twice = len({id(training) for training, _ in runs}) < len(runs)
+    require(not twice, "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs")
     mean = Leakage.average([training.run.leakage for training, _ in runs])
     mechanisms = sorted({_mechanism_in_words(*each) for each in runs})
     if len(mechanisms) > 1:

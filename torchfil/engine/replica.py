@@ -61,6 +61,7 @@ class Replica:
         written: The names of buffers that a forward pass writes into; None: not known yet.
         changes: How often a plain attribute of the live modules has changed.
         opaque_changes: How often one became a value that cannot be taken over.
+        key: The state of the modules that is built into a recorded pass: their modes and plain attributes.
     """
 
     def __init__(self, module: nn.Module, *, batch_first: bool = True) -> None:
@@ -75,6 +76,7 @@ class Replica:
         # what the copy follows: modes, plain attributes, parts and hooks of the live modules
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
         self._flags = tuple(live.training for live, _ in self._pairs)
+        self.key: Hashable = (self._flags, 0)
         self._attributes = _plain_attributes(self._pairs)  # of the live modules, as last taken over
         self._dropouts = [live for live, _ in self._pairs if may_drop(live)]
         self._parts = [
@@ -95,11 +97,6 @@ class Replica:
         self._same: dict[Hashable, Any] = {}  # which inputs and targets are one tensor, by all their names
         self._layouts: dict[Hashable, tuple[Private | None, Layout]] = {}  # by form of batch and training flags
 
-    @property
-    def key(self) -> Hashable:
-        """The state of the modules that is built into a recorded pass: their modes and plain attributes."""
-        return self._flags, self.changes
-
     def gather(self) -> bool:
         """Gather all weights in this process, and return whether any came; without sharding, all are here."""
         return False
@@ -113,8 +110,9 @@ class Replica:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all weights are here (collective if the model is sharded)."""
+        """Inside, all weights are here (collective if the model is sharded), and the copy is up to date."""
         came = self.gather()
+        self.follow()
         try:
             yield
         finally:
@@ -232,7 +230,6 @@ class Replica:
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the current weights, by the copy; it writes only into its own buffers."""
-        self.follow()
         parameters, constants = self._weights()
         for name in self._buffers if self.written is None else self.written:
             if name in constants:
@@ -240,20 +237,32 @@ class Replica:
         return ExampleGradients(self.template, loss, examples, parameters, constants)
 
     def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
-        """The same by the live module itself, for the loop's own pass; the copy has followed it."""
+        """The same by the live module itself, for the loop's own pass."""
         return ExampleGradients(self.live, loss, examples, *self._weights())
 
     def follow(self) -> None:
-        """Bring the copy's modules up to date with the live ones: training mode and plain attributes.
+        """Bring the copy's modules up to date with the live ones, before a step and its passes.
 
-        A recorded pass has numbers and flags built in; if one changes, the pass is tried and built again. An integer
-        that keeps changing is a counter, and no longer triggers this.
+        They take over training mode and plain attributes; added or removed hooks are noted. A recorded pass has numbers
+        and flags built in; if one changes, the pass is tried and built again. An integer that keeps changing is a
+        counter, and no longer triggers this.
 
         Raises:
             UnsupportedModuleError: A module that went into training mode mixes examples.
             RuntimeError: A module or a parameter was replaced.
         """
-        self._check_parts()
+        for holder, key, part, name in self._parts:
+            if holder.get(key) is not part:
+                raise RuntimeError(
+                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
+                    "one: change the model before make_private, or make a new engine and optimizer"
+                )
+        num_hooks = 0
+        for live, _ in self._pairs:
+            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
+        self.opaque_changes += self._num_hooks not in (None, num_hooks)
+        self._num_hooks = num_hooks
+
         now, before = _plain_attributes(self._pairs), self._attributes
         if now == before:
             return
@@ -275,18 +284,7 @@ class Replica:
         self._attributes = now
         self._changed_integers += int in kinds
         self.changes += bool(kinds - {int}) or (int in kinds and self._changed_integers <= _CHANGES_OF_INTEGERS)
-
-    def _check_parts(self) -> None:
-        """Raise if a child or a parameter was replaced, and note added or removed hooks."""
-        for holder, key, part, name in self._parts:
-            if holder.get(key) is not part:
-                raise RuntimeError(
-                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
-                    "one: change the model before make_private, or make a new engine and optimizer"
-                )
-        num_hooks = sum([len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs])
-        self.opaque_changes += self._num_hooks not in (None, num_hooks)
-        self._num_hooks = num_hooks
+        self.key = (self._flags, self.changes)
 
     def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The constants with copies of all buffers, so that a trial shows which of them a pass writes into."""
@@ -360,16 +358,16 @@ def is_plain(value: Any) -> bool:
 
 def _plain_attributes(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> list[dict[str, Any]]:
     """The plain attributes of each live module, by name; whether a model has hooks of its own is not one."""
-    return [
-        {
-            name: value
-            for name, value in live.__dict__.items()
-            if (kind := type(value)) in _PLAIN_OR_FUNCTION
-            and name != HOOKS_INSTALLED
-            and (kind in _PLAIN or is_plain(value))
-        }
-        for live, _ in pairs
-    ]
+    found = []
+    for live, _ in pairs:  # at every step, so without a function call for each module
+        own: dict[str, Any] = {}
+        for name, value in live.__dict__.items():
+            kind = type(value)
+            if kind in _PLAIN or (kind in _PLAIN_OR_FUNCTION and is_plain(value)):
+                own[name] = value
+        own.pop(HOOKS_INSTALLED, None)
+        found.append(own)
+    return found
 
 
 # ---------------------------------------------------------------------- Opacus's recurrent layers

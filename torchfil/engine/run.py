@@ -16,11 +16,12 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
@@ -31,9 +32,9 @@ from torchfil.accounting.pace import exposed_rows
 from torchfil.accounting.quantities import Conditions
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
+from torchfil.engine.executor import StepValues
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
-from torchfil.engine.measure import StepValues
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.private import Examples
@@ -46,17 +47,11 @@ _EXPOSED = 1 / 64  # of a batch
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(NamedTuple):
     """σ and C of a release."""
 
     noise_multiplier: float
     max_grad_norm: float
-
-    @classmethod
-    def of(cls, optimizer: FILOptimizer) -> Noise:
-        """The optimizer's current values."""
-        return cls(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
 
 
 @dataclass(frozen=True)
@@ -67,107 +62,6 @@ class Staged:
     ratio: Tensor  # ‖g̃‖/C, [batch]
     ids: Sequence[Any]
     noise: Noise
-
-
-class LogicalBatch:
-    """The physical batches that were staged since the last release.
-
-    Args:
-        ranks: The processes whose batches may hold the same example; None: a single one, or Poisson sampling from
-            separate parts of the data.
-
-    Attributes:
-        parts: What was staged, in order.
-        is_measured: Whether the step is measured, drawn once for a logical batch; None: not drawn yet.
-    """
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
-        self.parts: list[Staged] = []
-        self.is_measured: bool | None = None
-        self._keys: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
-
-    def clear(self) -> None:
-        """Forget what was staged: it was booked, or the logical batch was given up."""
-        self.parts = []
-        self.is_measured = self._keys = None
-
-    @property
-    def ids(self) -> list[Any]:
-        """The examples of this process."""
-        return [key for staged in self.parts for key in staged.ids]
-
-    def check_noise(self, optimizer: FILOptimizer) -> Noise:
-        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
-        noise = Noise.of(optimizer)
-        for staged in self.parts[:1]:  # the others were compared with it
-            if staged.noise != noise:
-                raise RuntimeError(
-                    f"noise_multiplier and max_grad_norm changed from {astuple(staged.noise)} to {astuple(noise)} "
-                    "within one logical batch: step their schedulers only after a whole one. Restore the values, or "
-                    "call optimizer.discard_partial_batch(). This step was not taken."
-                )
-        return noise
-
-    def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
-        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
-        if not calls and num_gradients:
-            raise RuntimeError(
-                "optimizer.step() was called with gradients that did not come through the private model's output; call "
-                "the model that make_private returned, then loss.backward()"
-            )
-        ids: list[int] = []
-        for call in calls:
-            if call.ids is None:
-                raise RuntimeError(
-                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
-                    "its examples are unknown; iterate over that loader"
-                )
-            ids += call.ids
-        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
-            return ids
-        if len(ids) != num_gradients:
-            raise RuntimeError(
-                f"{len(ids)} examples were seen in {len(calls)} forward passes, but there are {num_gradients} "
-                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
-                "twice, put both calls into one module. Examples must lie along the first dimension of the model's "
-                "outputs, and of its inputs unless batch_first=False."
-            )
-
-        together = [*ids, *self.ids]
-        if len(set(together)) < len(together):
-            raise RuntimeError(
-                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
-                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
-            )
-        return ids
-
-    def exchange_ids(self) -> None:
-        """Tell all ranks which examples take part in this step (collective, unless batches are Poisson draws).
-
-        Raises:
-            StepNotTakenError: On all ranks, if two of them have the same example.
-        """
-        if self._ranks is None:
-            self._keys = self.ids
-            return
-        by_rank = self._ranks.objects(self.ids)
-        self._keys = [key for keys in by_rank for key in keys]
-        if len(set(self._keys)) < len(self._keys):
-            twice = next(key for key, count in Counter(self._keys).items() if count > 1)
-            raise StepNotTakenError(
-                f"example {twice!r} is in this step's batches of ranks "
-                f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
-                "one draw of noise. Give every rank its own shards (the same sampler.set_epoch on all). This "
-                "step was not taken."
-            )
-
-    def ids_of_all(self) -> list[Hashable]:
-        """Who takes part in this step, on all ranks; they exchange this before it is released."""
-        if self._keys is None:
-            self.exchange_ids()
-        assert self._keys is not None
-        return self._keys
 
 
 class Run:
@@ -182,6 +76,10 @@ class Run:
         accounted_rate: Returns the sampling rate of the DP accountant's last step.
         expected_batch: The mean batch size, of all ranks together.
         ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
+
+    Attributes:
+        staged: The physical batches since the last release, in order.
+        is_measured: Whether the current step is measured, drawn once for a logical batch; None: not drawn yet.
     """
 
     def __init__(
@@ -202,6 +100,8 @@ class Run:
         self.loss = loss
         self.ids = ids
         self.generator = generator
+        self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
+        self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
@@ -223,7 +123,7 @@ class Run:
 
         # the current step
         self._accounted_rate = accounted_rate
-        self.batch = LogicalBatch(ranks if self._knows_batches else None)
+        self.clear_batch()
         if self._knows_batches:
             ids.count_from([0] * ids.num_examples)
 
@@ -275,18 +175,85 @@ class Run:
 
     # ------------------------------------------------------------------ a step
 
+    def clear_batch(self) -> None:
+        """Forget what was staged: it was booked, or the logical batch was given up."""
+        self.staged: list[Staged] = []
+        self.is_measured: bool | None = None
+        self._keys: list[Hashable] | None = None  # who takes part, on all ranks; None: not exchanged yet
+
+    @property
+    def _staged_ids(self) -> list[Any]:
+        """The examples that this process has staged."""
+        return [key for staged in self.staged for key in staged.ids]
+
+    def check_noise(self, optimizer: FILOptimizer) -> Noise:
+        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
+        noise = Noise(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
+        if self.staged and self.staged[0].noise != noise:  # the others were compared with it
+            raise RuntimeError(
+                f"noise_multiplier and max_grad_norm changed from {tuple(self.staged[0].noise)} to {tuple(noise)} "
+                "within one logical batch: step their schedulers only after a whole one. Restore the values, or call "
+                "optimizer.discard_partial_batch(). This step was not taken."
+            )
+        return noise
+
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
-        """See :meth:`LogicalBatch.check_ids`; a stream's new examples must also fit into memory."""
-        ids, ledger = self.batch.check_ids(calls, num_gradients), self.ledger
-        if ids and isinstance(self.ids, GrowingIds) and ledger is not None:
-            n = self.ids.num_examples + self.ids.count_new({*ids, *self.batch.ids})
-            self._check_memory(n * ledger.bytes_per_example + NormHistory.bytes_needed(n))
+        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
+        ids: list[int] = []
+        for call in calls:
+            if call.ids is None:
+                raise RuntimeError(
+                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
+                    "its examples are unknown; iterate over that loader"
+                )
+            ids += call.ids
+        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
+            return ids
+        if len(ids) != num_gradients:
+            raise RuntimeError(
+                f"{len(ids)} examples were seen in {len(calls)} forward passes, but there are {num_gradients} "
+                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
+                "twice, put both calls into one module. Examples must lie along the first dimension of the model's "
+                "outputs, and of its inputs unless batch_first=False."
+            )
+        staged = self._staged_ids
+        together = {*ids, *staged}
+        if len(together) < len(ids) + len(staged):
+            raise RuntimeError(
+                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
+                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
+            )
+        if isinstance(self.ids, GrowingIds) and self.ledger is not None:  # a stream's new examples must fit into memory
+            n = self.ids.num_examples + self.ids.count_new(together)
+            self._check_memory(n * self.ledger.bytes_per_example + NormHistory.bytes_needed(n))
         return ids
+
+    def participants(self) -> list[Hashable]:
+        """Who takes part in this step, on all ranks; they exchange it once (collective, unless draws are Poisson).
+
+        Raises:
+            StepNotTakenError: On all ranks, if two of them have the same example.
+        """
+        if self._keys is None and (self.ranks is None or not self._knows_batches):  # or from separate parts of the data
+            self._keys = self._staged_ids
+        elif self._keys is None:
+            assert self.ranks is not None
+            by_rank = self.ranks.objects(self._staged_ids)
+            self._keys = [key for keys in by_rank for key in keys]
+            if len(set(self._keys)) < len(self._keys):
+                twice = next(key for key, count in Counter(self._keys).items() if count > 1)
+                raise StepNotTakenError(
+                    f"example {twice!r} is in this step's batches of ranks "
+                    f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice "
+                    "under one draw of noise. Give every rank its own shards (the same sampler.set_epoch on all). This "
+                    "step was not taken."
+                )
+        return self._keys
 
     def chooses_to_measure(self) -> bool:
         """Whether the current step is measured, drawn at random once for each logical batch."""
-        if self.batch.is_measured is not None:
-            return self.batch.is_measured
+        if self.is_measured is not None:
+            return self.is_measured
         rate = self.pace.rate
         return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
 
@@ -363,15 +330,15 @@ class Run:
             measured: Whether the step is measured.
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
-        self.batch.is_measured = measured
+        self.is_measured = measured
         rows, norm = torch.tensor([] if self._grows else ids, dtype=torch.long), values.clipped_norm
         contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
-        self.batch.parts.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
+        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: enter what was staged."""
         self._enter_ids()
-        contributions = [staged.contribution for staged in self.batch.parts]
+        contributions = [staged.contribution for staged in self.staged]
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
@@ -384,44 +351,34 @@ class Run:
 
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
-        ratios = [staged.ratio for staged in self.batch.parts] or [torch.zeros(0, device=self.device)]
+        ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         noise_multiplier = float(optimizer.noise_multiplier)
         self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
-        self.batch.clear()
-        is_look = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
-        if self.ledger is not None and is_look:
+        self.clear_batch()
+        steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
+        if self.ledger is not None and steered:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
 
-    @property
-    def _knows_batches(self) -> bool:
-        """Whether an attacker may know the batches: they are not Poisson draws."""
-        return self.options.sample_rate is None
-
-    @property
-    def _grows(self) -> bool:
-        """Whether the run is on a stream, in which new examples arrive."""
-        return isinstance(self.ids, GrowingIds)
-
     def most_participations(self) -> int:
         """The largest number of participations of any example, including the current step, if batches are known."""
-        return self.ids.most_after(self.batch.ids_of_all())
+        return self.ids.most_after(self.participants())
 
     def _enter_ids(self) -> None:
         """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
         if not self._knows_batches:
             return
-        keys = self.batch.ids_of_all()
+        keys = self.participants()
         row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
         if not self._grows:
             return
         self.history.grow(self.ids.num_examples)
         if self.ledger is not None:
             self.ledger.grow(self.ids.num_examples)
-        for place, staged in enumerate(self.batch.parts):
+        for place, staged in enumerate(self.staged):
             rows = torch.tensor([row_of[key] for key in staged.ids], dtype=torch.long)
-            self.batch.parts[place] = replace(staged, contribution=replace(staged.contribution, rows=rows))
+            self.staged[place] = replace(staged, contribution=replace(staged.contribution, rows=rows))
 
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, if it is due at this step (collective then)."""
@@ -468,7 +425,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
-        if self.batch.parts:
+        if self.staged:
             raise RuntimeError(
                 "a state can be saved and loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"
@@ -509,7 +466,12 @@ class Run:
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
-        self.batch.clear()
+        self.clear_batch()
+
+
+def last_rate(accountant: IAccountant) -> float:
+    """The sampling rate of the DP accountant's last step; 1 before the first one."""
+    return float(accountant.history[-1][1]) if accountant.history else 1.0
 
 
 # ------------------------------------------------------------------ a clip threshold for each example
@@ -534,14 +496,10 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
         return None
     n = ids.num_examples
     if isinstance(given, Mapping):
-        try:
-            _, rows = ids.rows(given.keys())
-        except KeyError as error:
-            raise KeyError(f"clip_weights: {error.args[0]}") from error
         weights = torch.ones(n, dtype=torch.float64)
-        weights[rows] = _numbers(list(given.values()))
+        weights[ids.rows(given.keys())[1]] = torch.as_tensor(list(given.values()), dtype=torch.float64)
     else:
-        weights = _numbers(given)
+        weights = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
         if weights.shape != (n,):
             raise ValueError(
                 f"clip_weights has shape {list(weights.shape)} for {n} examples; give one weight for each in the order "
@@ -549,17 +507,6 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
             )
     check_clip_weights(weights, ids.all())
     return weights
-
-
-def _numbers(given: object) -> Tensor:
-    """A copy of the weights on the CPU, in float64."""
-    try:
-        return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"clip_weights is a {type(given).__name__} that does not hold numbers ({error}); give a tensor or an array "
-            "[n], or a dict {id: weight}"
-        ) from error
 
 
 def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds) -> None:
@@ -575,8 +522,6 @@ def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds
         return
     n = ids.num_examples
     before, now = (torch.ones(n, dtype=torch.float64) if part is None else part.cpu() for part in (saved, own))
-    if before.shape != now.shape:
-        raise ValueError(f"the saved run has clip_weights for {len(before)} examples, this run for {n}")
     apart = (before != now).nonzero().flatten().tolist()
     if apart:
         row = apart[0]

@@ -7,61 +7,37 @@ formed per-example gradients, the sums come from them, and the engine's own norm
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.engine.executor import Executor, Started
-from torchfil.engine.forward import ForwardPass, LossInside, Observer
-from torchfil.engine.guard import OTHER_OWN_LOSS, Flags, Guard
+from torchfil.engine.executor import Executor, Places, StepValues, Wanted, joined
+from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
+from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
-from torchfil.engine.measure import StartedGraph, StepValues, Wanted, joined, with_alternatives
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.run import Noise, Run
+from torchfil.engine.run import Run
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import autocast_now
-from torchfil.fisher.recording import RecordedForward
-from torchfil.private import Examples, Private, as_call
+from torchfil.fisher.recording import Plan, RecordedForward
+from torchfil.private import Examples, Private, as_call, as_given, check_finite
+from torchfil.questions import Alternative, Question
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Step", "StepResult", "private_without_labels"]
+__all__ = ["Step", "private_without_labels"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a physical batch gives.
-
-    Attributes:
-        sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
-        backward_passes: The number of the loop's backward passes that it came from.
-        losses: ℓ, [batch]; None for no example, or where nothing was computed.
-    """
-
-    sums: dict[str, Tensor] | None
-    backward_passes: int
-    losses: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What the calls of a step have in common."""
-
-    loss: IdentifiedLoss | None
-    noise: Noise
-    test_matrix: Tensor | None
-    measured: bool
-    summed: bool  # by the engine, not from Opacus's gradients
 
 
 class Step:
@@ -74,6 +50,9 @@ class Step:
         guard: Compares them with what the loop did.
         observer: Holds the loop's forward passes.
         refresh_norms: Computes every example's norm anew, for individual ε.
+
+    Attributes:
+        backward_passes: The number of the loop's backward passes that the current step came from.
     """
 
     def __init__(
@@ -96,13 +75,17 @@ class Step:
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
         self._closed = False
-        self._mechanism: tuple[Noise, Mechanism] | None = None  # of the last step
+        self.backward_passes = 1
+        precision = run.options.accounting.execution.probe_precision_on(replica.device)
+        self._probe_precision = None if replica.device.type == "cpu" and precision == "float32" else precision
+        self._mechanism_with = lru_cache(1)(run.options.mechanism)  # the same until a scheduler changes σ or C
 
     # ------------------------------------------------------------------ the two entries
 
     def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         self.replica.gather()
+        self.replica.follow()
         if self._closed:
             raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
@@ -110,32 +93,28 @@ class Step:
                 "train_step takes whole draws: leave out accumulation_steps and BatchMemoryManager, and multiply the "
                 "DataLoader's batch_size instead (max_memory splits a batch automatically)"
             )
-        self.run.batch.clear()
+        self.run.clear_batch()
         call, loss = self._call_without_loop(inputs, targets)
-        result = self.measure(optimizer, [call], loss)
-        optimizer.release(result.sums)
-        losses = result.losses if result.losses is not None else torch.zeros(0, device=self.replica.device)
+        values = self.measure(optimizer, [call], loss)
+        optimizer.release(None if values is None else values.sums)
+        empty = torch.zeros(0, device=self.replica.device)
+        losses = empty if values is None or values.losses is None else values.losses
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
-    def take(
-        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
-    ) -> StepResult:
-        """Measure what the loop's finished passes release, check it, and keep it for the release.
+    def finished_calls(self, optimizer: FILOptimizer, num_gradients: int | None = None) -> list[ForwardPass]:
+        """The loop's calls that went backward, to be measured for this step.
 
         Args:
-            optimizer: Has the current noise and threshold.
-            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
-            clipped_norms: Their ‖g̃‖, [batch].
+            optimizer: Knows whether a logical batch has begun.
+            num_gradients: How many per-example gradients Opacus has formed; None: the engine computes the sums.
         """
         self.replica.gather()  # first, because a rank that refuses would leave the others waiting
+        self.replica.follow()
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
-            self.run.batch.clear()  # left from a logical batch that was given up
+            self.run.clear_batch()  # left from a logical batch that was given up
         calls = self.observer.finished()
-        if norms is None:
-            self.observer.check_ready()
-        else:
-            calls = _latest(calls, len(norms))
-        return self.measure(optimizer, calls, self.run.loss, norms, clipped_norms)
+        self.observer.check_ready(calls, by_opacus=num_gradients is not None)
+        return calls if num_gradients is None else _latest(calls, num_gradients)
 
     # ------------------------------------------------------------------ where they meet
 
@@ -146,155 +125,151 @@ class Step:
         loss: IdentifiedLoss | None,
         norms: Tensor | None = None,
         clipped_norms: Tensor | None = None,
-    ) -> StepResult:
+    ) -> StepValues | None:
         """Losses, norms, sums and Fisher information of these calls; a refusal leaves everything as it was.
+
+        The values are staged, to be booked when they are released; None: there is no example.
 
         Args:
             optimizer: Has the current noise and threshold.
             calls: Of the model, by the loop or instead of it.
             loss: The loss; None: not identified yet.
-            norms: As in :meth:`take`.
-            clipped_norms: As in :meth:`take`.
+            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
+            clipped_norms: Their ‖g̃‖, [batch].
         """
-        run, guard, batch = self.run, self.guard, self.run.batch
-        noise = batch.check_noise(optimizer)
-        flags = guard.flags()
-        ids = run.check_ids(calls, sum(call.num_rows for call in calls) if norms is None else len(norms))
-        passes = parts if (parts := self.observer.tracker.parts) > 1 else len(calls)
+        run, guard = self.run, self.guard
+        values: StepValues | None = None
+        noise = run.check_noise(optimizer)
+        guard.begin_step()
+        ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
+        parts = self.observer.tracker.parts
+        self.backward_passes = parts if parts > 1 else len(calls)
         with run.draws_undone_if_refused():
             measured = run.chooses_to_measure()
             if not ids:
-                guard.raise_if_any(flags)
-                batch.is_measured = measured
+                guard.raise_if_any()
+                run.is_measured = measured
                 self.observer.forget_finished()
-                return StepResult(None, passes)
+                return None
 
             # what the batches are, and which loss the loop uses
-            calls = [call for call in calls if call.ids]  # a part of a draw may be empty
-            if norms is None and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
-                guard.undo_division(calls, run.loss, passes)
-            examples = self._examples_of(calls, flags)
-            if loss is None and (norms is None or not run.paused):
-                loss = self._identified(calls[0])
-            if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
-                calls = [call.with_labels() for call in calls]  # its labels are inputs
-                examples = [self._examples(call) for call in calls]
+            calls, examples, loss = self._batches_and_loss(calls, loss, summed=norms is None)
             if run.ledger is None:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
             # what the batches show is read before the costly part, or meanwhile
-            if loss is not None and calls[0].outputs is None:
-                flags.add(guard.check_weights(loss, examples[0].public[2]))
-            flags.start_reading()
             if self.replica.device.type == "cpu":
-                guard.raise_if_any(flags)
+                guard.raise_if_any()
+            else:
+                guard.start_reading()
 
             # the passes, and what they must agree with
-            setting = _Setting(loss, noise, test_matrix, measured, norms is None)
-            by_call: list[StepValues] = []
-            for call, part in zip(calls, examples, strict=True):
-                known = self._values(call, part, setting, flags, alone=len(calls) == 1)
-                by_call += [] if known is None else [known]
-            values = joined(by_call) if by_call else None
+            measures = (measured or noise.noise_multiplier == 0) and not run.paused
+            if loss is not None and (norms is None or measures):
+                accounting, omega = self.options.accounting, test_matrix if measures else None
+                track, rate = tuple(accounting.track), run.pace.rate
+                wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
+                mechanism, on_gpu, by_call = self._mechanism_with(*noise), self.replica.device.type == "cuda", []
+                for call, part in zip(calls, examples, strict=True):
+                    found = self._values(call, part, loss, mechanism, wanted, measures)
+                    by_call.append(found.kept(sums=len(calls) > 1) if on_gpu else found)  # from the next replay
+                values = joined(by_call)
+            elif loss is not None and not run.paused:
+                for call in calls:
+                    guard.check_loss(call, loss, by_opacus=True)
             if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
-                if values is not None:
-                    flags.add(guard.compare_norms(values.norm, norms, calls))
-                    values = replace(values, clipped_norm=clipped_norms, sums={})
-                else:
+                if values is None:
                     values = StepValues(None, norms, clipped_norms, {}, None)
-            guard.raise_if_any(flags)
+                else:
+                    guard.add(guard.compare_norms(values.norm, norms, calls))
+                    values = replace(values, clipped_norm=clipped_norms, sums={})
+            guard.raise_if_any()
         assert values is not None
 
         # nothing can be refused from here on
+        if run.loss is None and loss is not None:
+            logger.info("the training loop's loss was identified as %s", loss.name)
         run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
         run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(examples))
         self.observer.forget_finished()
-        return StepResult(values.sums or None, passes, values.losses)
+        return values
 
-    def _examples_of(self, calls: Sequence[ForwardPass], flags: Flags) -> list[Examples]:
-        """The private examples of each call, with masks; checks of the batches are added to the flags."""
-        guard = self.guard
+    def _batches_and_loss(
+        self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, *, summed: bool
+    ) -> tuple[list[ForwardPass], list[Examples], IdentifiedLoss | None]:
+        """The calls with examples, their private examples with masks, and the loss."""
+        run, guard = self.run, self.guard
+        calls = [call for call in calls if call.ids]  # a part of a draw may be empty
+        if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
+            guard.undo_division(calls, loss, self.backward_passes)
+        examples = []
         for call in calls:
             if call.outputs is None:
-                flags.add(guard.check_batch((call.args, call.kwargs), call.targets))
+                guard.add(guard.check_batch(call))
             guard.check_rows(call)
-        examples = [self._examples(call) for call in calls]
-        if self.run.ledger is not None:  # the first step has looked at once
-            flags.add(*(guard.check_inputs(call, part.public[2]) for call, part in zip(calls, examples, strict=True)))
-        return examples
+            examples.append(self._examples(call))
+            if run.ledger is not None:  # the first step has looked at once
+                guard.add(guard.check_inputs(call, examples[-1].public[2]))
+        if loss is None and (summed or not run.paused):
+            loss = guard.identified_loss(calls[0])
+        if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
+            calls = [call.with_labels() for call in calls]  # its labels are inputs
+            examples = [self._examples(call) for call in calls]
+        if loss is not None and calls[0].outputs is None:
+            guard.add(guard.check_weights(loss, examples[0].public[2]))
+        return calls, examples, loss
 
     def _values(
-        self, call: ForwardPass, examples: Examples, setting: _Setting, flags: Flags, *, alone: bool
-    ) -> StepValues | None:
-        """The values of one call, with its checks; None if none are needed. ``alone``: it is the step's only call."""
-        run, guard, from_loop, loss = self.run, self.guard, call.outputs is not None, setting.loss
-        measured = (setting.measured or setting.noise.noise_multiplier == 0) and not run.paused
-        if loss is None or not (setting.summed or measured):
-            if loss is not None and not run.paused:
-                guard.check_loss(call, loss, by_opacus=True)
-            return None
-        wanted = self._wanted(setting, measured=measured)
+        self,
+        call: ForwardPass,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        mechanism: Mechanism,
+        wanted: Wanted,
+        measures: bool,
+    ) -> StepValues:
+        """The values of one call, with its checks."""
+        run, guard, from_loop = self.run, self.guard, call.outputs is not None
         weights = run.weights_of(call.ids or ())
         examples = examples if weights is None else replace(examples, clip_weights=weights)
-        questions = self.options.accounting.questions
-        if wanted.seeds and questions:
-            examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
-            wanted = replace(wanted, questions=places)
+        if measures:
+            wanted = replace(wanted, seeds=Draws.seeds_from(run.num_probes, run.generator))
+            if questions := self.options.accounting.questions:
+                examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
+                wanted = replace(wanted, questions=places)
 
         # a wrong loss would spoil the trial, so the loss is checked first
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
-        looked_at = from_loop and not self.executor.knows(gradients)
-        if looked_at:
+        plan = self.executor.known(gradients)
+        if plan is None and from_loop:
             guard.check_loss(call, loss, by_opacus=not wanted.summed)
-        mechanism = self._mechanism_with(setting.noise)
-        started, call.recorded = Started(call.recorded), None
-        values = self.executor.run(gradients, mechanism, wanted, started)
-        if wanted.seeds:
+        plan = plan or self.executor.plan(gradients)
+        with differentiable_twice() if measures else contextlib.nullcontext():
+            values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
+        if measures:
             values = self._measured_again(gradients, mechanism, values, wanted, call.ids or [])
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
         mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
         if from_loop and not mapped:
-            with self.executor.after_outputs():
-                flags.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
-                flags.start_reading()
+            guard.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
         elif from_loop:
-            if not looked_at:
-                guard.check_loss(call, loss, by_opacus=not wanted.summed)
-            flags.add(guard.compare_losses(call, loss, values.losses))
+            guard.check_loss(call, loss, by_opacus=not wanted.summed)
+            guard.add(guard.compare_losses(call, loss, values.losses))
         else:
-            guard.raise_if_any(flags)
-            guard.check_live_model(call, call.targets, loss, values.losses, now=mapped)
+            guard.raise_if_any()
+            guard.check_live_model(call, loss, values.losses, now=mapped)
         if wanted.summed:
-            guard.check_norms(values.norm, values.losses, flags)
+            guard.check_norms(values.norm, values.losses)
         if not from_loop and self.replica.written:
-            guard.raise_if_any(flags)
-            self._write_buffers(call, gradients)
-        # the next replay of a graph would overwrite them
-        return values.kept(sums=not alone) if self.replica.device.type == "cuda" else values
-
-    def _wanted(self, setting: _Setting, *, measured: bool) -> Wanted:
-        run, accounting = self.run, self.options.accounting
-        return Wanted(
-            track=tuple(accounting.track),
-            estimator=accounting.estimator,
-            seeds=Draws.seeds_from(run.num_probes, run.generator) if measured else (),
-            rate=run.pace.rate,
-            summed=setting.summed,
-            test_matrix=setting.test_matrix if measured else None,
-        )
-
-    def _mechanism_with(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling of a release; the last mechanism is kept for reuse."""
-        if self._mechanism is None or self._mechanism[0] != noise:
-            self._mechanism = noise, self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
-        return self._mechanism[1]
+            guard.raise_if_any()
+            self._write_buffers(call, gradients, plan)
+        return values
 
     def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
-        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
-        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
+        return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
 
     def _measured_again(
         self, gradients: ExampleGradients, mechanism: Mechanism, values: StepValues, wanted: Wanted, ids: Sequence[int]
@@ -306,7 +281,7 @@ class Step:
         few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
         seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
         again = replace(wanted, seeds=seeds, summed=False, questions=())
-        anew = self.executor.run(few, mechanism, again, few=True)
+        anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
         return values.measured_anew(rows, anew.additions or {})
 
     def _examples(self, call: ForwardPass) -> Examples:
@@ -317,19 +292,11 @@ class Step:
             private = private_without_labels(self.options.private, call.args, call.kwargs)
             first = self.run.ledger is None
             examples = self.replica.lay_out(call.args, call.kwargs, targets, private, check_values=first)
-        self.replica.follow()
         if call.outputs is None and self._may_draw():
             again = self.replica.masks_again(call.args, call.kwargs)
             call.masks = self._fresh_masks(call) if again is None else again
         masks = self.replica.masks_by_example(call.masks, call.args, call.kwargs)
         return replace(examples, masks=masks) if masks else examples
-
-    def _identified(self, call: ForwardPass) -> IdentifiedLoss:
-        """The loss that the loop uses; the model's own loss if the loop uses it, and no other loss fits."""
-        loss = self.guard.identified_loss(call)
-        if self.run.loss is None:
-            logger.info("the training loop's loss was identified as %s", loss.name)
-        return loss
 
     # ------------------------------------------------------------------ the loop's forward pass
 
@@ -343,7 +310,6 @@ class Step:
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # there was no trial yet
             return None
-        args, kwargs = plain((args, kwargs))
         try:
             examples = self._examples(ForwardPass(None, batch, args, kwargs, ()))
         except (ValueError, TypeError):  # reported at the step, where the loop expects it
@@ -380,7 +346,7 @@ class Step:
         loss = self.run.loss
         if not empty and (loss is None or (self._computes_loss and self.guard.until_look <= 0)):
             self._inside.made_from.clear()
-            found = self._identified(self._own_pass(args, kwargs))
+            found = self.guard.identified_loss(self._own_pass(args, kwargs))
             if loss is not None and found.name != loss.name:
                 raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
             loss, self._computes_loss = found, True
@@ -411,7 +377,6 @@ class Step:
                 "that computes its loss itself"
             )
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
-        forward.autocast = autocast_now(self.replica.device)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
 
@@ -427,13 +392,14 @@ class Step:
                 return self.replica.live(*call.args, **call.kwargs)
 
         masks = call_and_record_masks(run_live, self.replica.device, expected=True)[1]
+        self.replica.follow()  # the pass may have changed attributes
         if not masks:
             self._drew_nothing_at = self.replica.key
         return masks
 
-    def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients) -> None:
+    def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients, plan: Plan) -> None:
         """Update the model's buffers as its forward pass would, once, however the passes were cut."""
-        if not self.executor.runs_in_pieces(gradients):
+        if not self.executor.runs_in_pieces(len(gradients), plan):
             self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(call.masks):
@@ -462,7 +428,7 @@ class Step:
 
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
-        self.run.batch.clear()
+        self.run.clear_batch()
         self.replica.free_weights()
 
     def close(self) -> None:
@@ -473,9 +439,9 @@ class Step:
 
 def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
     """What is private; if this is not specified, labels among the inputs are not private."""
-    labels = [key for key in kwargs if is_target_name(key)]
-    if private is not None or not labels:
+    if private is not None or not kwargs:
         return private
+    labels = [key for key in kwargs if is_target_name(key)]
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -497,3 +463,54 @@ def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
         if sum(len(call.ids or ()) for call in calls[start:]) == num_gradients:
             return calls[start:]
     return calls
+
+
+def with_alternatives(
+    examples: Examples, questions: Mapping[str, Question], *, check_values: bool
+) -> tuple[Examples, Places]:
+    """The examples with their alternatives, as the questions define them.
+
+    Args:
+        examples: A batch.
+        questions: By name.
+        check_values: Whether to look for NaN and infinity, which has to wait for the device.
+
+    Raises:
+        ValueError: An alternative has another form or shape than the batch, or is not finite.
+    """
+    args, kwargs, targets = examples.public
+    inputs = as_given(args, kwargs)
+    alternatives: list[Examples] = []
+    places: list[tuple[str, tuple[int | None, ...]]] = []
+    for name, question in questions.items():
+        answers = question.alternatives(inputs, targets)
+        if len(answers) != len(question.answers):
+            raise ValueError(
+                f"the question {name!r} gave {len(answers)} alternatives for its {len(question.answers)} answers"
+            )
+        own: list[int | None] = []
+        for answer, other in zip(question.answers, answers, strict=True):
+            own.append(None if other is None else len(alternatives))
+            if other is not None:
+                what = f"the answer {answer!r} to the question {name!r}"
+                alternatives.append(_laid_out(what, other, examples, check_values))
+        places.append((name, tuple(own)))
+    return replace(examples, alternatives=tuple(alternatives)), tuple(places)
+
+
+def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
+    args, kwargs = as_call(other.inputs)
+    positions = sorted(key for key in kwargs if isinstance(key, int))  # as_given names positional inputs by place
+    public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    given, true = tensors_of(public), tensors_of(examples.public)
+    shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
+    if shapes != wanted:
+        raise ValueError(
+            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
+        )
+    try:
+        if check_values:
+            check_finite(*public)
+        return replace(examples.with_values(public), clip_weights=None)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

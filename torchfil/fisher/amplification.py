@@ -138,6 +138,7 @@ class Theorem4Amplification:
     def kappa(self, q: float | None, sigma: float) -> float:
         """κ = q / (q + (1−q) e^{−ε})."""
         rate = agreed_rate(self, q)
+        check_rate(rate)
         return rate / (rate + (1 - rate) * math.exp(-self.epsilon(sigma)))
 
     def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
@@ -158,7 +159,6 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
         raise ValueError(f"{name} needs the sampling rate, which is unknown: give it as {name}(q=…), or as sample_rate")
     if q is not None and not math.isclose(rate, q, rel_tol=1e-9):
         raise ValueError(f"{name}(q={rate:g}) does not fit: examples are drawn at rate {q:g}; leave q out")
-    check_rate(rate)
     return rate
 
 
@@ -277,7 +277,8 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
-    require(0 < q <= 1, f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+    if not 0 < q <= 1:
+        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

@@ -96,6 +96,7 @@ class Mechanism:
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
             sample_rate = agreed_rate(chosen, sample_rate)
+            check_rate(sample_rate)
         return cls(max_grad_norm, noise_multiplier, get_clip(clip), chosen, sample_rate, shares)
 
     @property

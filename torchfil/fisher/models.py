@@ -63,7 +63,9 @@ def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextMana
 
     A substitute of such a layer does not need it.
     """
-    fused = any(isinstance(module, nn.RNNBase) and "forward" not in vars(module) for module in model.modules())
+    fused = False
+    for module in model.modules():
+        fused |= isinstance(module, nn.RNNBase) and "forward" not in vars(module)
     return torch.backends.cudnn.flags(enabled=False) if fused else contextlib.nullcontext()
 
 
@@ -235,11 +237,10 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
         >>> torch.autograd.grad(y, x, create_graph=True)[0]
         tensor([0.1667])
     """
-    uses_replaced = any(
-        isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
-        or (isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1)
-        for module in model.modules()
-    )
+    uses_replaced = False
+    for module in model.modules():
+        whole = isinstance(module, _CONVOLUTIONS) and module.stride == module.kernel_size and max(module.stride) > 1
+        uses_replaced |= whole or isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag)
     return _Replaced() if uses_replaced else contextlib.nullcontext()
 
 

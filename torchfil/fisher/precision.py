@@ -102,7 +102,7 @@ def products_in(precision: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-_probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
+probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
 
 
 @contextlib.contextmanager
@@ -120,17 +120,17 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
         yield
         return
     narrow = precision == "bfloat16" or (precision == "tf32" and reduced)
-    token = _probe_dtype.set(torch.bfloat16 if narrow else None)
+    token = probe_dtype.set(torch.bfloat16 if narrow else None)
     try:
         with products_in("ieee" if precision == "float32" else "tf32"):
             yield
     finally:
-        _probe_dtype.reset(token)
+        probe_dtype.reset(token)
 
 
 def probes_are_narrow() -> bool:
     """Whether layers' products with probes are currently computed in bfloat16."""
-    return _probe_dtype.get() is not None
+    return probe_dtype.get() is not None
 
 
 def probe_inputs(*values: Any) -> tuple[Any, ...]:
@@ -141,5 +141,5 @@ def probe_inputs(*values: Any) -> tuple[Any, ...]:
         ...     probe_inputs(torch.ones(2), None)
         (tensor([1., 1.], dtype=torch.bfloat16), None)
     """
-    dtype = _probe_dtype.get()
+    dtype = probe_dtype.get()
     return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)

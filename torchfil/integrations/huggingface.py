@@ -68,9 +68,9 @@ class FILTrainer(Trainer):
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
           with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are summed once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
-        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A resumed run has the
-          weights, ε and ledger of an uninterrupted run, bit for bit if collating draws no random numbers. A checkpoint
-          without the accounting is refused.
+        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A resumed run
+          continues weights, ε and ledger, with new noise and new batches; if noise and draws are seeded, in one
+          process, it equals an uninterrupted run. A checkpoint without the accounting is refused.
         * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``
           and an overridden ``compute_loss`` raise at construction.
         * After ``train()`` the model is a plain module again.

@@ -6,9 +6,9 @@ an attacker wants; :class:`Examples` lays them out as one vector z of length d p
 back, so everything downstream is a function of z.
 """
 
-from torchfil.private.batches import Inputs, as_call, as_given, check_finite, num_examples
+from torchfil.private.batches import Inputs, as_given, check_finite
 from torchfil.private.choice import Coordinates, Private, superpixel
-from torchfil.private.examples import Examples, Layout
+from torchfil.private.examples import Examples, Layout, as_call, num_examples
 from torchfil.private.submodules import added_to_outputs, decoder_tokens, embeddings_to_protect
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A batch as a model takes it: its inputs by name, its size, its values."""
+"""A batch as a model takes it: its inputs by name, its values."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ from torchfil.utils.trees import map_tensors, tensors_of
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
 Path = tuple[Any, ...]
-
-
-def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of a model's call with these inputs."""
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
-        return tuple(inputs), {}
-    raise TypeError(f"inputs must be a tensor, a tuple or a dict of keyword inputs, got {type(inputs).__name__}")
 
 
 def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,22 +91,6 @@ def is_mask(name: str) -> bool:
 def first_example(tree: Any) -> Any:
     """Copies of the first rows of all tensors, in new memory; rows of zeros for an empty batch."""
     return map_tensors(lambda leaf: leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), tree)
-
-
-def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
-    """The number of examples in a batch, checked to be the same in all its tensors."""
-    leaves = tensors_of((args, kwargs))
-    if not leaves:
-        raise ValueError("inputs hold no tensor")
-    leaves += tensors_of(targets)
-    sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(sizes) > 1 or () in sizes:
-        raise ValueError(
-            "inputs and targets disagree on the number of examples: their shapes are "
-            f"{[tuple(leaf.shape) for leaf in leaves]}; the first dimension must run over examples (the second of the "
-            "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
-        )
-    return sizes.pop()[0]
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.private.batches import Input, Inputs, Key, Path, as_call, check_finite, named_inputs, num_examples
+from torchfil.private.batches import Input, Inputs, Key, Path, check_finite, named_inputs
 from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
 from torchfil.private.submodules import Offsets, Output, outputs_of_one_example
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
@@ -384,6 +384,33 @@ class Examples:
             full[:, slice(None) if slot.index is None else slot.index] = values[:, span]
             result[slot.key] = full.reshape(len(values), *slot.shape)
         return result
+
+
+def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of a model's call with these inputs."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return tuple(inputs), {}
+    raise TypeError(f"inputs must be a tensor, a tuple or a dict of keyword inputs, got {type(inputs).__name__}")
+
+
+def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
+    """The number of examples in a batch, checked to be the same in all its tensors."""
+    leaves = tensors_of((args, kwargs))
+    if not leaves:
+        raise ValueError("inputs hold no tensor")
+    leaves += tensors_of(targets)
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) > 1 or () in sizes:
+        raise ValueError(
+            "inputs and targets disagree on the number of examples: their shapes are "
+            f"{[tuple(leaf.shape) for leaf in leaves]}; the first dimension must run over examples (the second of the "
+            "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
+        )
+    return sizes.pop()[0]
 
 
 def _slot(private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit: int | None, **more: Any) -> _Slot:

@@ -41,9 +41,6 @@ class CapturedPass:
         num_stages: The number of stages.
         warm_up: Whether to run the stages once before, because a capture may not be able to load a kernel.
 
-    Attributes:
-        before_last: The event that all stages but the last are done in the latest replay.
-
     Raises:
         RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the free memory.
     """
@@ -64,7 +61,6 @@ class CapturedPass:
         self.gradients = replace(gradients, examples=self.examples)
         if warm_up:
             self._warm_up(stages)
-        self.before_last = torch.cuda.Event()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.results: list[Any] = []
         self._capture(stages(self.gradients), num_stages, pool)
@@ -117,10 +113,7 @@ class CapturedPass:
         """
         if not begun:
             self.begin(examples)
-        for graph in self.graphs[1:-1]:
-            graph.replay()
-        self.before_last.record(torch.cuda.current_stream(self.gradients.device))
-        for graph in self.graphs[1:][-1:]:
+        for graph in self.graphs[1:]:
             graph.replay()
         return self.results
 

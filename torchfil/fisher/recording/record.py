@@ -320,7 +320,7 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
             stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         if offsets:
             stack.enter_context(added_to_outputs(model, offsets))
-        stack.enter_context(with_substitutes(model, but=layers.plain))
+        stack.enter_context(with_substitutes(model, layers.plain, z.device.type))
         if len(layers.by_module) > len(layers.hooked):
             stack.enter_context(listening(listener))
         stack.enter_context(FastFunctions(z.device.type))

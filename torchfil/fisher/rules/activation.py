@@ -149,7 +149,7 @@ def _tanh(module: nn.Tanh) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.tanh(x) if kernels_for(x) is None else _OnGPU.apply(x.contiguous(), "tanh")
 
 
-register_substitute(nn.Tanh, _tanh)
+register_substitute(nn.Tanh, _tanh, device="cuda")
 register_substitute(  # written out there in eight operations
     "transformers.activations.NewGELUActivation", lambda module: partial(F.gelu, approximate="tanh")
 )

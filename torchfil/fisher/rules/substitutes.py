@@ -32,11 +32,12 @@ Entry = TypeVar("Entry")
 
 
 class _Substitute(NamedTuple):
-    """A function that makes the substitute for a module's method, and whether that reports all uses of parameters."""
+    """Makes the substitute for a module's method; whether that reports all uses of parameters, and on which device."""
 
     make: Callable[[Any], Callable[..., Any]]
     method: str
     reports_uses: bool
+    device: str | None
 
 
 _FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
@@ -102,6 +103,7 @@ def register_substitute(
     *,
     method: str = "forward",
     reports_uses: bool = False,
+    device: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Compute modules of this class, and of subclasses that keep its forward pass, by ``make(module)``.
@@ -112,17 +114,18 @@ def register_substitute(
         make: Returns the substitute for the method of a module.
         method: The method that it replaces.
         reports_uses: Whether the substitute reports all uses of the module's parameters by :func:`report_use`.
+        device: The only kind of device on which it is used ("cuda"); None: all.
         overwrite: Whether to replace the class's current substitute.
 
     Raises:
         ValueError: The class already has a substitute, and ``overwrite`` is False.
     """
-    _SUBSTITUTES.add(kind, _Substitute(make, method, reports_uses), overwrite=overwrite)
+    _SUBSTITUTES.add(kind, _Substitute(make, method, reports_uses, device), overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, layers that have a substitute are computed by it.
+def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: str = "cpu") -> Iterator[None]:
+    """Inside, layers that have a substitute on this device ("cpu", "cuda") are computed by it.
 
     Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
     """
@@ -130,7 +133,9 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Itera
     try:
         for module in model.modules():
             found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
-            if found is not None and found.method not in vars(module) and module not in but:
+            if found is None or found.device not in (None, device):
+                continue
+            if found.method not in vars(module) and module not in but:
                 setattr(module, found.method, found.make(module))
                 changed.append((module, found.method))
         yield
