@@ -82,6 +82,13 @@ class TestDoubtfulColumns:
         assert line.endswith("--categorical z")
         assert "column 'z' holds numbers, but 1 of 60" in refused_glm(path, "--target", "z"), "in the target too"
 
+    def test_lines_are_those_of_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.csv"
+        path.write_text('a,note,y\n1,"x\ny",2\n\n2,z,3\n5 kg,z,1\n3,w,4\n')
+        assert "'5 kg' in line 6" in refused_glm(path, "--target", "y")
+        path.write_text('a,note,y\n1,"x\ny",2\n\n2,z,3\n5,z\n')
+        assert "line 6: row 3 has 2 entries for 3 columns" in refused_glm(path, "--target", "y")
+
     def test_codes_among_numbers_are_categories_on_request(self, tmp_path: Path) -> None:
         grades = ["1", "2", "3", "4+"] * 15
         path = self.rows(tmp_path / "a.csv", grade=grades)
