@@ -7,8 +7,9 @@ from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Contribution, Ledger, whole_ledger
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import path_additions
+from torchfil.engine.distributed.ranks import whole_ledger
 
 N, STEPS = 12, 40
 
@@ -43,7 +44,7 @@ def kept(size: int, *, moving: bool) -> tuple[Ledger, Ledger]:
         for ledger, mask in [(alone, owner >= 0), *((part, owner == k) for k, part in enumerate(parts))]:
             ledger.add(Contribution(rows[mask], trace[mask], True, {k: v[mask] for k, v in added.items()}))
             ledger.steps += 1
-    return alone, whole_ledger(parts[0], Together(parts))
+    return alone, whole_ledger(parts[0], Together(parts))  # type: ignore[arg-type]
 
 
 def test_examples_that_stay_with_a_part_have_the_same_sums() -> None:

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.distributed.rank_runs import Draws, Made, make, replaying, take_step, whole
 from tests.repeatable import recorded_noise
+from torchfil.engine.distributed import checkpoints
 
 DRAWS: list[list[list[int]]] = [
     [[0, 2, 4], [6], [], [8, 10, 12], [2, 14], [4, 6, 8], [0], [2, 4], [12, 14, 16], [0, 6], [2], [], [8], [10, 4]],
@@ -111,13 +111,13 @@ def saved_meanwhile(path: str, draws: Draws | None = None) -> Ended:
 @contextmanager
 def slow_disk() -> Iterator[None]:
     """Nothing is written before a second has passed."""
-    plain = dcp.FileSystemWriter.prepare_local_plan
+    plain = checkpoints.write_file
 
-    def later(*args: Any) -> Any:
+    def later(*args: Any) -> None:
         time.sleep(1)
-        return plain(*args)
+        plain(*args)
 
-    with mock.patch.object(dcp.FileSystemWriter, "prepare_local_plan", later):
+    with mock.patch.object(checkpoints, "write_file", later):
         yield
 
 

@@ -131,12 +131,9 @@ class TestKept:
         state = self.epochs(self.start(), 1).engine.state_dict()
         changed = WEIGHTS.clone()
         changed[4] = 0.125
-        for other, match in (
-            (changed, rf"for 1 of 20 examples: 4 had {float(WEIGHTS[4])} and has 0.125 now.*started with"),
-            (None, "other clip_weights for 19 of 20 examples: 0 had"),
-        ):
+        for other in (changed, None):
             run = self.start(other)
-            with pytest.raises(ValueError, match=match):
+            with pytest.raises(ValueError, match=r"made with clip_weights=.*instead of .*for 19 of 20"):
                 run.engine.load_state_dict(state)
             assert run.engine.ledger is None
 

@@ -6,11 +6,14 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from torchfil.utils.errors import require
 
 __all__ = ["ExampleIds", "GrowingIds", "plain_key"]
 
@@ -39,30 +42,24 @@ class ExampleIds:
         given = keys.tolist() if isinstance(keys, Tensor) else keys
         self.keys = [plain_key(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
-        self._fingerprint: str | None = None
         if self.keys is not None:
-            if len(self.keys) != num_examples:
-                raise ValueError(
-                    f"id_of gives {len(self.keys)} keys for {num_examples} examples; it must give one for each"
-                )
+            count = len(self.keys)
+            require(count == num_examples, f"id_of gives {count} keys for {num_examples} examples; give one for each")
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
                 twice = Counter(self.keys).most_common(1)[0][0]
-                raise ValueError(
-                    f"id_of gives {twice!r} to more than one example; keys must be distinct. To see several records of "
-                    "one person together, give each record its own key and pass groups."
-                )
+                remedy = "give each record its own key, and pass groups to see several of one person together"
+                raise ValueError(f"id_of gives {twice!r} to more than one example: {remedy}")
 
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""
         return list(self.keys) if self.keys is not None else list(range(self.num_examples))
 
+    @cached_property
     def fingerprint(self) -> str:
         """A checksum of the keys in their order; of their number, if they are 0 … n−1."""
-        if self._fingerprint is None:
-            keys = f"{self.num_examples}" if self.keys is None else "\0".join(map(repr, self.keys))
-            self._fingerprint = hashlib.sha256(keys.encode()).hexdigest()
-        return self._fingerprint
+        keys = f"{self.num_examples}" if self.keys is None else "\0".join(map(repr, self.keys))
+        return hashlib.sha256(keys.encode()).hexdigest()
 
     def count_from(self, participations: Sequence[int]) -> None:
         """Count how often each example takes part, from these numbers on, [n]."""

@@ -15,20 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
-from torchfil.accounting.quantities import (
-    FEWEST_PARTICIPATIONS,
-    Conditions,
-    Divergence,
-    Reading,
-    TrackedQuantity,
-    relative_change,
-    run_variance,
-)
+from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS, Conditions, Divergence, Reading, TrackedQuantity
 from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
+from torchfil.utils.errors import require
 from torchfil.utils.tables import html_table
 
 __all__ = ["Leakage", "LeakageSummary", "as_table"]
@@ -147,8 +141,7 @@ class Leakage:
             example_ids: None: all. An id given twice appears twice.
         """
         by_name = {quantity.name: quantity for quantity in self.ledger.quantities}
-        if name not in by_name:
-            raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
+        require(name in by_name, f"{name!r} was not tracked; make_private with track=({name!r},)")
         rows = self._rows(example_ids)
         return by_name[name].read(self._sums_of(by_name[name], rows), self._reading(rows))
 
@@ -157,12 +150,7 @@ class Leakage:
         trace: Estimate = self.get("trace", example_ids)
         return trace
 
-    def get_fil(
-        self,
-        example_ids: Ids = None,
-        *,
-        kind: Literal["trace", "spectral"] = "trace",
-    ) -> Estimate:
+    def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
         """Fisher information loss (FIL) per example, [ids], in the given order.
 
         Args:
@@ -173,8 +161,7 @@ class Leakage:
         """
         if kind == "trace":
             return self.get_trace(example_ids).raised(0.5, self.get_num_coordinates(example_ids))
-        if kind != "spectral":
-            raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
+        require(kind == "spectral", f"kind={kind!r} must be 'trace' or 'spectral'")
         if "fim" in self.ledger.track:
             rows = self._rows(example_ids)
             norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
@@ -182,10 +169,8 @@ class Leakage:
         if "sketch" in self.ledger.track:
             bound: Estimate = self.get("sketch", example_ids)
             return bound.raised(0.5)
-        raise ValueError(
-            "the spectral norm of a sum cannot be read from traces; make_private with track=('fim',) for few "
-            "private coordinates, or track=('sketch',)"
-        )
+        remedy = "make_private with track=('fim',) for few private coordinates, or track=('sketch',)"
+        raise ValueError(f"the spectral norm of a sum cannot be read from traces; {remedy}")
 
     def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
         """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
@@ -210,10 +195,8 @@ class Leakage:
         Returns:
             The smallest estimate, and the end; both infinite if nobody was measured.
         """
-        if not 0.5 < confidence < 1:
-            raise ValueError(
-                f"confidence={confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
-            )
+        one_end = f"confidence={confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
+        require(0.5 < confidence < 1, one_end)
         bound, measured = self.get_mse_bound(), self.was_measured()
         low = bound.interval(2 * confidence - 1, of)[0]
         if not bool(measured.any()):
@@ -285,11 +268,8 @@ class Leakage:
             example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
-        if question not in asked:
-            raise ValueError(
-                f"the run was not asked {question!r}; its questions are {list(asked) or 'none'}: "
-                f"make_private(…, questions={{{question!r}: …}})"
-            )
+        remedy = f"its questions are {list(asked) or 'none'}: make_private(…, questions={{{question!r}: …}})"
+        require(question in asked, f"the run was not asked {question!r}; {remedy}")
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess
 
@@ -452,11 +432,9 @@ class Leakage:
         if not bool((missed > 0).any()):
             return "exact" if self.conditions.exact else "estimate"
         if self.conditions.typical_changes is None:  # not one part of a reading that has already warned
-            warnings.warn(
-                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
-                "information is a lower bound, and error bounds made from it are not guarantees",
-                stacklevel=5,
-            )
+            told = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
+            lower = "their Fisher information is a lower bound, and error bounds made from it are not guarantees"
+            warnings.warn(f"{told}: {lower}", stacklevel=5)
         return "lower bound"
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
@@ -479,18 +457,17 @@ class Leakage:
                 total, count = torch.zeros(()), torch.zeros(())
                 for rows in torch.arange(self.ledger.num_examples, device=self.ledger.device).split(_AT_ONCE):
                     participations = self.ledger.sums.at("participations", rows)
-                    relative, known = relative_change(name, self._sums_of(quantity, rows), participations)
+                    relative, known = quantities.relative_change(name, self._sums_of(quantity, rows), participations)
                     total, count = total.to(relative) + relative.sum(dim=0), count.to(relative) + known.sum(dim=0)
                 typical[name] = total / count.clamp(min=1)
         return typical
 
     def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches, and to the path."""
-        conditions = self.conditions
-        typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
-        participations = self.ledger.sums.at("participations", rows)
+        rate, typical = self.conditions.sample_rate, self.conditions.typical_changes or self._typical_changes()
+        drawn = self.ledger.sums.at("participations", rows)
         return {
-            name: run_variance(name, self._sums_of(each, rows), participations, conditions.sample_rate, typical[name])
+            name: quantities.run_variance(name, self._sums_of(each, rows), drawn, rate, typical[name])
             for each in self.ledger.quantities
             for name in each.followed
         }

@@ -6,12 +6,8 @@ bound on the Fisher information of the trained model; a step without the example
 What a step adds is queued where it was computed, and nothing is launched or waited for. The queue is booked for many
 steps at once when it is full, and before anything is read or saved.
 
-Several processes keep a ledger in parts, each for the examples that it drew (:func:`whole_ledger`). Sums are added. The
-squared changes between participations of an example (:mod:`torchfil.accounting.quantities`) depend on their order and
-were followed within each part. If only one part has seen an example, because each process draws from its own part of
-the data, all of its changes are there. If the parts changed in between, the changes between the parts' last values
-replace the missing ones, without subtracting the probes' noise: this can only make the run's error larger. The mean
-over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the runs.
+The mean over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,11 +175,9 @@ class Ledger:
     def check_coordinates(self, num_coordinates: int) -> None:
         """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
         if num_coordinates != self.laid_out and self.by_coordinate:
-            raise ValueError(
-                f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}, and "
-                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text with "
-                "private=Private(max_length=…), so that all have one layout; or pad to one length, or track less"
-            )
+            differ = f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}"
+            remedy = "Declare the longest text with private=Private(max_length=…), pad to one length, or track less"
+            raise ValueError(f"{differ}, and {' and '.join(self.by_coordinate)} is summed by coordinate. {remedy}")
 
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""
@@ -204,10 +198,8 @@ class Ledger:
             for name, value in each.additions.items():
                 size += value.nbytes
                 if value.shape != (len(each.rows), *layout[name].shape):
-                    raise ValueError(
-                        f"what is added to {name!r} has shape {tuple(value.shape)}; for {len(each.rows)} examples it "
-                        f"must have {(len(each.rows), *layout[name].shape)}"
-                    )
+                    needed = f"for {len(each.rows)} examples it must have {(len(each.rows), *layout[name].shape)}"
+                    raise ValueError(f"what is added to {name!r} has shape {tuple(value.shape)}; {needed}")
             if len(each.rows):
                 told = {
                     "participations": 1,
@@ -345,61 +337,7 @@ def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tu
     added[last], added[changes] = torch.zeros_like(value), torch.zeros_like(noise)
 
 
-# ------------------------------------------------------------------ several ledgers as one
-
-
-class Parts(Protocol):
-    """How values are combined over all parts; each method returns tensors on the CPU."""
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Σ over the parts."""
-        ...
-
-    def maximum(self, value: Tensor) -> Tensor:
-        """The largest over the parts."""
-        ...
-
-    def each(self, value: Tensor) -> list[Tensor]:
-        """The values of each part, in order."""
-        ...
-
-
-def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
-    """The ledger of all parts together, on the CPU; the part itself is unchanged."""
-    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.sketch_rank, part.questions, part.chosen)
-    whole.steps, whole.missed_steps = part.steps, part.missed_steps
-    for name, value in part.sums.items():
-        whole.sums[name].copy_(parts.maximum(value) if name == "num_coordinates" else parts.sum(value))
-    for quantity in part.quantities:
-        for name in quantity.followed:
-            _, last, changes, count = path_sums(name)
-            measured = parts.each(part.sums[count])
-            between, latest = changes_between(parts.each(part.sums[last]), measured)
-            missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
-            whole.sums[last].copy_(latest)
-            whole.sums[changes].add_(between * missing.clamp(min=4))
-    return whole
-
-
-def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The mean square of the changes from one part's last value to the next part's, and the last of all, [n, …] each.
-
-    Args:
-        last: For each part, the value at the last compared participation.
-        measured: For each part, how often it was measured; parts with 0 are skipped.
-
-    Example:
-        >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])
-        >>> changes_between(last.unbind(), measured.unbind())
-        (tensor([9., 0.]), tensor([4., 5.]))
-    """
-    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0])
-    changes = torch.zeros_like(last[0])
-    for value, count in zip(last, measured, strict=True):
-        here = count > 0
-        changes += torch.where(here & (seen > 0), (value - before).square(), 0.0)
-        before, seen = torch.where(here, value, before), seen + here
-    return changes / (seen - 1).clamp(min=1), before
+# ------------------------------------------------------------------ repeated runs
 
 
 def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> None:
@@ -415,9 +353,8 @@ def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> N
         ]
         if not same or kept[0] != kept[1]:
             told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
-            raise ValueError(
-                f"runs to average must share data set, private coordinates, track and questions; got {told}"
-            )
+            shared = "data set, private coordinates, track and questions"
+            raise ValueError(f"runs to average must share {shared}; got {told}")
 
 
 def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:

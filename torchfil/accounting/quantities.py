@@ -44,6 +44,7 @@ from torchfil.fisher.batch import Measurement, nystrom_norm
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
+from torchfil.utils.errors import require
 
 Track = str  # the name of a tracked quantity
 
@@ -499,14 +500,12 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     Raises:
         ValueError: The name is taken, or a sum has the name of another quantity's.
     """
-    if quantity.name in _REGISTRY and not overwrite:
-        raise ValueError(f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it")
+    known = f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it"
+    require(overwrite or quantity.name not in _REGISTRY, known)
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
-    if taken:
-        raise ValueError(
-            f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
-        )
+    called = f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
+    require(not taken, called)
     _REGISTRY[quantity.name] = quantity
     needs_of.cache_clear()
 

@@ -29,8 +29,7 @@ from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.fisher.masks import call_and_record_masks
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
@@ -197,14 +196,16 @@ def check(
     if criterion is None and batch_to_inputs is None and isinstance(batch, Mapping) and _takes_labels(model, batch):
         inputs = dict(batch)
     args, kwargs = as_call(inputs)
-    call = ForwardPass(list(range(len(tensors_of(inputs)[0]))), batch, args, dict(kwargs), None, targets)
-    call = _run_live(replica, call)  # an error here is the model's own, and is raised
+    inside, ids, autocast = LossInside(replica), list(range(len(tensors_of(inputs)[0]))), autocast_now(replica.device)
+    outputs, masks = inside.run_live(args, dict(kwargs))  # an error here is the model's own, and is raised
+    call = ForwardPass(ids, batch, args, dict(kwargs), outputs, targets, masks, autocast=autocast)
+    guard.tracker.take(ids, batch)
     result = replace(result, not_smooth=_not_smooth(replica, call))
     try:
         if criterion is not None:
             check_unweighted_mean(criterion)
         check_modules(model, allow_dropout=True)
-        forward, loss, words = _with_loss(guard, call, criterion)
+        forward, loss, words = _with_loss(guard, inside, call, criterion)
         return _examined(replace(result, loss=words), guard, forward, loss, options, repeats)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
@@ -220,18 +221,6 @@ def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return bool(labels) and (takes_any or all(name in named for name in labels))
 
 
-def _run_live(replica: Replica, call: ForwardPass) -> ForwardPass:
-    """The call with outputs, their graph and the masks that were drawn; buffers and random state stay unchanged."""
-
-    def run() -> Any:
-        with torch.enable_grad(), differentiable_twice(), buffers_kept(replica.live):
-            return replica.live(*call.args, **call.kwargs)
-
-    with replica.random_state_kept():
-        outputs, masks = call_and_record_masks(run, replica.device, expected=True)
-    return replace(call, outputs=outputs, masks=masks, autocast=autocast_now(replica.device))
-
-
 def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
     """Layers and calls whose derivative jumps, one line each; names that differ only in numbers share a line."""
     with replica.random_state_kept(), buffers_kept(replica.live):
@@ -239,15 +228,14 @@ def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
 
 
-def _with_loss(guard: Guard, call: ForwardPass, criterion: Criterion | None) -> tuple[ForwardPass, IdentifiedLoss, str]:
+def _with_loss(
+    guard: Guard, inside: LossInside, call: ForwardPass, criterion: Criterion | None
+) -> tuple[ForwardPass, IdentifiedLoss, str]:
     """The forward pass and the loss, also in words: the given one, the model's own, or the most likely one."""
-    replica, inside, tracker = guard.replica, LossInside(guard.replica), guard.tracker
     losses = inside.losses_in(call.outputs) if criterion is None else []
-    assert call.ids is not None
-    tracker.take(call.ids, call.batch)
     if losses:
-        forward = inside.forward_pass(tracker, call.args, call.kwargs, call.outputs, call.masks)
-        forward.output_grads[losses[0]] = torch.ones((), device=replica.device)
+        forward = inside.forward_pass(guard.tracker, call.args, call.kwargs, call.outputs, call.masks)
+        forward.output_grads[losses[0]] = torch.ones((), device=guard.replica.device)
         loss = guard.identified_loss(forward)
         forward = forward.with_labels() if loss.is_models_own else forward
         return forward, loss, loss.name if loss.is_models_own else f"{loss.name}, identified from the model's own"

@@ -482,7 +482,7 @@ class FILPrivacyEngine(PrivacyEngine):
 
         With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
         load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its shards of the model, and
-        rank 0 the rest, by ``torch.distributed.checkpoint``. Any number of processes can resume from either.
+        rank 0 the rest. Any number of processes can resume from either.
 
         Args:
             path: A file, or a folder: an existing one, or a name that ends with a slash.

@@ -254,6 +254,16 @@ class LossInside:
         """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
         return [k for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad and leaf.ndim == 0]
 
+    def run_live(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The model's outputs, with their graph, and the masks that it drew; buffers and random state are kept."""
+
+        def run() -> Any:
+            with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
+                return self.replica.live(*args, **kwargs)
+
+        with self.replica.random_state_kept():
+            return call_and_record_masks(run, self.replica.device, expected=True)
+
     def forward_pass(
         self,
         tracker: BatchTracker,

@@ -20,18 +20,9 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
+from torchfil.fisher import models
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
-from torchfil.fisher.models import (
-    HOOKS_INSTALLED,
-    call_with,
-    check_modules,
-    copy_without_weights,
-    has_active_dropout,
-    may_drop,
-    turned,
-    with_examples_first,
-)
 from torchfil.fisher.rules.recurrent import run_recurrent
 from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
@@ -66,8 +57,8 @@ class Replica:
 
     def __init__(self, module: nn.Module, *, batch_first: bool = True) -> None:
         self.batch_first = batch_first
-        self.live = module = module if batch_first else with_examples_first(module)
-        self.template = copy_without_weights(module)
+        self.live = module = module if batch_first else models.with_examples_first(module)
+        self.template = models.copy_without_weights(module)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
         self.changes = 0
@@ -78,7 +69,7 @@ class Replica:
         self._flags = tuple(live.training for live, _ in self._pairs)
         self.key: Hashable = (self._flags, 0)
         self._attributes = _plain_attributes(self._pairs)  # of the live modules, as last taken over
-        self._dropouts = [live for live, _ in self._pairs if may_drop(live)]
+        self._dropouts = [live for live, _ in self._pairs if models.may_drop(live)]
         self._parts = [
             (holder, key, part, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in module.named_modules()
@@ -106,7 +97,7 @@ class Replica:
 
     def examples_first(self, tree: Any) -> Any:
         """The user's inputs, or a batch, with the examples along the first dimension, as ``live`` takes them."""
-        return tree if self.batch_first else turned(tree)
+        return tree if self.batch_first else models.turned(tree)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -121,7 +112,7 @@ class Replica:
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
-        return bool(self._dropouts) and any(map(has_active_dropout, self._dropouts))
+        return bool(self._dropouts) and any(map(models.has_active_dropout, self._dropouts))
 
     def lay_out(
         self,
@@ -215,7 +206,7 @@ class Replica:
             trainable, constant = self._weights()
             buffers = {name: constant[name].clone() for name in self._buffers if name in constant}
             with torch.no_grad(), differentiable_twice():
-                call_with(self.template, {**trainable, **constant, **buffers}, *first)
+                models.call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
         return self._mask_layouts.by_example(
             masks, len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key), run_first
@@ -253,10 +244,9 @@ class Replica:
         """
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
-                raise RuntimeError(
-                    f"{name} was replaced after make_private, and the optimizer and the accounting know only the old "
-                    "one: change the model before make_private, or make a new engine and optimizer"
-                )
+                known = "the optimizer and the accounting know only the old one"
+                remedy = "change the model before make_private, or make a new engine and optimizer"
+                raise RuntimeError(f"{name} was replaced after make_private, and {known}: {remedy}")
         num_hooks = 0
         for live, _ in self._pairs:
             num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
@@ -268,7 +258,7 @@ class Replica:
             return
         flags = tuple(live.training for live, _ in self._pairs)
         if flags != self._flags:
-            check_modules(self.live, allow_dropout=True)
+            models.check_modules(self.live, allow_dropout=True)
             self._flags = flags
 
         kinds: set[type] = set()  # of the attributes that changed
@@ -343,7 +333,7 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
 def is_plain(value: Any) -> bool:
     """Whether a copy may share this value: a number, a flag, a text, or a function that can be imported.
 
-    Hugging Face's models hold their checkpointing function as an attribute when it is turned on.
+    Hugging Face's models hold their checkpointing function as an attribute when it is models.turned on.
 
     Example:
         >>> is_plain(1.5), is_plain(partial(nn.functional.relu, inplace=False)), is_plain(nn.Tanh().forward)
@@ -365,7 +355,7 @@ def _plain_attributes(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> list[dict
             kind = type(value)
             if kind in _PLAIN or (kind in _PLAIN_OR_FUNCTION and is_plain(value)):
                 own[name] = value
-        own.pop(HOOKS_INSTALLED, None)
+        own.pop(models.HOOKS_INSTALLED, None)
         found.append(own)
     return found
 

@@ -424,7 +424,7 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
+        """Ledger, norm history, timeline, test matrix and the probes' generator (collective)."""
         if self.staged:
             raise RuntimeError(
                 "a state can be saved and loaded only between logical batches; finish the batch first, or call "
@@ -438,14 +438,12 @@ class Run:
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
-            "clip_weights": self.clip_weights,
             "ranks": None if self._whole is None else dict(self._whole.parts),
         }
         return {**state, "keys": self.ids.all()} if self._grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, of a run that was made as this one."""
-        check_same_weights(state["clip_weights"], self.clip_weights, self.ids)
         ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self._place)
         ids = GrowingIds(state["keys"]) if self._grows else self.ids
         participations: list[int] = []  # of all ranks
@@ -507,29 +505,6 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
             )
     check_clip_weights(weights, ids.all())
     return weights
-
-
-def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds) -> None:
-    """Raise unless a saved run has the same weights as this one.
-
-    Raises:
-        ValueError: They differ; the message names the first such example.
-
-    Example:
-        >>> check_same_weights(None, torch.ones(2), ExampleIds(2))
-    """
-    if saved is None and own is None:
-        return
-    n = ids.num_examples
-    before, now = (torch.ones(n, dtype=torch.float64) if part is None else part.cpu() for part in (saved, own))
-    apart = (before != now).nonzero().flatten().tolist()
-    if apart:
-        row = apart[0]
-        raise ValueError(
-            f"the saved run has other clip_weights for {len(apart)} of {n} examples: {ids.all()[row]!r} had "
-            f"{float(before[row])} and has {float(now[row])} now. Their sums would mix two mechanisms; pass the "
-            "clip_weights that the run started with, or start a new run with the new ones."
-        )
 
 
 def weights_in_words(weights: Tensor | None) -> str:

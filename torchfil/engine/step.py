@@ -363,13 +363,7 @@ class Step:
 
     def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
         """A pass of a model that computes its loss, as if a loop had called backward() on it."""
-
-        def run_live() -> Any:
-            with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
-                return self.replica.live(*args, **kwargs)
-
-        with self.replica.random_state_kept():
-            outputs, masks = call_and_record_masks(run_live, self.replica.device, expected=True)
+        outputs, masks = self._inside.run_live(args, kwargs)
         losses = self._inside.losses_in(outputs)
         if not losses:
             raise RuntimeError(

@@ -23,11 +23,11 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
@@ -113,17 +113,16 @@ class LeakageTarget:
     def check(self, run: Leakage) -> TargetCheck:
         """Whether a run met the target; examples that were not measured do not count: nothing is known about them."""
         measured = run.was_measured()
-        level = 2 * self.confidence - 1  # the confidence of an interval one end of which has this confidence
         bound, divergence = None, None
         if self.mse_bound is not None:
-            inverse = run.get_trace().raised(-1.0, run.get_num_coordinates())
-            low = inverse.interval(level, self.of)[0]
-            bound = _worst(torch.Tensor.min, inverse.value, low, measured, no_leakage=math.inf)
+            bound = run.get_smallest_mse_bound(self.confidence, self.of)
         if self.true_positive_rate is not None:
             assert self.question is not None
             answers = run.get_guess(self.question).divergence
-            high = answers.interval(level, self.of)[1]
-            divergence = _worst(torch.Tensor.max, answers.value, high, measured, no_leakage=0.0)
+            high = answers.interval(2 * self.confidence - 1, self.of)[1]  # one end has the stated confidence
+            divergence = (0.0, 0.0)
+            if bool(measured.any()):
+                divergence = float(answers.value[measured].max()), float(high[measured].max())
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
@@ -217,15 +216,6 @@ class TargetCheck:
         return "\n".join(lines)
 
 
-def _worst(
-    worst: Callable[[Tensor], Tensor], value: Tensor, end: Tensor, measured: Tensor, *, no_leakage: float
-) -> tuple[float, float]:
-    """The worst estimate and the worst end of the measured examples; without any, those of no leakage."""
-    if not bool(measured.any()):
-        return no_leakage, no_leakage
-    return float(worst(value[measured])), float(worst(end[measured]))
-
-
 @dataclass(frozen=True)
 class NoiseSearch:
     """Which noise is tried, from σ = 1 on.
@@ -302,12 +292,10 @@ class Pilot:
     Attributes:
         noise_multiplier: σ.
         check: What it leaked, compared with the target.
-        leakage: The same by example; None for another σ than the chosen one.
     """
 
     noise_multiplier: float
     check: TargetCheck
-    leakage: Leakage | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -455,9 +443,8 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
 
     def headroom(noise_multiplier: float) -> float:
         for _ in range(2):  # if by chance an example was hardly ever drawn, another pilot may be better
-            leakage = pilots.run(noise_multiplier, len(ran))
-            check = target.check(leakage)
-            ran.append(Pilot(noise_multiplier, check, leakage))
+            check = target.check(pilots.run(noise_multiplier, len(ran)))
+            ran.append(Pilot(noise_multiplier, check))
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
         raise ValueError(
@@ -471,8 +458,7 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
     if chosen is None:
         best = max(ran, key=lambda each: (each.check.headroom, each.noise_multiplier))
         raise ValueError(_not_met(target, search, best))
-    kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
-    return NoiseChoice(chosen, target, search, tuple(kept))
+    return NoiseChoice(chosen, target, search, tuple(ran))
 
 
 def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> str:

@@ -170,8 +170,8 @@ class Equalised:
             clip_weights: ω of the run, [n]; None: 1.
         """
         own = torch.ones_like(self.weights) if clip_weights is None else clip_weights
-        if not torch.equal(own.double().cpu(), self.weights.double().cpu()):
-            raise ValueError("equalised= has other clip weights than this run has; use result.engine.save_run(…)")
+        same = torch.equal(own.double().cpu(), self.weights.double().cpu())
+        require(same, "equalised= has other clip weights than this run has; use result.engine.save_run(…)")
 
     def summary(self) -> dict[str, Any]:
         """What a run file keeps: what the rounds aimed at, and whether they reached it."""
@@ -458,11 +458,9 @@ def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
     """What an engine that ``train`` returned has measured; raise if it was trained with other clip weights."""
     if weights is not None:
         used = getattr(engine, "clip_weights", weights)
-        if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
-            raise ValueError(
-                f"train received clip weights, and its engine has {'none' if used is None else 'others'}; pass them "
-                "on: make_private(…, clip_weights=weights)"
-            )
+        given = f"train received clip weights, and its engine has {'none' if used is None else 'others'}; pass them on"
+        same = used is not None and torch.equal(used.cpu(), weights.double().cpu())
+        require(same, f"{given}: make_private(…, clip_weights=weights)")
     leakage: Leakage = getattr(engine, "totals", engine)
     return leakage
 
@@ -756,11 +754,10 @@ class RoundWeights:
         numbers, labels = members_of(groups, ids, "groups")
 
         # only if groups consist of whole cells do weights depend on the cell alone
-        if cells is not None and len(torch.unique(torch.stack([numbers, cells]), dim=1).T) > int(cells.max()) + 1:
-            raise ValueError(
-                "groups cut through the cells of by=: the weights would reveal a member's group; add the groups' "
-                "labels to the cells if they are public, or leave groups out"
-            )
+        pairs = [] if cells is None else torch.unique(torch.stack([numbers, cells]), dim=1).T
+        cut = "groups cut through the cells of by=: the weights would reveal a member's group"
+        remedy = "add the groups' labels to the cells if they are public, or leave groups out"
+        require(cells is None or len(pairs) == int(cells.max()) + 1, f"{cut}; {remedy}")
         return cls(own, torch.ones(len(labels), dtype=torch.float64), numbers, labels, cells, **options)
 
     @property

@@ -18,7 +18,7 @@ from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
 from torchfil.report.run_arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
-from torchfil.report.run_parts import PartWriter, open_parts, parts_named_in
+from torchfil.report.run_parts import PartWriter, open_parts, parts_named_in, remove_parts
 from torchfil.report.saved_run import SavedRun
 from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
@@ -47,7 +47,7 @@ def save(run: SavedRun, path: str | os.PathLike[str], *, rows_per_part: int = RO
     if len(run) <= rows_per_part:
         before = parts_named_in(target)
         write_bytes(target, _whole_file(*pack(run)))
-        before.remove()
+        remove_parts(before)
         return target
 
     coded_groups = {name: run.coded_group(name) for name in run.groups}
@@ -60,7 +60,7 @@ def save(run: SavedRun, path: str | os.PathLike[str], *, rows_per_part: int = RO
         header |= {"version": str(VERSION_IN_PARTS), "parts": writer.listed}
         before = parts_named_in(target)  # the main file names its parts, and takes its place last
         write_bytes(target, _whole_file(contiguous(arrays), header))
-    before.remove()
+    remove_parts(before)
     return target
 
 

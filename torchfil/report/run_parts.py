@@ -14,18 +14,16 @@ import mmap
 import re
 import secrets
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from torchfil.report.parted import PartedArray, PartedTexts
 from torchfil.utils.errors import RunFileError
-from torchfil.utils.files import write_bytes
+from torchfil.utils.files import file_sha256, write_bytes
 
-__all__ = ["PartFolder", "PartWriter", "open_parts", "parts_named_in"]
+__all__ = ["PartWriter", "open_parts", "parts_named_in", "remove_parts"]
 
 _DTYPES = {
     "BOOL": "?",
@@ -35,28 +33,22 @@ _DTYPES = {
 _BLOCK = 2**22
 
 
-@dataclass(frozen=True)
-class PartFolder:
-    """The parts that a main file names; none where ``path`` is None."""
-
-    path: Path | None
-
-    def remove(self) -> None:
-        """Delete them, and the folder around them where it is empty then."""
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.path.parent.rmdir()
+def remove_parts(folder: Path | None) -> None:
+    """Delete the parts in a folder, if there is one, and the folder around it where it is empty then."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
 
 
-def parts_named_in(main: Path) -> PartFolder:
-    """The parts of a file that may be a run in parts, anything else, or not there."""
+def parts_named_in(main: Path) -> Path | None:
+    """The folder with the parts of a file, which may be a run in parts, anything else, or not there (then None)."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with open(main, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, _BLOCK)))["__metadata__"]
-        return PartFolder(_folder(main, json.loads(header["parts"])["token"]))
-    return PartFolder(None)
+        return _folder(main, json.loads(header["parts"])["token"])
+    return None
 
 
 class PartWriter:
@@ -79,11 +71,9 @@ class PartWriter:
         self._folder.mkdir(mode=0o700)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            PartFolder(self._folder).remove()
+            remove_parts(self._folder)
 
     def add(self, content: bytes) -> None:
         """Write one part."""
@@ -120,7 +110,7 @@ def open_parts(main: Path, listed: str) -> dict[str, PartedArray]:
     return arrays
 
 
-def _check_part(path: Path, size: int, sha256: str, main: Path) -> None:
+def _check_part(path: Path, size: int, digest: str, main: Path) -> None:
     """Raise where a part is not what was written."""
     if not path.is_file():
         raise RunFileError(
@@ -128,11 +118,7 @@ def _check_part(path: Path, size: int, sha256: str, main: Path) -> None:
         )
     if path.stat().st_size != size:
         raise RunFileError(f"{path} is cut short: it holds {path.stat().st_size:,} of {size:,} bytes. Copy it again.")
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    if digest.hexdigest() != sha256:
+    if file_sha256(path) != digest:
         raise RunFileError(f"{path} is damaged: its checksum does not fit its content. Save the run again.")
 
 

@@ -22,7 +22,7 @@ from torchfil.report.saved_run import SavedRun
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
-from torchfil.utils.files import explain_disk_full, flush, sha256, temporary_beside
+from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 
 __all__ = ["check_replaceable", "write_report"]
 
@@ -75,7 +75,7 @@ def write_report(
         if not redacted:
             write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
-            digests["leakage.csv"] = _digest(folder / "leakage.csv")
+            digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
             missing = write_parquet(run, folder / "leakage.parquet")
             if missing is None:
                 files["leakage.parquet"] = "the same, with types"
@@ -151,11 +151,6 @@ def check_replaceable(target: Path) -> None:
             f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "
             "and is not replaced; name a new folder"
         )
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return sha256(file)
 
 
 def _json_ready(value: Any) -> Any:

@@ -36,14 +36,9 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
         * If a process is killed here, the next one that writes into the folder removes its leftovers.
     """
     with explain_disk_full(path), temporary_beside(path) as temporary:
-        try:
-            yield temporary
-            flush(temporary)
-            os.replace(temporary, path)
-        except OSError as error:
-            if error.filename != temporary:
-                raise
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        yield temporary
+        flush(temporary)
+        os.replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -51,19 +46,22 @@ def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> I
     """A new hidden file or folder next to ``path``, removed at the end unless it was moved.
 
     It is locked while in use. Unlocked ones were left by processes that were killed, and are removed first. In a
-    folder, "old" holds the previous content of ``path``; it is moved back if the process died between the two moves.
+    folder, "old" holds the previous content of ``path``; it is moved back if the process died between the two moves. An
+    ``OSError`` about the hidden one names ``path`` instead.
     """
     target = Path(path)
     _remove_leftovers(target.parent)
     try:
         handle, temporary = _new_temporary(target, folder)
+        try:
+            yield temporary
+        finally:
+            _remove(temporary)
+            os.close(handle)
     except OSError as error:
+        if not str(error.filename).endswith(_SUFFIX):
+            raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-    try:
-        yield temporary
-    finally:
-        _remove(temporary)
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -152,6 +150,12 @@ def sha256(file: IO[bytes], length: int | None = None) -> str:
         digest.update(block)
         length = None if length is None else length - len(block)
     return digest.hexdigest()
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return sha256(file)
 
 
 def flush(path: str | os.PathLike[str]) -> None:

@@ -4,15 +4,14 @@ Checkpoints are files or folders. They are read only if they are complete, and s
 
 A file is what ``torch.save`` writes, with the SHA-256 of all of it at the end, where ``torch.load`` does not look.
 
-A folder is written by ``torch.distributed.checkpoint``: every rank writes and reads its part of each tensor. Its file
-``latest`` names a subfolder with a complete checkpoint. A new checkpoint is written next to it; when all ranks are
-done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the last complete checkpoint
-therefore remains, and the next write removes the unfinished one. Tensors are stored under their own names, which are
-their keys as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``. Everything else
-forms one more tensor of bytes. Each file ends with its SHA-256.
+A folder has one such file for each rank: its shards of the tensors that are sharded, and in rank 0's file everything
+else. The folder's file ``latest`` names a subfolder with a complete checkpoint. A new checkpoint is written next to it;
+when all ranks are done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the last
+complete checkpoint therefore remains, and the next write removes the unfinished one. Any number of ranks can read it:
+each puts the shards of one tensor after the other together, and keeps its own part. The names of tensors are their keys
+as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``.
 
-Reading cannot run code: tensors and plain values are loaded with ``weights_only=True``, and of a folder's metadata only
-the classes of metadata are unpickled.
+Reading cannot run code: all files are loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -26,32 +25,28 @@ import pickle
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from opacus.accountants import IAccountant
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.shards import in_parts, is_sharded
+from torchfil.engine.distributed.shards import is_sharded, part_like
+from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.errors import CheckpointError, require
-from torchfil.utils.files import append_checksum, atomic_write_checked, check_checksum, explain_disk_full, write_bytes
+from torchfil.utils.files import atomic_write_checked, check_checksum, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
 __all__ = ["Checkpoints", "is_folder", "read_file", "read_folder", "write_file", "write_folder"]
@@ -60,21 +55,6 @@ logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
-_REST = "rest"  # the tensor with everything else
-_PART = "tensor by the name of"  # marks a tensor in the rest
-_NO_GROUP = "torch.distributed is disabled"  # torch's warning in a single process
-_METADATA_CLASSES = {  # what a folder's metadata may contain, by module
-    "torch.distributed.checkpoint.metadata": [
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-    ],
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch.serialization": ["_get_layout"],
-    "torch": ["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))],
-    "pathlib": ["PosixPath", "WindowsPath"],
-    "pathlib._local": ["PosixPath", "WindowsPath"],
-}
-
 _STATE, _RANDOM = "fil_engine_state_dict", "random_state"
 _SAVED, _PARTS = "_state_dict", ("optimizer", "noise_scheduler", "grad_clip_scheduler")  # names as in Opacus
 _DIFFERENCES = {  # settings whose values say nothing
@@ -171,180 +151,114 @@ def write_folder(
     Returns:
         A future that ends when the checkpoint is complete on the disk, and raises any error; None if it is complete.
     """
-    is_first, group = (True, None) if ranks is None else (ranks.rank == 0, ranks.saving_group)
-    name = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-    writer = _FolderWriter(Path(path) / (name if ranks is None else ranks.objects(name)[0]))
-    tensors: dict[str, Tensor] = {}
+    folder, name = Path(path), f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+    rank, size, group = (0, 1, None) if ranks is None else (ranks.rank, ranks.size, ranks.saving_group)
+    new = folder / (name if ranks is None else ranks.objects(name)[0])
+    pieces: dict[str, tuple[int, int, Tensor]] = {}  # by the tensor's name: place and dimension of this rank's shard
 
-    def taken_out(place: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        key = pytree.keystr(place)
-        if is_first or isinstance(leaf, DTensor):
-            tensors[key] = leaf.detach()
-        return (_PART, key)
+    def rest(place: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            copied = asynchronous and rank == 0 and isinstance(leaf, Tensor)
+            return leaf.detach().to("cpu", copy=True) if copied else leaf
+        *copies, number = leaf.device_mesh.get_coordinate() or ()
+        kind = leaf.placements[-1]
+        if not any(copies) and (isinstance(kind, Shard) or number == 0):  # no other rank writes the same
+            shard = leaf.to_local().detach().to("cpu", copy=True)
+            pieces[pytree.keystr(place)] = number, kind.dim if isinstance(kind, Shard) else 0, shard
+        return None
 
-    rest = pytree.tree_map_with_path(taken_out, tree)
-    if is_first:
-        buffer = io.BytesIO()
-        torch.save(rest, buffer)
-        tensors[_REST] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    content = writer.stage(tensors) if asynchronous else tensors  # a copy on the CPU
+    tree = pytree.tree_map_with_path(rest, tree)
+    content = {"tree": tree if rank == 0 else {}, "pieces": pieces, "ranks": size}
+
+    def write_own() -> None:
+        new.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(new / f"{rank}.pt", content)
+
+    def make_latest() -> None:
+        if rank == 0:
+            write_bytes(folder / _LATEST, new.name.encode())
 
     def write() -> None:
         try:
-            save(content, storage_writer=writer, process_group=group, no_dist=ranks is None)
-        except BaseException as error:
-            if is_first and not writer.is_latest:
-                shutil.rmtree(writer.path, ignore_errors=True)
-            plain = _plain_error(error, path)
+            _on_all(ranks, write_own, path, group)
+            _on_all(ranks, make_latest, path, group)
+        except Exception as error:
             if asynchronous:
-                logger.error("the checkpoint in %s was not written: %s", path, plain)
-            raise plain from error
+                logger.error("the checkpoint in %s was not written: %s", path, error)
+            raise
+        finally:
+            if rank == 0:
+                _remove_others(folder)
 
-    if asynchronous:
-        executor = ThreadPoolExecutor(max_workers=1)
-        saving = executor.submit(write)
-        executor.shutdown(wait=False)
-        return saving
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_NO_GROUP)
+    if not asynchronous:
         write()
-    return None
-
-
-class _FolderWriter(FileSystemWriter):
-    """Writes a new checkpoint next to the last one, and makes it the latest when all ranks are done."""
-
-    is_latest = False
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """As in torch; only the owner may read the folder."""
-        Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)
-        return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """As in torch, with checksums; a full disk is an ``OSError`` here, too."""
-        with explain_disk_full(Path(self.path).parent):
-            written = super().write_data(plan, planner)
-            for name in {result.storage_data.relative_path for result in written.value()}:
-                self._append_checksum(name)
-        return written
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """The last step, on rank 0, after all ranks have written."""
-        super().finish(metadata, results)
-        self._append_checksum(".metadata")
-        own = Path(self.path)
-        write_bytes(own.with_name(_LATEST), own.name.encode())
-        self.is_latest = True
-        for other in {*own.parent.glob(f"{_PREFIX}*")} - {own}:
-            shutil.rmtree(other, ignore_errors=True)
-
-    def _append_checksum(self, name: str) -> None:
-        with open(Path(self.path) / name, "rb+") as file:
-            append_checksum(file)
-            file.flush()
-            os.fsync(file.fileno())
+        return None
+    executor = ThreadPoolExecutor(max_workers=1)
+    saving = executor.submit(write)
+    executor.shutdown(wait=False)
+    return saving
 
 
 def read_folder(
-    path: str | os.PathLike[str], like: Callable[[str], Any] = lambda _: None, ranks: Ranks | None = None
+    path: str | os.PathLike[str], ranks: Ranks | None = None, keep: Callable[[str, Any], Any] = lambda _, leaf: leaf
 ) -> dict[str, Any]:
-    """The latest checkpoint of a folder; every rank reads the parts it needs (collective).
+    """The latest checkpoint of a folder, on the CPU (collective).
 
     Args:
         path: The folder.
-        like: Maps a tensor's name to a DTensor with the parts to read; None: the whole tensor is read, to the CPU.
         ranks: The processes; if one cannot read, none continues.
+        keep: Maps the name and the whole value of a leaf to what this rank keeps of it, for example its shard; one
+            sharded tensor after the other is put together.
 
     Raises:
         OSError: A file cannot be read.
         CheckpointError: There is no complete checkpoint, or it was changed after it was written.
     """
-    tree: Any = None
-    problem: BaseException | None = None
-    try:
-        tree = _read(Path(path), like)
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        problem = _plain_error(error, path)
-    failed = [] if ranks is None else ranks.objects(problem is not None)
-    if problem is None and any(failed):
-        problem = CheckpointError(f"rank {failed.index(True)} could not read {os.fspath(path)}; nothing was loaded")
-    if problem is not None:
-        raise problem
+
+    def read() -> Any:
+        latest = Path(path) / _LATEST
+        require(latest.exists(), "it holds no complete checkpoint: the file 'latest', which names it, is missing")
+        name = latest.read_text()
+        is_name = re.fullmatch(f"{_PREFIX}[0-9a-f]+", name) is not None
+        require(is_name, f"its file 'latest' holds {name[:80]!r}, which does not name a checkpoint")
+        of_rank = partial(read_file, map_location="cpu", mmap=True)
+        first = of_rank(latest.with_name(name) / "0.pt")
+        contents = [first, *(of_rank(latest.with_name(name) / f"{rank}.pt") for rank in range(1, first["ranks"]))]
+
+        def whole(place: Any, leaf: Any) -> Any:
+            key = pytree.keystr(place)
+            pieces = sorted((each["pieces"][key] for each in contents if key in each["pieces"]), key=itemgetter(0))
+            return keep(key, torch.cat([shard for *_, shard in pieces], dim=pieces[0][1]) if pieces else leaf)
+
+        return pytree.tree_map_with_path(whole, first["tree"])
+
+    tree: dict[str, Any] = _on_all(ranks, read, path)
     return tree
 
 
-def _read(folder: Path, like: Callable[[str], Any]) -> Any:
+def _on_all(ranks: Ranks | None, work: Callable[[], Any], path: str | os.PathLike[str], group: Any = None) -> Any:
+    """What the work returns; if it fails on one rank, the first rank's error is raised on all (collective)."""
+    result: Any = None
+    problem: Exception | None = None
+    try:
+        result = work()
+    except OSError as error:
+        problem = OSError(error.errno, error.strerror, os.fspath(path))
+    except Exception as error:
+        problem = CheckpointError(f"{os.fspath(path)} cannot be used as a checkpoint: {error}")
+    for each in [problem] if ranks is None else ranks.objects(problem, group):
+        if each is not None:
+            raise each
+    return result
+
+
+def _remove_others(folder: Path) -> None:
+    """Remove the checkpoints that ``latest`` does not name: earlier ones, and unfinished ones."""
     latest = folder / _LATEST
-    require(latest.exists(), "it holds no complete checkpoint: the file 'latest', which names it, is missing")
-    name = latest.read_text()
-    is_name = re.fullmatch(f"{_PREFIX}[0-9a-f]+", name) is not None
-    require(is_name, f"its file 'latest' holds {name[:80]!r}, which does not name a checkpoint")
-    reader = _FolderReader(folder / name)
-    values: dict[str, Any] = {}
-    for key, kind in reader.read_metadata().state_dict_metadata.items():
-        if not isinstance(kind, TensorStorageMetadata):
-            raise ValueError(f"{key!r} is not a tensor")
-        part, dtype = like(key), kind.properties.dtype
-        is_whole = part is None or part.shape != kind.size
-        values[key] = torch.empty(kind.size, dtype=dtype) if is_whole else torch.empty_like(part, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_NO_GROUP)
-        load(values, storage_reader=reader, no_dist=True)  # each rank finds what it needs
-
-    rest: dict[str, Any] = torch.load(io.BytesIO(values[_REST].numpy().tobytes()), weights_only=True)
-    return pytree.tree_map(lambda leaf: values[leaf[1]] if _is_part(leaf) else leaf, rest, is_leaf=_is_part)
-
-
-def _is_part(leaf: Any) -> bool:
-    """Whether this stands for a tensor that is stored under its own name."""
-    return isinstance(leaf, tuple) and leaf[:1] == (_PART,)
-
-
-class _FolderReader(FileSystemReader):
-    """Reads files after checking their checksums, and metadata without running code from it."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """As in torch, but with an unpickler that knows only the classes of metadata."""
-        self._check(".metadata")
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        return metadata
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        """As in torch, with checked files."""
-        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            self._check(name)
-        return super().read_data(plan, planner)
-
-    def _check(self, name: str) -> None:
-        require(Path(name).name == name, f"{name!r} does not lie in the checkpoint's folder")
-        try:
-            with open(Path(self.path) / name, "rb") as file:
-                check_checksum(file)
-        except ValueError as error:
-            raise ValueError(f"the file {name} is damaged or truncated ({error})") from error
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse everything that is not part of a checkpoint's metadata."""
-        if name not in _METADATA_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
-        return super().find_class(module, name)
-
-
-def _plain_error(error: BaseException, path: str | os.PathLike[str]) -> BaseException:
-    """The error with the user's path; if several ranks failed, the first error."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror, os.fspath(path))
-    if isinstance(error, Exception):
-        return CheckpointError(f"{os.fspath(path)} cannot be used as a checkpoint: {error}")
-    return error
+    named = latest.read_text() if latest.exists() else None
+    for other in folder.glob(f"{_PREFIX}*"):
+        if other.name != named:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------- a run's state
@@ -413,12 +327,13 @@ class Checkpoints:
             "poisson_sampling": options.sample_rate is not None,
             "amplification": name_of_amplification(options.amplification),
             "clip": options.clip.name,
+            "clip_weights": weights_in_words(training.run.clip_weights),
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
             "tracked_ids": {name: ids.places(each).unique().tolist() for name, each in accounting.chosen.items()},
             "questions": {name: tuple(asked) for name, asked in accounting.asked.items()},
-            "ids": None if is_stream else ids.fingerprint(),
+            "ids": None if is_stream else ids.fingerprint,
             "data": self._data,
         }
 
@@ -468,12 +383,11 @@ class Checkpoints:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
-        if is_folder(path):
-            require(not for_file, f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
-        else:
-            needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
-            require(not asynchronous and not is_sharded(module), needs)
-
+        folder = is_folder(path)
+        of_files = f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out"
+        require(not (folder and for_file), of_files)
+        needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
+        require(folder or not (asynchronous or is_sharded(module)), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
@@ -541,17 +455,15 @@ class Checkpoints:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             like |= {f"['optimizer{_SAVED}']['state'][{place}]": p for place, p in enumerate(trained)}
 
-        def part(name: str) -> DTensor | None:
-            value = like.get(name, like.get(name.rpartition("[")[0]))
-            return value if isinstance(value, DTensor) else None
+        def keep(name: str, leaf: Any) -> Any:
+            return part_like(leaf, like.get(name, like.get(name.rpartition("[")[0])))
 
         if not is_folder(path):
             saved = read_file(path, **for_file)
-        else:
-            require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
-            self._wait_for_saving()
-            saved = read_folder(path, part, self._ranks)
-        return in_parts(saved, part) if is_sharded(module) else saved
+            return pytree.tree_map_with_path(lambda place, leaf: keep(pytree.keystr(place), leaf), saved)
+        require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
+        self._wait_for_saving()
+        return read_folder(path, self._ranks, keep)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchfil.accounting.ledger import Ledger, whole_ledger
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.quantities import compared, path_sums
 from torchfil.engine.distributed.shards import check_sharded, is_sharded
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
@@ -155,10 +156,10 @@ class Ranks:
             remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
             raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
-    def objects(self, value: Any) -> list[Any]:
+    def objects(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=group or self._group)
         return values
 
     def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -231,6 +232,51 @@ class Whole:
         assert ledger is not None
         parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
         return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
+
+
+def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
+    """The ledger of all ranks together, on the CPU; this rank's part is unchanged (collective).
+
+    Sums are added. The squared changes between participations of an example (:mod:`torchfil.accounting.quantities`)
+    depend on their order and were followed within each part. If only one part has seen an example, because each process
+    draws from its own part of the data, all of its changes are there. If the parts changed in between, the changes
+    between the parts' last values replace the missing ones, without subtracting the probes' noise: this can only make
+    the run's error larger.
+    """
+    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.sketch_rank, part.questions, part.chosen)
+    whole.steps, whole.missed_steps = part.steps, part.missed_steps
+    for name, value in part.sums.items():
+        whole.sums[name].copy_(ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value))
+    for quantity in part.quantities:
+        for name in quantity.followed:
+            _, last, changes, count = path_sums(name)
+            measured = ranks.each(part.sums[count])
+            between, latest = changes_between(ranks.each(part.sums[last]), measured)
+            missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
+            whole.sums[last].copy_(latest)
+            whole.sums[changes].add_(between * missing.clamp(min=4))
+    return whole
+
+
+def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The mean square of the changes from one part's last value to the next part's, and the last of all, [n, …] each.
+
+    Args:
+        last: For each part, the value at the last compared participation.
+        measured: For each part, how often it was measured; parts with 0 are skipped.
+
+    Example:
+        >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])
+        >>> changes_between(last.unbind(), measured.unbind())
+        (tensor([9., 0.]), tensor([4., 5.]))
+    """
+    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0])
+    changes = torch.zeros_like(last[0])
+    for value, count in zip(last, measured, strict=True):
+        here = count > 0
+        changes += torch.where(here & (seen > 0), (value - before).square(), 0.0)
+        before, seen = torch.where(here, value, before), seen + here
+    return changes / (seen - 1).clamp(min=1), before
 
 
 def take_part(

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils import _pytree as pytree
 
 from torchfil.engine.replica import Replica, is_plain
 from torchfil.utils.errors import require
@@ -121,21 +120,16 @@ def _nothing(value: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-def in_parts(tree: Any, like: Callable[[str], DTensor | None]) -> Any:
-    """The tree with whole tensors split like given ones: each rank keeps its part.
+def part_like(whole: Any, like: Any) -> Any:
+    """This rank's part of a tensor that is the same on all ranks; anything else, and without sharding, all of it.
 
     Args:
-        tree: Nested dicts, the same on all ranks.
-        like: Maps a tensor's name (``torch.utils._pytree.keystr``) to a DTensor of its kind, or None.
+        whole: The tensor.
+        like: A DTensor of its shape, with the sharding of the result.
     """
-
-    def split(place: Any, leaf: Any) -> Any:
-        part = like(pytree.keystr(place))
-        if part is None or isinstance(leaf, DTensor) or not isinstance(leaf, Tensor) or part.shape != leaf.shape:
-            return leaf
-        return distribute_tensor(leaf.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
-
-    return pytree.tree_map_with_path(split, tree)
+    if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or like.shape != whole.shape:
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class ShardedReplica(Replica):
