@@ -74,8 +74,7 @@ class TestGlm:
 
     def test_questions_are_those_of_the_library(self, patients: Path, tmp_path: Path) -> None:
         from torchfil.glm import Absent, LinearRegression, NominalAttribute, Shift, guess
-        from torchfil.glm.csv_columns import read_table
-        from torchfil.glm.csv_table import encode
+        from torchfil.glm.tables import read_table
 
         out = tmp_path / "leakage.csv"
         asked = ["--target", "dose", "--question", "vkorc1,amiodarone,age+0.5,dose-1,absent", "--sigma", "0.1"]
@@ -85,7 +84,7 @@ class TestGlm:
         assert "question    answers  prior  best: mean  largest  rows ≥ 90 %" in found.stdout
         data = json.loads(glm(patients, *asked, "--json").stdout)["questions"]
 
-        table = encode(read_table(patients), "dose")
+        table = read_table(patients, "dose")
         X, y = table.inputs, table.targets
         model = LinearRegression(l2=0.01, fit_intercept=True).fit(X, y)
         age, amiodarone = (table.attributes[name][0] for name in ("age", "amiodarone"))

@@ -41,11 +41,10 @@ class TestSavedRuns:
 
     def test_the_run_holds_the_numbers_of_the_library(self, table: Path) -> None:
         from torchfil.glm import LinearRegression, NominalAttribute, guess
-        from torchfil.glm.csv_columns import read_table
-        from torchfil.glm.csv_table import encode
+        from torchfil.glm.tables import read_table
 
         run = self.saved(table, "--private", "vkorc1,age", "--question", "vkorc1", "--group", "sex")
-        encoded = encode(read_table(table, id_column="name"), "dose")
+        encoded = read_table(table, "dose", id_column="name")
         X, y = encoded.inputs, encoded.targets
         model = LinearRegression(l2=1e-2, fit_intercept=True).fit(X, y)
         columns = {name: list(encoded.attributes[name]) for name in ("vkorc1", "age")}

@@ -82,6 +82,13 @@ class TestDoubtfulColumns:
         assert line.endswith("--categorical z")
         assert "column 'z' holds numbers, but 1 of 60" in refused_glm(path, "--target", "z"), "in the target too"
 
+    def test_lines_are_those_of_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.csv"
+        path.write_text('a,note,y\n1,"x\ny",2\n\n2,z,3\n5 kg,z,1\n3,w,4\n')
+        assert "'5 kg' in line 6" in refused_glm(path, "--target", "y")
+        path.write_text('a,note,y\n1,"x\ny",2\n\n2,z,3\n5,z\n')
+        assert "line 6: row 3 has 2 entries for 3 columns" in refused_glm(path, "--target", "y")
+
     def test_codes_among_numbers_are_categories_on_request(self, tmp_path: Path) -> None:
         grades = ["1", "2", "3", "4+"] * 15
         path = self.rows(tmp_path / "a.csv", grade=grades)
@@ -151,11 +158,10 @@ def long_table(path: Path, rows: int) -> Path:
 
 class TestLongTables:
     def test_pieces_fit_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In pieces of 7 rows, and with columns of more different entries than are kept as texts."""
+        """In pieces of 7 rows."""
         path = long_table(tmp_path / "a.csv", 300)
         whole = json.loads(glm(path, "--target", "y", "--json").stdout)
-        monkeypatch.setattr("torchfil.glm.csv_columns._PIECE", 7)
-        monkeypatch.setattr("torchfil.glm.csv_columns.MOST_LEVELS", 20)
+        monkeypatch.setattr("torchfil.glm.tables._PIECE", 7)
         assert json.loads(glm(path, "--target", "y", "--json").stdout) == whole
         lines = path.read_text().splitlines()
         cells = lines[251].split(",")

@@ -20,8 +20,7 @@ from torchfil.attacks.attributes import (
     prior_inversion,
 )
 from torchfil.attacks.comparison import compare_with_bounds
-from torchfil.attacks.glm_bias import biased_bound
-from torchfil.attacks.glm_reconstruction import GLMReconstruction
+from torchfil.attacks.glm_reconstruction import GLMReconstruction, biased_bound
 from torchfil.attacks.glm_slopes import believed_margins
 from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
@@ -32,7 +31,7 @@ from torchfil.glm import (
     SoftmaxRegression,
     iteratively_reweighted_fil,
 )
-from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.glm.refits import GLMView, numbers_at_once
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

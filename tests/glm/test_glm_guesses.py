@@ -19,8 +19,7 @@ from torchfil.glm import (
     SoftmaxRegression,
     guess,
 )
-from torchfil.glm.refits import minimiser_changes
-from torchfil.glm.view import GLMView
+from torchfil.glm.refits import GLMView, minimiser_changes
 
 SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2)  # of the published attack
 COUNTS = {3: (0.29, 0.37, 0.34), 6: (0.75, 0.13, 0.09, 0.01, 0.01, 0.01)}

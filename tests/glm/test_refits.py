@@ -20,8 +20,7 @@ from torchfil.glm import (
     Question,
     Shift,
 )
-from torchfil.glm.refits import minimiser_changes
-from torchfil.glm.view import GLMView
+from torchfil.glm.refits import GLMView, minimiser_changes
 
 N = 60
 COLUMNS = [1, 2]

@@ -9,15 +9,14 @@ from torchfil.attacks.attributes import (
 )
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
-from torchfil.attacks.glm_bias import BiasedBound, biased_bound
-from torchfil.attacks.glm_reconstruction import GLMReconstruction
+from torchfil.attacks.glm_reconstruction import BiasedBound, GLMReconstruction, biased_bound
 from torchfil.attacks.guesses import GuessAttack, best_guess
 from torchfil.attacks.informed import expected_information, informed_reconstruction
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.membership import membership_inference, shadow_runs
 from torchfil.attacks.property import federated_gradients, property_inference
 from torchfil.attacks.transcripts import record_dpsgd
-from torchfil.glm.questions import NominalAttribute
+from torchfil.glm.guesses import NominalAttribute
 
 __all__ = [
     "AttackResult",

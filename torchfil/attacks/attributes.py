@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from torchfil.attacks.base import AttackResult, check_release, release_noise
-from torchfil.glm.questions import NominalAttribute
-from torchfil.glm.refits import minimiser_changes
-from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.glm.guesses import NominalAttribute
+from torchfil.glm.refits import GLMView, minimiser_changes, numbers_at_once
 from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
 

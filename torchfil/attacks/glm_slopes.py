@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchfil.glm.view import GLMView
+from torchfil.glm.refits import GLMView
 
 Terms = list[tuple[Tensor, Tensor]]
 

@@ -20,7 +20,7 @@ from torch.func import vmap
 
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import make_generator
-from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
+from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
@@ -242,8 +242,6 @@ def transcript_ratios(
 
 def _without_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
     """The noisy sums of these runs minus the others' part, [runs, steps, p]."""
-    if transcripts.noise is None:
-        return transcripts.noisy_sums[runs] - sum_of_others(transcripts, runs, row)
     own = _clipped(transcripts, transcripts.weights[runs], transcripts.gradients.examples[slice(row, row + 1)])
     return transcripts.noise[runs] + own * transcripts.batches[runs, :, row, None]
 

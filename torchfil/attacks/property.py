@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfil.attacks.base import AttackResult, make_generator
+from torchfil.attacks.base import make_generator
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
 from torchfil.utils.progress import with_progress
@@ -163,19 +163,6 @@ def property_inference(
     low, high = np.quantile(spread, [0.025, 0.975], axis=1)
     return LayerTable(
         tuple(seen.known), np.array(values), low, high, spread.std(axis=1, ddof=1), f"AUC ({attacker})", "AUC"
-    )
-
-
-def as_result(table: LayerTable, trials: int) -> AttackResult:
-    """The table as an attack's result; its ids are layers, and its trials the observed batches."""
-    return AttackResult(
-        name=f"property inference, {table.measure}",
-        threat_model="takes part in FedSGD with one other client; has its own data with known property",
-        ids=list(table.layers),
-        achieved=table.value,
-        measure="auc",
-        trials=trials,
-        standard_error=table.standard_error,
     )
 
 

@@ -41,8 +41,8 @@ class Transcripts:
     batches: Tensor
     gradients: ExampleGradients
     mechanism: Mechanism
-    sample_rate: float = 1.0
-    noise: Tensor | None = None
+    sample_rate: float
+    noise: Tensor
 
     def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
         """g̃ of one example at one vector of weights, [p]; a function of z [d]."""

@@ -16,9 +16,7 @@ from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
     from torchfil.glm import Guess
-    from torchfil.glm.csv_format import Format
-    from torchfil.glm.csv_leakage import LeakageTable
-    from torchfil.glm.csv_table import EncodedTable
+    from torchfil.glm.tables import EncodedTable, LeakageTable
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
@@ -64,21 +62,15 @@ def glm(
     sigma: float,
     private: list[str],
     question: list[str],
-    categorical: list[str],
-    quantity: list[str],
-    ignore: list[str],
-    id_column: str | None,
-    drop_missing: bool,
     model: str,
     l2: float,
     intercept: bool,
     top: int,
     out_file: Path | None,
-    group: list[str],
     run_file: Path | None,
     folder: Path | None,
     out: Output,
-    **form: str | None,
+    **reading: Any,
 ) -> None:
     """How much a linear model, released with noise, leaks about every row of a CSV file.
 
@@ -100,63 +92,35 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
     """
     try:
-        from torchfil.glm import csv_columns, csv_leakage, csv_table
+        from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
     except ImportError as error:
-        raise ImportError("linear models need scikit-learn: pip install 'torchfil[glm]'") from error
+        raise ImportError("linear models need pandas and scikit-learn: pip install 'torchfil[glm]'") from error
     _check_places(data, out_file, run_file, folder)
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
-    columns = csv_columns.read_table(
-        data, ignore=[name for name in ignore if name not in group], id_column=id_column, **form
-    )
-    total, written = len(columns), columns.format
-    if drop_missing:
-        columns = columns.complete_rows([name for name in columns.columns if name not in ignore])
-    ids, labels = columns.ids, {name: columns.labels(name) for name in group}
-    encoded = csv_table.encode(columns.without(ignore), target, categorical=categorical, quantities=quantity)
-    del columns  # a million rows twice would take too much memory
-
-    leakage = csv_leakage.leakage_table(
-        encoded,
-        private,
-        questions=question,
-        model=model,  # type: ignore[arg-type]
-        l2=l2,
-        sigma=sigma,
-        intercept=intercept,
-    )
+    rows = read_table(data, target, **reading)
+    leakage = leakage_table(rows, private, questions=question, model=model, l2=l2, sigma=sigma, intercept=intercept)
     if out_file is not None:
-        write_csv(out_file, {"id": ids, **leakage.columns})
+        write_csv(out_file, {"id": rows.ids, **leakage.columns})
     page = None
     if run_file is not None or folder is not None:
-        page = _write_run(leakage, encoded, private, sigma, ids, labels, f"{target} of {data.name}", run_file, folder)
+        page = _write_run(leakage, rows, private, sigma, f"{target} of {data.name}", run_file, folder)
 
-    notes = _notes(encoded, total, written)
+    # what was made of the table: a column taken for something else changes every number
+    one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
+    notes = _notes(rows)
+    out.say(f"{len(rows.ids):,} rows of {data} ({rows.format}), {len(rows.columns)} columns; one-hot: {one_hot}")
+    out.say("".join(f"{note}\n" for note in notes) + _explanation(leakage, model, l2, sigma))
+    text, exposure = _exposure(leakage.columns, rows.ids, reading["id_column"] or "row", top)
+    answers, questions = _questions(leakage.guesses, FALSE_POSITIVE_RATE)
+    read = {"rows": len(rows.ids), "format": asdict(rows.format), "columns": rows.columns, "levels": rows.levels}
     scores = {"score": leakage.score, "released_score": leakage.released_score}
-    out.say(f"{len(ids):,} rows of {data} ({written}), {_encoding(encoded)}")
-    out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
-    out.say(_legend(leakage))
-    files = (out_file, run_file, page)
-    text, exposure = _exposure(leakage.columns, ids, id_column or "row", top)
-    answers, questions = _questions(leakage.guesses, csv_leakage.FALSE_POSITIVE_RATE)
-    result = {
-        "rows": len(ids),
-        "format": asdict(written),
-        "columns": list(encoded.columns),
-        "levels": {name: list(levels) for name, levels in encoded.levels.items()},
-        "notes": notes,
-        "model": model,
-        "l2": l2,
-        "sigma": sigma,
-        **scores,
-        **exposure,
-        "questions": questions,
-        **{name: None if path is None else str(path) for name, path in zip(("out", "run", "page"), files, strict=True)},
-    }
-    out.result(text + answers, result)
-    for name, path in zip(("all rows", "run", "page"), files, strict=True):
+    written = {"out": out_file, "run": run_file, "page": page}
+    result = {**read, "notes": notes, "model": model, "l2": l2, "sigma": sigma, **scores, **exposure}
+    out.result(text + answers, {**result, "questions": questions, **written})
+    for name, path in written.items():
         if path is not None:
-            out.say(f"\n{name}: {path}")
+            out.say(f"\n{'all rows' if name == 'out' else name}: {path}")
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
@@ -178,11 +142,9 @@ def _check_places(data: Path, out_file: Path | None, run_file: Path | None, fold
 
 def _write_run(
     leakage: LeakageTable,
-    encoded: EncodedTable,
+    rows: EncodedTable,
     private: list[str],
     sigma: float,
-    ids: Sequence[str | int],
-    labels: dict[str, np.ndarray],
     title: str,
     run_file: Path | None,
     folder: Path | None,
@@ -194,15 +156,15 @@ def _write_run(
 
     run = linear_run(
         leakage.model,
-        encoded.inputs,
+        rows.inputs,
         leakage.targets,
         sigma,
-        ids=ids,
+        ids=rows.ids,
         title=title,
-        attributes={name: columns for name, columns in encoded.attributes.items() if not private or name in private},
+        attributes={name: columns for name, columns in rows.attributes.items() if not private or name in private},
         private_target=not private,
-        target=encoded.target,
-        groups=labels,
+        target=rows.target,
+        groups=rows.groups,
         questions=leakage.guesses,
         scores={name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")},
     )
@@ -211,30 +173,24 @@ def _write_run(
     return None if folder is None else write_report(run, folder)
 
 
-def _encoding(encoded: EncodedTable) -> str:
-    """What was made of the table: a column taken for something else changes every number."""
-    nominal = ", ".join(f"{name} ({len(levels)})" for name, levels in encoded.levels.items()) or "none"
-    return f"{encoded.inputs.shape[1]} columns; one-hot: {nominal}"
-
-
-def _notes(encoded: EncodedTable, total: int, written: Format) -> list[str]:
+def _notes(rows: EncodedTable) -> list[str]:
     """What a reader should look at: rows left out, and columns that may be something else."""
     notes = []
-    if total > len(encoded.inputs):
-        notes.append(f"{total - len(encoded.inputs):,} rows with missing entries were left out")
-    if written.encoding == "cp1252":
+    if rows.left_out:
+        notes.append(f"{rows.left_out:,} rows with missing entries were left out")
+    if rows.format.encoding == "cp1252":
         notes.append("the file is not in UTF-8 and was read as Windows-1252; if letters look wrong, use --encoding")
-    if encoded.few_values:
-        names = ", ".join(f"{name} ({count})" for name, count in encoded.few_values.items())
+    if rows.few_values:
+        names = ", ".join(f"{name} ({count})" for name, count in rows.few_values.items())
         notes.append(f"whole numbers with few values, taken as quantities: {names}; for codes, use --categorical")
-    if encoded.different:
-        names = ", ".join(encoded.different)
+    if rows.different:
+        names = ", ".join(rows.different)
         notes.append(f"whole numbers that differ in every row: {names}; for identifiers, use --ignore or --id")
     return notes
 
 
-def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
-    """The model's score without noise, and with it: who releases the one must not read the other."""
+def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
+    """The model's score without noise, and with it; what the columns mean, and whom they bind."""
     text = (
         f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
         f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} "
@@ -242,13 +198,8 @@ def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
     )
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
-    return text
-
-
-def _legend(leakage: LeakageTable) -> str:
-    """What the columns mean, and whom they bind."""
-    text = (
-        "fil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
+    text += (
+        "\nfil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
         "columns' own units\n(a saved run and its page take standard deviations for fil and mse_bound)\n"
     )
     if leakage.guesses:
@@ -262,35 +213,25 @@ def _legend(leakage: LeakageTable) -> str:
 
 def _questions(guesses: Mapping[str, Guess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
     """How well the best attacker answers each question, as text and as data."""
-    data: dict[str, Any] = {}
+    lines, data = list[list[str]](), dict[str, Any]()
     for name, best in guesses.items():
-        rate = best.true_positive_rate(false_positive_rate)
+        rate, often = best.true_positive_rate(false_positive_rate), int((best.accuracy >= OFTEN).sum())
+        prior, mean, most = float(best.prior_accuracy[0]), best.accuracy.mean(), best.accuracy.max()
         data[name] = {
-            "answers": list(best.answers),
+            "answers": best.answers,
             "prior": best.prior[0],
-            "prior_accuracy": best.prior_accuracy[0],
-            "accuracy": {"mean": best.accuracy.mean(), "max": best.accuracy.max()},
+            "prior_accuracy": prior,
+            "accuracy": {"mean": mean, "max": most},
             "accuracy_error": best.accuracy_error.max(),
-            "often_right": {"at_least": OFTEN, "rows": int((best.accuracy >= OFTEN).sum())},
+            "often_right": {"at_least": OFTEN, "rows": often},
             "false_positive_rate": false_positive_rate,
             "true_positive_rate": {"mean": rate.mean(), "max": rate.max()},
         }
-    if not data:
-        return "", data
-
+        shares = [f"{share:.3f}" for share in (prior, mean, most, rate.mean(), rate.max())]
+        lines.append([name, str(len(best.answers)), *shares[:3], f"{often:,}", *shares[3:]])
     names = ["question", "answers", "prior", "best: mean", "largest", f"rows ≥ {100 * OFTEN:g} %"]
     names += [f"TPR at FPR {100 * false_positive_rate:g} %: mean", "largest"]
-    lines = [
-        [
-            name,
-            str(len(row["answers"])),
-            *(f"{value:.3f}" for value in (row["prior_accuracy"], row["accuracy"]["mean"], row["accuracy"]["max"])),
-            f"{row['often_right']['rows']:,}",
-            *(f"{value:.3f}" for value in (row["true_positive_rate"]["mean"], row["true_positive_rate"]["max"])),
-        ]
-        for name, row in data.items()
-    ]
-    return f"\n\n{table(names, lines)}", data
+    return f"\n\n{table(names, lines)}" if data else "", data
 
 
 def _exposure(

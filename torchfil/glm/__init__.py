@@ -4,16 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.guesses import Guess, guess
+from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
 from torchfil.glm.losses import MarginLoss
-from torchfil.glm.questions import Absent, Label, NominalAttribute, Question, Shift
 from torchfil.glm.solver import NotConvergedError, SingularHessianError
 
 if TYPE_CHECKING:
-    from torchfil.glm.composition import Composition
     from torchfil.glm.estimators import LinearRegression, LogisticRegression, PoissonRegression, SoftmaxRegression
     from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
-    from torchfil.glm.model import GeneralizedLinearModel
+    from torchfil.glm.model import Composition, GeneralizedLinearModel
 
 __all__ = [
     "IRFIL",
@@ -38,7 +36,7 @@ __all__ = [
 ]
 
 _NEED_SCIKIT_LEARN = {
-    "Composition": "composition",
+    "Composition": "model",
     "GeneralizedLinearModel": "model",
     "IRFIL": "irfil",
     "LinearRegression": "estimators",

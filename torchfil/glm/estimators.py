@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfil.glm.losses import LOGISTIC, POISSON, SQUARED, Loss, SoftmaxLoss
-from torchfil.glm.model import GeneralizedLinearModel
-from torchfil.glm.scikit_learn import ClassifierMixin, RegressorMixin
+from torchfil.glm.model import ClassifierMixin, GeneralizedLinearModel, RegressorMixin
 from torchfil.glm.solver import Solver
 from torchfil.viz.common import as_array
 
@@ -125,11 +124,6 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
     def _parameters(self) -> Tensor:
         weights = self._fit.weights
         return SoftmaxLoss(len(self.classes_)).basis(weights) @ weights.mT
-
-    def _publish(self) -> None:
-        parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[:, : self.n_features_in_]
-        self.intercept_ = parameters[:, -1] if self.fit_intercept else np.zeros(len(parameters))
 
 
 class PoissonRegression(RegressorMixin, _OwnLoss):

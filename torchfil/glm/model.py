@@ -16,13 +16,16 @@ from torchfil.glm.chosen_noise import information_of_choice, round_up, values_th
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.losses import Loss, MarginLoss
 from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
-from torchfil.glm.scikit_learn import BaseEstimator
-from torchfil.glm.solver import Objective, Solver, minimise
-from torchfil.glm.training_data import check_minimum, check_names, column_numbers
+from torchfil.glm.solver import Fit, Objective, Solver, minimise
 from torchfil.utils.noise import NoiseSource
 from torchfil.viz.common import as_array
 
-__all__ = ["Attributes", "GeneralizedLinearModel"]
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+except ImportError as error:
+    raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
+
+__all__ = ["Attributes", "ClassifierMixin", "Composition", "GeneralizedLinearModel", "RegressorMixin"]
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
@@ -165,7 +168,7 @@ class GeneralizedLinearModel(BaseEstimator):
                 f"X has {inputs.shape[1] - int(self.fit_intercept)} columns, the model was fitted on "
                 f"{self.n_features_in_}"
             )
-        check_names(X, list(getattr(self, "feature_names_in_", ())))
+        _check_names(X, list(getattr(self, "feature_names_in_", ())))
 
         # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
@@ -176,7 +179,7 @@ class GeneralizedLinearModel(BaseEstimator):
                 )
             weights = self._training_weight
         if len(weights) == len(self._training_weight):
-            check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
+            _check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
 
         return Sensitivity.build(
             self._loss(),
@@ -347,12 +350,13 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def _publish(self) -> None:
         parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[: self.n_features_in_]
-        self.intercept_: float | np.ndarray = float(parameters[-1]) if self.fit_intercept else 0.0
+        self.coef_ = parameters[..., : self.n_features_in_]
+        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
+        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
 
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
         """The numbers of columns of the fitted model, given by number, by name or as a slice."""
-        return column_numbers(columns, self.n_features_in_, list(getattr(self, "feature_names_in_", ())))
+        return _column_numbers(columns, self.n_features_in_, list(getattr(self, "feature_names_in_", ())))
 
     def _tensor(self, values: Any) -> Tensor:
         if isinstance(values, Tensor):
@@ -386,3 +390,150 @@ class GeneralizedLinearModel(BaseEstimator):
     def _check_fitted(self) -> None:
         if not hasattr(self, "_fit"):
             raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
+
+
+class Composition:
+    """Models fitted on the same examples and released with independent noise: I = Σ_k J_kᵀJ_k/σ_k².
+
+    The models may differ (losses, λ, weights), and one model may be released several times. The total η² lies between
+    the largest and the sum of the single ones; it is computed exactly.
+
+    Args:
+        releases: Pairs of a fitted model and the σ (or Laplace scale) of its release.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchfil.glm import LinearRegression
+        >>> X, y = np.eye(2), np.array([1.0, 2.0])
+        >>> model = LinearRegression().fit(X, y)
+        >>> once, thrice = model.fil(X, y, sigma=0.5), Composition([(model, 0.5)] * 3).fil(X, y)
+        >>> bool(np.allclose(thrice, 3**0.5 * once))
+        True
+    """
+
+    def __init__(self, releases: Sequence[tuple[GeneralizedLinearModel, float]]) -> None:
+        if not releases:
+            raise ValueError("a composition needs at least one release")
+        information: dict[int, float] = {}
+        models: dict[int, GeneralizedLinearModel] = {}
+        for model, scale in releases:
+            model._check_fitted()
+            if not scale > 0:
+                raise ValueError(f"sigma={scale} must be positive: without noise the Fisher information is infinite")
+            models[id(model)] = model
+            information[id(model)] = information.get(id(model), 0.0) + scale**-2
+        widths = {model.n_features_in_ for model in models.values()}
+        if len(widths) > 1:
+            raise ValueError(
+                f"the models were fitted on inputs of {sorted(widths)} columns; a composition needs the same columns"
+            )
+        self.releases = [(models[key], total**-0.5) for key, total in information.items()]
+
+    def fil(
+        self,
+        X: Any,
+        y: Any,
+        attributes: Attributes | None = None,
+        groups: Sequence[Hashable] | None = None,
+        private_target: bool = True,
+        kind: Kind = "spectral",
+        *,
+        one_hot: bool = False,
+    ) -> Any:
+        """As :meth:`GeneralizedLinearModel.fil`, for all releases together; each model keeps its own weights.
+
+        Args:
+            X: The training inputs, [n, d].
+            y: The training targets, [n], the same for all.
+            attributes: {name: columns}.
+            groups: One label per example.
+            private_target: Whether y is private; all models must then see the same coordinates of it.
+            kind: "spectral" or "trace".
+            one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
+        """
+        parts = [
+            Release(model.sensitivity(X, y, private_target=private_target), scale) for model, scale in self.releases
+        ]
+        coordinates = {part.sensitivity.num_coordinates for part in parts}
+        if len(coordinates) > 1:
+            raise ValueError(
+                "a softmax model sees its target as a point of the simplex, the others as a number: compose them with "
+                "private_target=False"
+            )
+        first = self.releases[0][0]
+        columns = (
+            None if attributes is None else {name: first.column_numbers(part) for name, part in attributes.items()}
+        )
+        return fisher_information_loss(parts, columns, groups, kind, one_hot)
+
+    def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
+        """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
+        return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))
+
+
+def _column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequence[Any]) -> list[int]:
+    """The numbers of columns given by number, by name or as a slice; a fit's d columns may have names.
+
+    Example:
+        >>> _column_numbers(["dose", 0], 3, ["age", "weight", "dose"])
+        [2, 0]
+    """
+    if isinstance(columns, slice):
+        return list(range(num_inputs))[columns]
+    columns = [columns] if isinstance(columns, str) else columns
+    numbers = [names.index(column) if column in names else column for column in columns]
+    wrong = [
+        c for c in numbers if isinstance(c, bool) or not (isinstance(c, (int, np.integer)) and 0 <= c < num_inputs)
+    ]
+    if wrong or not numbers:
+        raise ValueError(f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
+    repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
+    if repeated:
+        raise ValueError(
+            f"columns {repeated} occur more than once in the attribute {list(columns)}, which would count them "
+            "twice; name each column once"
+        )
+    return [int(c) for c in numbers]
+
+
+def _check_names(X: Any, fitted: Sequence[Any]) -> None:
+    """Refuse a table whose columns have other names, or another order, than in the fit."""
+    given = list(getattr(X, "columns", ()))
+    if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
+        return
+    place = next(k for k, (name, expected) in enumerate(zip(given, fitted, strict=True)) if name != expected)
+    raise ValueError(
+        f"X and y are not what the model was fitted on: column {place} is {given[place]!r}, at the fit it was "
+        f"{fitted[place]!r}. Pass the columns in the order of feature_names_in_"
+    )
+
+
+def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
+    """Refuse data on which w* is not a minimum, or has another curvature (which shows other weights without l2).
+
+    The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
+    to float32 changes them by 6e-8. The Hessian's diagonal may change ten times as much, assuming that the third
+    derivative is about as large as the second. ``ridge`` is nλ, and 0 for an intercept, [p, 1].
+    """
+    u = fit.weights
+    margin = inputs @ u
+    residual, curvature = loss.residual(margin, targets), loss.curvature(margin, targets).abs()
+    gradient = inputs.mT @ (weights[:, None] * residual) + ridge * u
+
+    # how much rounding may change each entry
+    size = inputs.abs()
+    largest = 1 + size @ u.abs()  # of the margins' terms, [n, K]
+    rounding = residual.abs() + torch.einsum("nkl,nl->nk", curvature, largest)
+    natural = size.mT @ (weights[:, None] * rounding) + ridge * u.abs()
+    allowed = 2 * len(inputs) * fit.gradient_norm + 1e-6 * natural
+
+    squares, own = inputs.square().mT, weights[:, None] * curvature.diagonal(dim1=1, dim2=2)
+    change = squares @ own + ridge - fit.hessian.diagonal().view_as(u)
+    same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + ridge))
+    if not bool((same & torch.isfinite(gradient) & torch.isfinite(change)).all()):
+        raise ValueError(
+            "X and y are not what the model was fitted on: at its weights, over n, they give a gradient of up to "
+            f"{float(gradient.abs().max()) / len(inputs):.2g} ({fit.gradient_norm:.2g} at the fit), and the "
+            f"Hessian's diagonal differs by up to {float(change.abs().max()) / len(inputs):.2g}. Pass the training "
+            "set as fitted (same columns in the same order, same targets and weights)"
+        )

@@ -1,0 +1,604 @@
+"""What the release of a linear model leaks about every row of a CSV file: private columns and questions, by name.
+
+Pandas reads the file, and scikit-learn makes texts one-hot. Encoding, separator and decimal sign are detected if
+possible. What is ambiguous is refused, because a decimal comma read as a thousands separator changes every number by a
+factor of 1,000.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import csv
+import difflib
+import gzip
+import io
+import math
+import os
+import re
+import shlex
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from sklearn.preprocessing import OneHotEncoder
+
+from torchfil.glm import estimators
+from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
+from torchfil.glm.model import GeneralizedLinearModel
+
+__all__ = ["FALSE_POSITIVE_RATE", "EncodedTable", "Format", "LeakageTable", "leakage_table", "read_table"]
+
+Text = Callable[[], io.TextIOWrapper]  # a file's text, from its beginning at each call
+MODELS: dict[str, type[Any]] = {
+    "linear": estimators.LinearRegression,
+    "logistic": estimators.LogisticRegression,
+    "softmax": estimators.SoftmaxRegression,
+    "poisson": estimators.PoissonRegression,
+}
+FALSE_POSITIVE_RATE = 0.01  # the false-positive rate for the true-positive rates
+
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
+MOST_LEVELS = 10_000
+_ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_CONTROLS = bytes(code for code in range(32) if code not in b"\t\n\r\f")  # no text has these
+_SAMPLE = 1000  # rows from which separator and decimal sign are detected
+_PIECE = 10_000  # rows that are parsed at a time: Python's own texts take ten times the memory of pandas' columns
+_MOST_NUMBERS = 2**28  # of the inputs: 2 GiB
+_FEWEST_IN_ORDER = 10  # with this many rows, a column that counts them is not a coincidence
+_MOST_ANSWERS = 12
+_RELEASES, _SCORED = 300, 10_000  # how often the noise is drawn for a released model's score; on how many rows
+_DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][+-]?\d+)?")
+_DECIMAL_POINT = re.compile(r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:([,.])\d{3})(?:\1\d{3})*")  # 1,234 or 1.234: may be a decimal as well
+_LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*")  # digits with separators of any kind
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a table is written.
+
+    Attributes:
+        encoding: Python's name of the encoding.
+        separator: The separator between columns, one character.
+        decimal: "." or ",".
+
+    Example:
+        >>> str(Format("cp1252", ";", ","))
+        'Windows-1252, columns separated by semicolons, decimal commas'
+    """
+
+    encoding: str
+    separator: str
+    decimal: str
+
+    def __str__(self) -> str:
+        between = SEPARATORS.get(self.separator, repr(self.separator))
+        sign = "commas" if self.decimal == "," else "points"
+        return f"{_ENCODINGS.get(self.encoding, self.encoding)}, columns separated by {between}, decimal {sign}"
+
+
+@dataclass(frozen=True)
+class EncodedTable:
+    """A table in the form that a linear model takes.
+
+    Attributes:
+        inputs: [n, d]; text columns are one-hot without their first level.
+        targets: [n] numbers, or labels for a classifier.
+        target: The target's name.
+        columns: The d columns' names.
+        attributes: Each attribute's columns.
+        levels: Each one-hot attribute's levels; the first one has no column.
+        ids: The names of the rows: an entry each, or their number from 0, [n].
+        groups: The rows' labels by each grouping column, [n] texts; "(none)" for a missing entry.
+        format: How the file is written.
+        left_out: How many rows were left out because they miss an entry.
+        few_values: Columns of 3 to 12 different whole numbers, which could be codes, and their number of values.
+        different: Columns of whole numbers that differ in every row, which could be identifiers.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    target: str
+    columns: tuple[str, ...]
+    attributes: dict[str, tuple[int, ...]]
+    levels: dict[str, tuple[str, ...]]
+    ids: list[str | int]
+    groups: dict[str, np.ndarray]
+    format: Format
+    left_out: int
+    few_values: dict[str, int]
+    different: tuple[str, ...]
+
+
+def read_table(
+    path: str | os.PathLike[str],
+    target: str,
+    *,
+    categorical: Sequence[str] = (),
+    quantity: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    group: Sequence[str] = (),
+    id_column: str | None = None,
+    drop_missing: bool = False,
+    encoding: str | None = None,
+    separator: str | None = None,
+    decimal: str | None = None,
+) -> EncodedTable:
+    """The rows of a CSV file, gzipped or not, as numbers; a column without numbers, or with only a few, is categorical.
+
+    Args:
+        path: The file; its first line names the columns.
+        target: The column to predict.
+        categorical: Columns of numbers that are codes, not quantities.
+        quantity: Columns of numbers that are quantities, though they look like codes or count the rows.
+        ignore: Columns that are not inputs.
+        group: Columns by which rows are compared; they are inputs, too, unless in ``ignore``.
+        id_column: The column that names the rows; it is no input.
+        drop_missing: Leave out rows that miss an entry in a used column.
+        encoding: The encoding; None: detected from the content, like the next two.
+        separator: The separator between columns.
+        decimal: "." or ",".
+
+    Raises:
+        ValueError: The file is empty, damaged, not text, ambiguous, has a name twice, or has a row of another length.
+            A column does not exist, has only one value, misses entries, has some entries that are not numbers although
+            most are, or counts the rows. The target is left out or categorical, or is the only column.
+    """
+    text, encoding = _read_text(path, encoding)
+    separator = _separator_of(text, path) if separator is None else {"\\t": "\t", "tab": "\t"}.get(separator, separator)
+    if len(separator) != 1 or separator in '"\r\n':
+        raise ValueError(f"--separator {separator!r} must be one character, or 'tab'")
+    table = _read_entries(path, text, separator)
+    form = Format(encoding, separator, decimal or _decimal_of(table.head(_SAMPLE), path))
+    rows = len(table)
+
+    # what each column is for
+    left_out = {*ignore, *([] if id_column is None else [id_column])}
+    for name in (target, *categorical, *quantity, *group, *left_out):
+        _check_column(name, list(table.columns))
+    inputs = [name for name in table.columns if name not in left_out and name != target]
+    _check_uses(target, inputs, categorical, quantity, left_out)
+    table = _complete_rows(table, [*inputs, target], path, drop_missing)
+    ids = (table.index if id_column is None else table[id_column]).tolist()
+    groups = {name: _labels(table[name]) for name in group}
+
+    # numbers, and the texts that become one-hot
+    for name in (*inputs, target):
+        if name not in categorical:
+            table[name] = _numbers_or_texts(table[name], form, text)
+    texts = [name for name in (*inputs, target) if table[name].dtype != float]
+    counts = table[[*inputs, target]].nunique()
+    _check_counts(table, counts, inputs, [name for name in texts if name != target])
+    if target in texts and counts[target] > MOST_LEVELS:
+        raise ValueError(f"the target {target!r} has more than {MOST_LEVELS:,} different texts: these are no classes")
+    numbers = table[[name for name in inputs if name not in texts and name not in quantity]]
+    _check_no_index(numbers)
+    whole = [name for name in numbers.columns if (numbers[name] % 1 == 0).all()]
+    few = {name: int(counts[name]) for name in whole if 3 <= counts[name] <= 12}
+    different = tuple(name for name in whole if name not in few and counts[name] == len(table))
+
+    columns, attributes, levels, X = _one_hot(table, inputs, texts)
+    y = table[target].to_numpy(dtype=object).astype(str) if target in texts else table[target].to_numpy()
+    dropped = rows - len(table)
+    return EncodedTable(X, y, target, columns, attributes, levels, ids, groups, form, dropped, few, different)
+
+
+def _check_column(name: str, names: Sequence[str]) -> None:
+    """Raise, with the nearest name, for a column that does not exist."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+        raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
+
+
+def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[Text, str]:
+    """A file's text and its encoding: by its mark; else UTF-8; else Windows-1252, which takes most bytes."""
+    content = Path(path).read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is a gzip file that is truncated or damaged ({error}); copy it again") from error
+
+    likely = [name for mark, name in _MARKS.items() if content.startswith(mark)]
+    if not likely and not any(code in content for code in _CONTROLS):
+        likely = ["utf-8", "cp1252"]
+    for name in likely if encoding is None else [encoding]:
+        try:
+            content.decode(name)
+            return partial(_stream, content, name), name
+        except LookupError as error:
+            raise ValueError(f"--encoding {name!r} is no encoding that Python knows, such as cp1252") from error
+        except UnicodeError:
+            pass
+    tried = encoding or "UTF-8, UTF-16 (with its mark) or Windows-1252"
+    raise ValueError(f"{path} is not text in {tried}; if it is a table in another encoding, name that: --encoding")
+
+
+def _stream(content: bytes, encoding: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(content), encoding, newline="")
+
+
+def _lines(text: Text, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The rows as (line of the file at which the row ends, from 1; its fields), the line of names first."""
+    reader = csv.reader(text(), delimiter=separator, skipinitialspace=separator != " ", strict=True)
+    return ((reader.line_num, fields) for fields in reader if "".join(fields).strip() or len(fields) > 1)
+
+
+def _separator_of(text: Text, path: str | os.PathLike[str]) -> str:
+    """The separator that gives the most columns, equally many in all rows; if none fits all rows, the most names."""
+    fits = {}
+    for separator in SEPARATORS:
+        try:
+            widths = [len(fields) for _, fields in islice(_lines(text, separator), _SAMPLE)] or [1]
+        except csv.Error:
+            widths = [0]
+        fits[separator] = (set(widths) == {widths[0]} and widths[0] > 1, widths[0])
+    best = [separator for separator, fit in fits.items() if fit == max(fits.values())]
+    if len(best) > 1 and fits[best[0]][1] > 1:
+        named = " or ".join(SEPARATORS[separator] for separator in best)
+        raise ValueError(f"the columns of {path} could be separated by {named}; say by which: --separator {best[0]!r}")
+    return best[0]
+
+
+def _read_entries(path: str | os.PathLike[str], text: Text, separator: str) -> Any:
+    """All entries as texts, by row number and column name; an index saved without a name is named by its position.
+
+    Python's parser refuses stray quotes and gives NaN in rows that are too short; the one in C takes both.
+    """
+    options: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skipinitialspace": separator != " "}
+    try:
+        pieces = pandas.read_csv(text(), sep=separator, engine="python", chunksize=_PIECE, **options)
+        entries = pandas.concat(pieces)
+    except pandas.errors.EmptyDataError:
+        entries = pandas.DataFrame()
+    except pandas.errors.ParserError:
+        entries = None
+    if entries is None or entries.isna().any(axis=None):
+        raise ValueError(_damage(path, text, separator))
+    if len(entries) < 2:
+        raise ValueError(f"{path} must have a line of column names and at least one row")
+
+    for place in entries.columns:  # one after the other, which takes half the memory
+        entries[place] = entries[place].str.strip()
+    names = [name or f"unnamed {place}" for place, name in enumerate(entries.iloc[0], start=1)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path} has the columns {twice} more than once")
+    return entries[1:].set_axis(names, axis=1).reset_index(drop=True)
+
+
+def _damage(path: str | os.PathLike[str], text: Text, separator: str) -> str:
+    """What is wrong with a file that pandas does not read."""
+    try:
+        (_, names), *rows = _lines(text, separator)
+    except csv.Error as error:
+        return f"{path} is not a CSV file: {error}; see to its quotes"
+    row, line, width = next((k, n, len(own)) for k, (n, own) in enumerate(rows, start=1) if len(own) != len(names))
+    return f"{path}, line {line}: row {row} has {width} entries for {len(names)} columns"
+
+
+def _decimal_of(entries: Any, path: str | os.PathLike[str]) -> str:
+    """The decimal sign of most entries, without those that could contain a thousands separator."""
+    texts = entries.to_numpy(dtype=object).ravel().tolist()
+    unclear = next((text for text in texts if "," in text and _THOUSANDS.fullmatch(text)), None)
+    clear = [text for text in texts if not _THOUSANDS.fullmatch(text)]
+    commas = sum(_DECIMAL_COMMA.fullmatch(text) is not None for text in clear)
+    points = sum(_DECIMAL_POINT.fullmatch(text) is not None for text in clear)
+    if unclear and not commas and not points:
+        raise ValueError(
+            f"{unclear!r} in {path} can be {unclear.replace(',', '')} or {unclear.replace(',', '.', 1)}; say that the "
+            "comma is a decimal sign (--decimal ,), or write the numbers without thousands separators"
+        )
+    return "," if commas > points else "."
+
+
+def _check_uses(
+    target: str,
+    inputs: Sequence[str],
+    categorical: Sequence[str],
+    quantity: Sequence[str],
+    left_out: Collection[str],
+) -> None:
+    """Refuse columns that are to be two things at once, and a target without inputs."""
+    if target in left_out:
+        raise ValueError(f"{target!r} is the target; it cannot be left out (--ignore) or name the rows (--id)")
+    if target in categorical:
+        raise ValueError(
+            f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
+            "(--model) predicts codes"
+        )
+    for name in (*categorical, *quantity):
+        if name in left_out or (name in categorical and name in quantity):
+            what = "is left out" if name in left_out else "is a category and a quantity"
+            raise ValueError(f"a column of --categorical or --quantity {what} ({name!r}); say one thing of it")
+    if not inputs:
+        raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
+
+
+def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[str], drop: bool) -> Any:
+    """The rows that miss no entry of the used columns."""
+    missing = entries[list(used)].apply(lambda column: column.str.lower().isin(MISSING))
+    if drop:
+        entries = entries[~missing.any(axis=1)].copy()
+        if not len(entries):
+            raise ValueError(f"every one of the {len(missing)} rows of {path} misses an entry")
+    elif missing.any(axis=None):
+        counts = ", ".join(f"{count} in {name!r}" for name, count in missing.sum().items() if count)
+        raise ValueError(
+            f"entries are missing: {counts}. Leave out or impute these rows first (--drop-missing leaves them out)."
+        )
+    return entries
+
+
+def _numbers_or_texts(column: Any, form: Format, text: Text) -> Any:
+    """The entries as numbers, or as they are if they are categories; raises if few of them are not numbers.
+
+    One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
+    digits, such as 1,234 with a decimal point, are also meant as numbers.
+    """
+    plain = column
+    if form.decimal == ",":
+        plain = column.mask(column.str.contains(".", regex=False), "").str.replace(",", ".", regex=False)
+    numbers = pandas.to_numeric(plain, errors="coerce").astype(float)
+    wrong = column[~np.isfinite(numbers)]
+    if len(wrong) and (2 * len(wrong) < len(column) or all(map(_LIKE_NUMBERS.fullmatch, wrong))):
+        lines = [line for line, _ in _lines(text, form.separator)]
+        shown = ", ".join(f"{entry!r} in line {lines[row + 1]}" for row, entry in wrong[:3].items())
+        sign = "comma" if form.decimal == "," else "point"
+        raise ValueError(
+            f"column {column.name!r} holds numbers, but {len(wrong):,} of {len(column):,} entries cannot be read as "
+            f"such: {shown}{', …' if len(wrong) > 3 else ''}. Correct them (the decimal sign is a {sign}, without "
+            "separators of thousands) or, if the column holds categories, say so: --categorical "
+            f"{shlex.quote(column.name)}"
+        )
+    return column if len(wrong) else numbers
+
+
+def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequence[str]) -> None:
+    """Refuse columns without information, in one message, texts that are names, and too many of them."""
+    constant = [name for name in inputs if counts[name] == 1]
+    if constant:
+        value = table[constant[0]].iloc[0]
+        which = f"column {constant[0]!r} has the value '{value if constant[0] in texts else f'{value:g}'}'"
+        if len(constant) > 1:
+            which = f"columns {', '.join(map(repr, constant))} have one value each"
+        raise ValueError(f"{which} in every row; leave out constant columns: --ignore {_listed(constant)}")
+
+    rows = len(table)
+    for name in texts:
+        if counts[name] > min(max(50, rows // 2), MOST_LEVELS):
+            raise ValueError(
+                f"column {name!r} has {counts[name]:,} different texts in {rows:,} rows; it looks like a name or an "
+                f"identifier. Leave it out (--ignore {_listed([name])}), or name it as the id (--id "
+                f"{shlex.quote(name)})."
+            )
+    width = len(inputs) + sum(counts[name] - 2 for name in texts)
+    if width * rows > _MOST_NUMBERS:
+        most = max(texts, key=lambda name: counts[name], default=inputs[0])
+        raise ValueError(
+            f"{rows:,} rows of {width:,} columns take {8 * width * rows / 2**30:.0f} GiB; put levels of {most!r} "
+            f"together, or leave it out: --ignore {_listed([most])}"
+        )
+
+
+def _check_no_index(numbers: Any) -> None:
+    """Refuse columns that count the rows: an index saved with a table would be fitted as a quantity."""
+    for name, column in numbers.items():
+        if len(column) >= _FEWEST_IN_ORDER and np.ptp(column - column.index) == 0:
+            first, second = column[:2]
+            raise ValueError(
+                f"column {name!r} counts the rows ({first:g}, {second:g}, …): it looks like an index. Leave it out "
+                f"(--ignore {_listed([name])}), name the rows by it (--id {shlex.quote(name)}) or, if it is a "
+                f"quantity, say so: --quantity {_listed([name])}"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in the form of a command-line option.
+
+    Example:
+        >>> print(_listed(["age", "height, cm"]))
+        'age,"height, cm"'
+    """
+    return shlex.quote(",".join(f'"{name}"' if "," in name else name for name in names))
+
+
+def _one_hot(
+    table: Any, inputs: Sequence[str], texts: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]], dict[str, tuple[str, ...]], np.ndarray]:
+    """The d columns' names, each attribute's columns, the levels of texts, and the inputs, [n, d]."""
+    columns, attributes, levels, parts = list[str](), {}, {}, []
+    for name in inputs:
+        titles, part = [name], table[[name]].to_numpy()
+        if name in texts:
+            encoder = OneHotEncoder(drop="first", sparse_output=False)
+            part = encoder.fit_transform(table[[name]].to_numpy(dtype=object))
+            levels[name] = tuple(encoder.categories_[0])
+            titles = [f"{name}={level}" for level in levels[name][1:]]
+        attributes[name] = tuple(range(len(columns), len(columns) + len(titles)))
+        columns += titles
+        parts.append(part)
+    return tuple(columns), attributes, levels, np.concatenate(parts, axis=1)
+
+
+def _labels(column: Any) -> np.ndarray:
+    if column.nunique() > MOST_LEVELS:
+        raise ValueError(f"column {column.name!r} has more than {MOST_LEVELS:,} different entries: these are no groups")
+    return column.mask(column.str.lower().isin(MISSING), "(none)").to_numpy(dtype=object).astype(str)
+
+
+@dataclass(frozen=True)
+class LeakageTable:
+    """Leakage by row.
+
+    Attributes:
+        columns: ``fil`` (η of all private coordinates together) and ``mse_bound`` (per coordinate), and for each
+            private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error of an
+            unbiased attacker, in the attribute's own unit, or of its 0/1 columns if it is one-hot), [n] each. For each
+            question ``<question>_guess`` (how often the best attacker is right), ``<question>_divergence`` and
+            ``<question>_tpr`` (its true-positive rate at a false-positive rate of 1 %).
+        score: The score of the fitted model on the table: R², accuracy or D².
+        released_score: The same for the released model: the median over draws of the noise.
+        blind_score: The same for a model without inputs.
+        guesses: What any attacker can infer, by question.
+        model: The fitted model.
+        targets: The targets of the fit, [n].
+    """
+
+    columns: dict[str, np.ndarray]
+    score: float
+    released_score: float
+    blind_score: float
+    guesses: dict[str, Guess]
+    model: GeneralizedLinearModel
+    targets: np.ndarray
+
+
+def leakage_table(
+    table: EncodedTable,
+    private: Sequence[str] = (),
+    *,
+    questions: Sequence[str] = (),
+    model: str = "linear",
+    l2: float = 1e-2,
+    sigma: float,
+    intercept: bool = True,
+) -> LeakageTable:
+    """Fit the model to all rows, and compute what releasing w* + N(0, σ²I) leaks about each.
+
+    Args:
+        table: From :func:`read_table`.
+        private: The attributes that an attacker wants who knows everything else; none: everything, including the
+            target.
+        questions: The questions of an attacker who knows everything else; see :func:`_question_about`.
+        model: "linear", "logistic" (two labels), "softmax" or "poisson".
+        l2: λ, the penalty.
+        sigma: σ.
+        intercept: Whether to fit (and release) an intercept.
+
+    Raises:
+        ValueError: There is no such attribute, the targets do not fit the model, or no minimum was found.
+    """
+    for name in private:
+        _check_column(name, list(table.attributes))
+    if not math.isfinite(sigma) or not sigma > 0:
+        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
+    asked = {text: _question_about(table, text, model) for text in questions}
+
+    X, y = pandas.DataFrame(table.inputs, columns=table.columns, copy=False), _targets_for(model, table.targets)
+    fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
+    columns = _fil_columns(table, fitted, X, y, sigma, private)
+    guesses = {text: guess(fitted, X, y, question, sigma) for text, question in asked.items()}
+    for text, best in guesses.items():
+        columns[f"{text}_guess"] = best.accuracy
+        columns[f"{text}_divergence"] = best.divergence.max(axis=1)
+        columns[f"{text}_tpr"] = best.true_positive_rate(FALSE_POSITIVE_RATE)
+    return LeakageTable(columns, float(fitted.score(X, y)), *_released_scores(fitted, X, y, sigma), guesses, fitted, y)
+
+
+def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigma: float) -> tuple[float, float]:
+    """The scores of the model with its noise (median of 300 draws) and of one without inputs.
+
+    The noise here has a separate seed, and its draws are not released; for long tables, 10,000 rows are scored.
+    """
+    rows = np.random.default_rng(0).permutation(len(y))[:_SCORED]
+    inputs, targets = np.asarray(X)[rows], y[rows]
+    released = copy.copy(fitted)
+    generator = torch.Generator().manual_seed(0)
+
+    scores = []
+    for _ in range(_RELEASES):
+        weights = fitted.release(sigma, generator).numpy()
+        released.coef_ = weights[..., : fitted.n_features_in_]
+        if fitted.fit_intercept:
+            released.intercept_ = weights[..., -1]
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                scores.append(float(released.score(inputs, targets)))
+        except ValueError:  # overflowing predictions have no score
+            scores.append(-math.inf)
+
+    _, counts = np.unique(targets, return_counts=True)
+    blind = counts.max() / len(targets) if hasattr(fitted, "classes_") else 0.0
+    return float(np.median(scores)), float(blind)
+
+
+def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Question:
+    """The question that a text describes.
+
+    ``vkorc1``: which value does this column (or the target) have? ``age+10``: is the value as it is, or 10 more?
+    ``absent``: is the row there at all?
+
+    Raises:
+        ValueError: There is no such column, or it has more than 12 different values.
+    """
+    if text == table.target:
+        labels = np.unique(table.targets)
+        _check_few(text, len(labels))
+        return Label(range(len(labels)) if model == "logistic" else labels.tolist(), [str(v) for v in labels])
+    if text in table.levels:
+        codes = np.eye(len(table.levels[text]))[:, 1:]
+        return NominalAttribute(table.attributes[text], codes, table.levels[text])
+    if text in table.attributes:
+        numbers = np.unique(table.inputs[:, table.attributes[text][0]])
+        _check_few(text, len(numbers))
+        return NominalAttribute(table.attributes[text], numbers[:, None])
+
+    # no column: a difference, or absence
+    if text == "absent":
+        return Absent()
+    difference = re.fullmatch(r"(.+?)([+-]\d+\.?\d*(?:e[+-]?\d+)?)", text)
+    name, by = (difference[1].strip(), float(difference[2])) if difference else (text, 0.0)
+    _check_column(name, [*table.attributes, table.target])
+    if name in table.levels:
+        raise ValueError(f"{name!r} is one-hot, so {text!r} has no meaning; ask for {name!r}")
+    return Shift(by, None if name == table.target else table.attributes[name][0])
+
+
+def _check_few(name: str, values: int) -> None:
+    if values > _MOST_ANSWERS:
+        raise ValueError(
+            f"{name!r} has {values} different values, a question at most {_MOST_ANSWERS} answers; ask for a "
+            f"difference, e.g. --question {name}+1"
+        )
+
+
+def _fil_columns(
+    table: EncodedTable, fitted: GeneralizedLinearModel, X: Any, y: Any, sigma: float, private: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """η and error for all private coordinates together, and for each private attribute."""
+    if not private:
+        return {"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}
+
+    together = sorted({column for name in private for column in table.attributes[name]})
+    asked: dict[str, Any] = {"": together, **{name: table.attributes[name] for name in private}}  # no name is empty
+    eta, bound = fitted.fil(X, y, sigma, attributes=asked), fitted.mse_bound(X, y, sigma, attributes=asked)
+    columns = {"fil": eta[""], "mse_bound": bound[""]}
+    for name in private:
+        columns[f"{name}_fil"], columns[f"{name}_error"] = eta[name], np.sqrt(bound[name])
+    return columns
+
+
+def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:
+    labels = np.unique(targets)
+    if model == "softmax":
+        return targets
+    if model == "logistic":
+        if len(labels) != 2:
+            shown = ", ".join(map(str, labels[:4])) + (", …" if len(labels) > 4 else "")
+            raise ValueError(f"a logistic model needs a target with two values, this one has {len(labels)}: {shown}")
+        return (targets == labels[1]).astype(float)
+    if targets.dtype.kind != "f":
+        raise ValueError(f"a {model} model needs a target of numbers, got e.g. {str(labels[0])!r}; use logistic?")
+    return targets
