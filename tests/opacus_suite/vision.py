@@ -12,6 +12,8 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
+_library: torch.library.Library | None = None  # kept alive: operators go when their library does
+
 
 def import_torchvision() -> None:
     """Import torchvision; where its compiled library needs CUDA, declare the operators that it would have brought.
@@ -26,7 +28,7 @@ def import_torchvision() -> None:
         if "torchvision::nms" not in str(error):
             raise
         _forget_torchvision()
-        global _library  # kept alive: operators go when their library does
+        global _library
         _library = torch.library.Library("torchvision", "DEF")
         for schema in _SCHEMAS:
             _library.define(schema)
