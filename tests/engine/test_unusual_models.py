@@ -147,9 +147,9 @@ def test_a_gpu_that_has_not_finished_tells_at_the_next_step() -> None:
     batches = iter(loader)
     engine.train_step(*next(batches))
     guard = engine._training.step.guard
-    flags = guard.flags()
-    guard.check_norms(OnGPU(), torch.ones(1), flags)  # type: ignore[arg-type]
-    guard.raise_if_any(flags)
+    guard.begin_step()
+    guard.check_norms(OnGPU(), torch.ones(1))  # type: ignore[arg-type]
+    guard.raise_if_any()
     batch = next(batches)
     with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
         engine.train_step(*batch)
