@@ -16,6 +16,7 @@ from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, assert_same_run, loader
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.engine import LossMismatchError
+from torchfil.engine.step import Step
 
 COUNT, WIDTH, TOKENS, CLASSES = 24, 5, 4, 3
 
@@ -271,6 +272,16 @@ def test_a_term_beside_the_outputs_is_trained_on_and_accounted_for(way: str, ter
     rows = zip(data["x"].to(DEVICE), data["labels"].to(DEVICE), strict=True)
     traces = torch.stack([torch.func.jacrev(released)(x, label).square().sum() for x, label in rows])
     torch.testing.assert_close(engine.get_fil().value, (traces / WIDTH).sqrt())
+
+
+def test_a_models_own_loss_is_identified_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At steps 1, 4 and 9 of nine: neither once nor at every step, though each step compares the losses."""
+    train = _trained(_WithTerm("hidden"), "train_step")[1]
+    passes, own_pass = [], Step._own_pass
+    monkeypatch.setattr(Step, "_own_pass", lambda *args: passes.append(1) or own_pass(*args))
+    for _ in range(3):
+        train()
+    assert len(passes) == 3
 
 
 @pytest.mark.parametrize("way", ["loop", "train_step"])

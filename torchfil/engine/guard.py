@@ -434,9 +434,10 @@ class Guard:
         if self._opaque_changes != self.replica.opaque_changes:
             self._opaque_changes, self.until_look = self.replica.opaque_changes, 0
         self.until_look -= 1
-        if self.until_look >= 0 and not now:
+        due = self.until_look < 0
+        if not due and not now:
             return
-        self.until_look = 0  # check again at the next step, unless this check passes
+        self.until_look = max(0, self.until_look)  # check again at the next step, unless this check passes
 
         live, autocast = self.replica.live, autocast_as(call.autocast, self.replica.device)
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
@@ -446,8 +447,9 @@ class Guard:
         self.raise_if_any()
         if not loss.is_models_own and losses.check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)
-        self._looks += 1
-        self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
+        if due:  # the loss of a model that computes it is identified again at the next one
+            self._looks += 1
+            self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
 
 
 def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
