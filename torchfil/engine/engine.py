@@ -362,6 +362,8 @@ class FILPrivacyEngine(PrivacyEngine):
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
         )
+
+        # the run is only aimed at its target, so it says when it misses it
         self._choice = choice
         every = max(1, len(data_loader) // 4)
         calibration.warn_when_missed(made[1], target, lambda: self.totals, every=every)

@@ -215,6 +215,8 @@ class Run:
                 "per-example gradients. Call the model once per batch, with the whole batch; further calls belong into "
                 "one module. The first dimension of outputs, and of inputs (batch_first=False), runs over examples."
             )
+
+        # one noise covers each example once
         staged = self._staged_ids
         together = {*ids, *staged}
         if len(together) < len(ids) + len(staged):

@@ -328,6 +328,8 @@ class ExampleGradients:
                 if ran_out(error):
                     raise
                 self.facts.unmapped = True
+
+        # one example after the other
         rows = []
         for i in range(len(examples)):
             example = examples[slice(i, i + 1)]

@@ -323,6 +323,8 @@ def _check_trainer(trainer: Any) -> None:
     if elsewhere:
         where = "TrainingArguments(max_grad_norm=…, label_names=…) and FILTrainer(criterion=…)"
         raise TypeError(f"privacy has {', '.join(elsewhere)}, but these are set by {where}; leave it out")
+
+    # what would make the released gradient another one
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed precision {accelerator.mixed_precision!r} cannot be accounted for: its scale and skipped steps "
