@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import torchfil
-from torchfil.report.policy import Policy
+from torchfil.gate.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -6,7 +6,7 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from torchfil.report.policy import TEMPLATE, Policy
+from torchfil.gate.policy import TEMPLATE, Policy
 
 
 @dataclass(frozen=True)

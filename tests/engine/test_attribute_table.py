@@ -17,7 +17,7 @@ from torchfil import Private
 from torchfil.engine.saving.attributes import attribute_table
 from torchfil.report import load
 from torchfil.report.summary import summarise
-from torchfil.report.yardsticks import counted_spread, spread_of
+from torchfil.run.baselines import counted_spread, spread_of
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}

@@ -21,9 +21,9 @@ from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, n
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.accounting.norms import NormHistory
 from torchfil.engine.reading import individual_epsilon
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
 from torchfil.report import load
-from torchfil.report.gate import check
-from torchfil.report.policy import Policy
 
 warnings.filterwarnings("ignore", message="Secure RNG")
 warnings.filterwarnings("ignore", message="Optimal order")

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.cases import DEVICE
 from torchfil import FILPrivacyEngine
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
 from torchfil.glm import LogisticRegression
 from torchfil.report import load
-from torchfil.report.gate import check
-from torchfil.report.policy import Policy
 from torchfil.utils.noise import NoiseSource, Secure, Seeded, noise_source
 
 pytestmark = pytest.mark.usefixtures("noise_of_users")

@@ -13,8 +13,8 @@ import torch
 
 from tests.engine.loops import data, train
 from torchfil import FILPrivacyEngine
+from torchfil.gate.gate import notes
 from torchfil.report import load, write_report
-from torchfil.report.gate import notes
 
 DELTA = 1e-5
 

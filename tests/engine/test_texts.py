@@ -22,7 +22,7 @@ from torchfil.engine import executor as evaluation
 from torchfil.engine.replica import Replica
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.recording import Plan
-from torchfil.report import run_file
+from torchfil.run import file as run_file
 
 WIDTH = 2
 LENGTHS = [1, 4, 2, 3, 2, 1, 3, 4, 2, 2]

@@ -19,7 +19,7 @@ from torch import nn
 from tests.engine.brute_force import Run, make, take
 from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
-from torchfil.report.run_file import load
+from torchfil.run.file import load
 
 WAYS = ("auto", "hooks", "train_step")
 

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from tests.report.in_browser import opened, started
+from torchfil.gate.policy import TEMPLATE, load_policy
 from torchfil.report import write_report
-from torchfil.report.policy import TEMPLATE, load_policy
-from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COUNT, STEPS = 3855, 600

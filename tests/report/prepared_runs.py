@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tests.report.run_cases import made_up
+from torchfil.gate.policy import Policy
 from torchfil.glm import LinearRegression
-from torchfil.report.linear_run import linear_run
-from torchfil.report.policy import Policy
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
+from torchfil.run.linear_run import linear_run
+from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
 
 N = 200
 KINDS = ("image", "table", "text", "linear")

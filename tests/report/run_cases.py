@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.saved_run import (
+from torchfil.run.saved_run import (
     AttackRecord,
     Attributes,
     Pictures,

@@ -17,7 +17,7 @@ from tests.test_cli import call, refused
 from torchfil.report import save
 from torchfil.report.comparison import compare_runs
 from torchfil.report.page.compared import in_short, render_comparison
-from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
 def quieter(run: SavedRun, factor: float = 2.0) -> SavedRun:

@@ -19,8 +19,8 @@ from tests.report.run_cases import made_up
 from tests.test_cli import call, refused
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.report.run_arrays import pack
-from torchfil.report.run_file import _whole_file
+from torchfil.run.arrays import pack
+from torchfil.run.file import _whole_file
 from torchfil.utils.errors import RunFileError
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around

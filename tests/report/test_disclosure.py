@@ -16,8 +16,8 @@ from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.group_summary import Grouping, GroupSummary
-from torchfil.report.saved_run import Attributes
 from torchfil.report.summary import summarise
+from torchfil.run.saved_run import Attributes
 
 SMALLEST = 10
 

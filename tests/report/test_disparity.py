@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.report.run_cases import made_up, with_yardsticks
+from torchfil.gate.gate import check
+from torchfil.gate.policy import parse_policy
+from torchfil.gate.verdict import Verdict
 from torchfil.report import SavedRun, write_report
-from torchfil.report.disparity import SMALLEST_EFFECT, disparity_of, group_levels
-from torchfil.report.gate import check
-from torchfil.report.policy import parse_policy
 from torchfil.report.summary import summarise
-from torchfil.report.verdict import Verdict
+from torchfil.run.disparity import SMALLEST_EFFECT, disparity_of, group_levels
 
 
 @pytest.fixture(autouse=True)

@@ -14,21 +14,21 @@ import pytest
 
 from tests.report.prepared_runs import KINDS, POLICY, WHOLE, Case, attributes, bare, of_kind, question, some, ten
 from tests.report.run_cases import made_up, worrying
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
+from torchfil.gate.remedies import factor_for, factor_for_all, rounded_up
+from torchfil.gate.verdict import Verdict
+from torchfil.gate.wording import in_words, kind_and_subject
 from torchfil.report import write_report
-from torchfil.report.gate import check
-from torchfil.report.page.remedies import factor_for, factor_for_all, rounded_up
-from torchfil.report.page.rules import in_words, kind_and_subject
-from torchfil.report.policy import Policy
-from torchfil.report.records import Attributes, Spread, Yardsticks
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.verdict import Verdict
-from torchfil.report.yardsticks import blind_errors
+from torchfil.run.baselines import blind_errors
+from torchfil.run.records import Attributes, Spread, Yardsticks
+from torchfil.run.saved_run import SavedRun
 
 
 @pytest.fixture(autouse=True)
 def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-    monkeypatch.setattr("torchfil.report.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("torchfil.run.tables.find_spec", lambda name: None)
 
 
 class FirstScreen(HTMLParser):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.report.run_cases import made_up, worrying
+from torchfil.gate.gate import check, notes
+from torchfil.gate.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
+from torchfil.gate.verdict import Verdict, told_apart
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.report.gate import check, notes
-from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
-from torchfil.report.run_file import load, save
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.verdict import Verdict, told_apart
 from torchfil.report.writer import write_report
+from torchfil.run.file import load, save
+from torchfil.run.saved_run import SavedRun
 
 
 def run_with(**columns: Any) -> SavedRun:

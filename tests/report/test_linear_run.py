@@ -15,6 +15,8 @@ from tests.glm.glm_cases import CASES, data
 
 pytest.importorskip("sklearn")
 
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
 from torchfil.glm import (
     Absent,
     Composition,
@@ -25,11 +27,9 @@ from torchfil.glm import (
     iteratively_reweighted_fil,
 )
 from torchfil.report import load, write_report
-from torchfil.report.gate import check
-from torchfil.report.linear_run import linear_run, save_linear_run
-from torchfil.report.policy import Policy
 from torchfil.report.summary import summarise
-from torchfil.report.yardsticks import blind_error_of_inputs, blind_errors, exposed_examples
+from torchfil.run.baselines import blind_error_of_inputs, blind_errors, exposed_examples
+from torchfil.run.linear_run import linear_run, save_linear_run
 
 SIGMA = 0.3
 

@@ -14,11 +14,11 @@ import pytest
 from tests.report.pages import elements, sentences, unpacked, with_unmeasured
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, register_section, write_report
-from torchfil.report.aggregates import rounded_count
 from torchfil.report.page import sections as chapters
 from torchfil.report.page.html import number, tag
-from torchfil.report.status import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
 from torchfil.report.summary import summarise
+from torchfil.run.aggregates import rounded_count
+from torchfil.run.status import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
 
 pytestmark = pytest.mark.usefixtures("no_png")
 

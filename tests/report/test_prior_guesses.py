@@ -14,7 +14,7 @@ from tests.report.prepared_runs import bare, question
 from torchfil.guessing import largest_success
 from torchfil.report import SavedRun, write_report
 from torchfil.report.prior_guesses import PriorGuess, largest_success_at, prior_guess
-from torchfil.report.saved_run import QuestionRecord
+from torchfil.run.saved_run import QuestionRecord
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> float:

@@ -18,10 +18,10 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
-from torchfil.report.aggregates import histogram, windows
 from torchfil.report.page.html import number
-from torchfil.report.saved_run import QuestionRecord
 from torchfil.report.summary import summarise
+from torchfil.run.aggregates import histogram, windows
+from torchfil.run.saved_run import QuestionRecord
 
 N = 240
 

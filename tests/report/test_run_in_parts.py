@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from tests.report.run_cases import made_up
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
-from torchfil.report.gate import check
-from torchfil.report.parted import PartedArray, PartedColumns, PartedTexts
-from torchfil.report.policy import Policy
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import summarise
+from torchfil.run.parted import PartedArray, PartedColumns, PartedTexts
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.status import NOT_MEASURED, status_of
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 
@@ -133,7 +133,7 @@ def test_every_flip_and_every_cut_is_told(tmp_path: Path) -> None:
 
 
 def test_a_token_does_not_lead_elsewhere(tmp_path: Path) -> None:
-    from torchfil.report.run_parts import open_parts
+    from torchfil.run.parts import open_parts
 
     with pytest.raises(ValueError, match="its parts have the token"):
         open_parts(tmp_path / "run.fil", '{"token": "../../../../etc", "parts": []}')

@@ -17,9 +17,9 @@ from safetensors.numpy import save as to_bytes
 
 from tests.report.run_cases import made_up
 from torchfil.report import load, save
-from torchfil.report.run_arrays import pack
-from torchfil.report.run_file import _whole_file
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.arrays import pack
+from torchfil.run.file import _whole_file
+from torchfil.run.saved_run import SavedRun
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 
 from tests.report.run_cases import SPARED, made_up
 from torchfil.cli import main
+from torchfil.gate.gate import check, notes
+from torchfil.gate.policy import PolicyError, parse_policy
 from torchfil.report import SavedRun, load, save, write_report
-from torchfil.report.gate import check, notes
 from torchfil.report.page.html import number
-from torchfil.report.policy import PolicyError, parse_policy
-from torchfil.report.spared import is_spared, summarise_spared
 from torchfil.report.summary import summarise
+from torchfil.run.spared import is_spared, summarise_spared
 from torchfil.utils.errors import RunFileError
 
 
@@ -293,7 +293,7 @@ class TestFile:
             return json.JSONEncoder().encode(kept)
 
         with monkeypatch.context() as patch:
-            patch.setattr("torchfil.report.run_arrays.json.dumps", as_before)
+            patch.setattr("torchfil.run.arrays.json.dumps", as_before)
             path = save(without_weights(made_up()), tmp_path / "old.fil")
         assert b"rounds" not in path.read_bytes()
         loaded = load(path)

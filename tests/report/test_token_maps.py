@@ -12,7 +12,7 @@ import pytest
 from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
 from torchfil.report.page.sections.words import shares_of
-from torchfil.report.saved_run import SavedRun, Texts
+from torchfil.run.saved_run import SavedRun, Texts
 
 FIL = np.asarray([[0.1, 0.2, 0.5, 0.0], [0.3, 0.3, np.nan, np.nan]], "f4")
 PLIS = np.asarray([[1.0, 7.0, 1.0, 0.0], [np.nan, 2.0, np.nan, np.nan]], "f4")

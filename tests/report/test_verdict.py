@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from tests.report.run_cases import made_up
 from torchfil.cli import main
+from torchfil.gate.policy import Policy
 from torchfil.report import save, write_report
-from torchfil.report.policy import Policy
 
 
 def told(page: Path, slug: str) -> str:

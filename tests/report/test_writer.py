@@ -98,7 +98,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_optional_packages_are_missed_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.report.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("torchfil.run.tables.find_spec", lambda name: None)
     monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
     page = write_report(made_up(), tmp_path / "report")
     assert {path.name for path in page.parent.iterdir()} == {"index.html", "leakage.csv", "summary.json"}
@@ -108,5 +108,6 @@ def test_optional_packages_are_missed_aloud(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_page_is_installed_with_the_package() -> None:
     assets = resources.files("torchfil.report") / "assets"
-    assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js", "policy.toml"}
+    assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js"}
+    assert (resources.files("torchfil.gate") / "policy.toml").is_file()
     assert "torchfil.report = assets/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()

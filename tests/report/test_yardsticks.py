@@ -14,14 +14,12 @@ import pytest
 
 from tests.report.run_cases import made_up, pixelated, with_yardsticks, worrying
 from torchfil.cli.runs import summary as inspected
+from torchfil.gate.gate import check
+from torchfil.gate.policy import parse_policy
 from torchfil.report import load, save, write_report
-from torchfil.report.gate import check
 from torchfil.report.page.html import number
-from torchfil.report.policy import parse_policy
-from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import summarise
-from torchfil.report.yardsticks import (
+from torchfil.run.baselines import (
     answer_shares,
     attribute_exposure,
     blind_error_of_inputs,
@@ -34,6 +32,8 @@ from torchfil.report.yardsticks import (
     share_of_blind_guess,
     spread_of,
 )
+from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.run.status import NOT_MEASURED, status_of
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchfil.accounting.ids import plain_key
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import AttackResult
-from torchfil.report.saved_run import AttackRecord
+from torchfil.run.saved_run import AttackRecord
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FAILED, FILE, Output, plain, table, with_output
-from torchfil.report.gate import check, notes
-from torchfil.report.policy import TEMPLATE, load_policy
-from torchfil.report.run_file import load
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.verdict import Verdict, told_apart
+from torchfil.gate.gate import check, notes
+from torchfil.gate.policy import TEMPLATE, load_policy
+from torchfil.gate.verdict import Verdict, told_apart
+from torchfil.run.file import load
+from torchfil.run.saved_run import SavedRun
 from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
 

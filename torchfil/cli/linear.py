@@ -150,9 +150,9 @@ def _write_run(
     folder: Path | None,
 ) -> Path | None:
     """The run as a file and as a page, as far as they are wanted; the page's path."""
-    from torchfil.report.linear_run import linear_run
-    from torchfil.report.run_file import save
     from torchfil.report.writer import write_report
+    from torchfil.run.file import save
+    from torchfil.run.linear_run import linear_run
 
     run = linear_run(
         leakage.model,

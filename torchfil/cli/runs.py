@@ -15,11 +15,11 @@ from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_gro
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import Comparison, compare_runs
 from torchfil.report.page.compared import changes, in_short, render_comparison
-from torchfil.report.run_file import load
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.spared import is_spared
-from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
-from torchfil.report.yardsticks import blind_error_of_inputs, exposed_examples
+from torchfil.run.baselines import blind_error_of_inputs, exposed_examples
+from torchfil.run.file import load
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.spared import is_spared
+from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
 
@@ -45,7 +45,7 @@ def report(
       torchfil report run.fil -o report --signature run.fil.sig --allowed-signers signers
       torchfil report run.fil -o public --redacted --min-group 20
     """
-    from torchfil.report.policy import load_policy
+    from torchfil.gate.policy import load_policy
     from torchfil.report.writer import write_report
 
     smallest = checked_min_group(min_group, redacted=redacted)

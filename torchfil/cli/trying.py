@@ -34,8 +34,8 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     """
     from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.datasets.stand_ins import small_digits_in_words
-    from torchfil.report.run_file import load
     from torchfil.report.writer import check_replaceable, write_report
+    from torchfil.run.file import load
 
     _check_device(device)
     if directory.is_file():

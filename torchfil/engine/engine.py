@@ -42,8 +42,8 @@ from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.planning import calibration
 from torchfil.private import Private
-from torchfil.report.run_file import save
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.file import save
+from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
 from torchfil.utils.tables import html_table

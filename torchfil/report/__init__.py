@@ -1,11 +1,11 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
 from torchfil.report.comparison import compare_runs
-from torchfil.report.linear_run import linear_run, save_linear_run
 from torchfil.report.page.sections import register_section
-from torchfil.report.run_file import load, save
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts
 from torchfil.report.writer import write_report
+from torchfil.run.file import load, save
+from torchfil.run.linear_run import linear_run, save_linear_run
+from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts
 
 __all__ = [
     "AttackRecord",

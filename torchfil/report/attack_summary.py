@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchfil.report.aggregates import levels_of, published_count, rounded_count
-from torchfil.report.saved_run import AttackRecord
+from torchfil.run.aggregates import levels_of, published_count, rounded_count
+from torchfil.run.saved_run import AttackRecord
 
 __all__ = ["AttackSummary", "summarise_attack"]
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.aggregates import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.matching import check_alike, check_enough, matched_rows, setting
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.yardsticks import blind_error_of_inputs
+from torchfil.run.aggregates import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.run.baselines import blind_error_of_inputs
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["Comparison", "Moves", "Pair", "Side", "compare_runs"]
 
@@ -168,7 +168,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
             differ by too few examples.
 
     Example:
-        >>> from torchfil.report.saved_run import SavedRun
+        >>> from torchfil.run.saved_run import SavedRun
         >>> columns = {"fil": np.array([1.0, 2.0]), "mse_bound": np.array([1.0, 0.25])}
         >>> run = SavedRun(about={}, ids=np.arange(2), columns=columns)
         >>> compare_runs(run, run).nothing_moved

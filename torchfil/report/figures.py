@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchfil.report.aggregates import Histogram
 from torchfil.report.group_summary import Grouping
 from torchfil.report.page.html import number
 from torchfil.report.summary import Summary
+from torchfil.run.aggregates import Histogram
 from torchfil.utils.csv_files import visible
 from torchfil.viz.common import new_figure
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.aggregates import (
+from torchfil.report.attack_summary import AttackSummary, summarise_attack
+from torchfil.report.attribute_summary import AttributeSummary, summarise_attributes
+from torchfil.report.group_summary import Grouping, summarise_groups
+from torchfil.run.aggregates import (
     Histogram,
     geometric_mean,
     histogram,
@@ -17,13 +20,10 @@ from torchfil.report.aggregates import (
     rounded,
     windows,
 )
-from torchfil.report.attack_summary import AttackSummary, summarise_attack
-from torchfil.report.attribute_summary import AttributeSummary, summarise_attributes
-from torchfil.report.group_summary import Grouping, summarise_groups
-from torchfil.report.saved_run import QuestionRecord, SavedRun
-from torchfil.report.spared import SparedSummary, summarise_spared
-from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
-from torchfil.report.yardsticks import blind_error_of_inputs, is_exposed, share_of_blind_guess
+from torchfil.run.baselines import blind_error_of_inputs, is_exposed, share_of_blind_guess
+from torchfil.run.saved_run import QuestionRecord, SavedRun
+from torchfil.run.spared import SparedSummary, summarise_spared
+from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["FALSE_POSITIVE_RATE", "Exposure", "QuestionSummary", "Summary", "summarise"]
 
@@ -107,7 +107,7 @@ class Summary:
     A redacted summary gives it as the low end of the most exposed too, for their own would be a mean over nearly the
     same examples, and the two would differ by few.
 
-    ``exposed`` is how many examples can be guessed more closely than blindly (:mod:`torchfil.report.yardsticks`), and
+    ``exposed`` is how many examples can be guessed more closely than blindly (:mod:`torchfil.run.baselines`), and
     ``guess`` the blind guess's squared error; in public the latter is None where it is made from the data.
     """
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
 from torchfil.report.figures import write_figures
-from torchfil.report.gate import check
 from torchfil.report.page import render
 from torchfil.report.page.context import Report
-from torchfil.report.policy import Policy
-from torchfil.report.saved_run import SavedRun
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
-from torchfil.report.tables import write_leakage_csv, write_parquet
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.tables import write_leakage_csv, write_parquet
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 
 __all__ = ["check_replaceable", "write_report"]
@@ -53,7 +53,7 @@ def write_report(
         directory: The folder to write; its parent must exist.
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
-        policy: Thresholds (:func:`torchfil.report.policy.load_policy`): the page begins with the verdict.
+        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict.
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
 
     Returns:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.report.policy import nearest
-from torchfil.report.saved_run import Attributes, Spread, Yardsticks
-from torchfil.report.yardsticks import level_shares
+from torchfil.gate.policy import nearest
+from torchfil.run.baselines import level_shares
+from torchfil.run.saved_run import Attributes, Spread, Yardsticks
 from torchfil.utils.errors import require
 
 NO_LEVEL = "none of these"

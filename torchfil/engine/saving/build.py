@@ -1,4 +1,4 @@
-"""From a run to its saved form; see :mod:`torchfil.report.saved_run`."""
+"""From a run to its saved form; see :mod:`torchfil.run.saved_run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_co
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
-from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.run.saved_run import QuestionRecord, SavedRun
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.trees import tensors_of

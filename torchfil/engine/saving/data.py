@@ -25,8 +25,8 @@ from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.private import Examples
-from torchfil.report.saved_run import Pictures, Spread, Texts, Yardsticks
-from torchfil.report.yardsticks import counted_spread
+from torchfil.run.baselines import counted_spread
+from torchfil.run.saved_run import Pictures, Spread, Texts, Yardsticks
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torchfil.gate.policy import Policy
+from torchfil.gate.verdict import Verdict
 from torchfil.report.page.html import Markup, tag
-from torchfil.report.policy import Policy
-from torchfil.report.saved_run import SavedRun
 from torchfil.report.signature import Signature
 from torchfil.report.summary import Summary
-from torchfil.report.verdict import Verdict
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["Report", "Section", "named_level", "paragraph"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchfil.report.page.context import Report
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["certainty", "every_attacker", "is_linear", "num_merged", "origin", "over", "randomness", "tabled_run"]
 

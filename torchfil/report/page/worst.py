@@ -1,6 +1,6 @@
 """Who is exposed, and which questions and attributes are worst, for the first screen.
 
-Everything is measured as the gate measures it (:mod:`torchfil.report.yardsticks`): exposed is whose least error, at the
+Everything is measured as the gate measures it (:mod:`torchfil.run.baselines`): exposed is whose least error, at the
 lower end, lies below a blind guess's, of all inputs or of an attribute; a question is not protected where any attacker
 tells the true answer from another, equally likely one, in more than the allowed share of cases above one half.
 """
@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchfil.gate.remedies import divergence_of_gain, worst_divergence
+from torchfil.gate.verdict import told_apart
 from torchfil.guessing import divergence_of_rate
 from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import count, percent, plus_minus
-from torchfil.report.page.remedies import divergence_of_gain, worst_divergence
 from torchfil.report.prior_guesses import PriorGuess, prior_guess
-from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE
-from torchfil.report.verdict import told_apart
-from torchfil.report.yardsticks import (
+from torchfil.run.baselines import (
     attribute_exposure,
     blind_error_of_inputs,
     blind_errors,
@@ -29,6 +28,7 @@ from torchfil.report.yardsticks import (
     gain_over_guessing,
     share_in_words,
 )
+from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Leaks", "blind_error", "exposed_count", "unprotected"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, percent, table, tag
-from torchfil.report.saved_run import AttackRecord
+from torchfil.run.saved_run import AttackRecord
 
 __all__ = ["render"]
 

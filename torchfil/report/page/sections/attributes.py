@@ -8,7 +8,7 @@ from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, count, join, number, percent, plus_minus, table, tag
 from torchfil.report.page.maps import grid_of_shares, maps_of_shares
 from torchfil.report.page.wording import certainty
-from torchfil.report.yardsticks import share_in_words
+from torchfil.run.baselines import share_in_words
 
 __all__ = ["render"]
 

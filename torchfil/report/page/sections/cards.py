@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from torchfil.gate.wording import concerned
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, tag
-from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections.groups import headline
 from torchfil.report.page.sections.to_do import advice
 from torchfil.report.page.wording import is_linear, over, randomness

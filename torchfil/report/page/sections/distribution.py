@@ -6,7 +6,7 @@ from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.page.wording import is_linear, over
-from torchfil.report.yardsticks import share_in_words
+from torchfil.run.baselines import share_in_words
 
 __all__ = ["render"]
 

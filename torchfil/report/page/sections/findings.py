@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchfil.report.gate import large_delta
+from torchfil.gate.gate import large_delta
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
 from torchfil.report.page.sections.groups import headline

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from torchfil.report.disparity import SMALLEST_EFFECT, SMALLEST_GROUP
 from torchfil.report.group_summary import Grouping
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.page.wording import is_linear
-from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
+from torchfil.run.baselines import share_in_words, share_of_blind_guess
+from torchfil.run.disparity import SMALLEST_EFFECT, SMALLEST_GROUP
 
 __all__ = ["headline", "render"]
 

@@ -8,7 +8,7 @@ from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, number, percent, table, tag
 from torchfil.report.page.wording import origin, over
-from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
+from torchfil.run.baselines import share_in_words, share_of_blind_guess
 
 __all__ = ["render"]
 

@@ -6,8 +6,8 @@ from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, percent, table, tag
 from torchfil.report.page.wording import is_linear, randomness
 from torchfil.report.prior_guesses import prior_guess
-from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE, QuestionSummary
+from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["render"]
 

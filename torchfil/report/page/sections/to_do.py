@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torchfil.gate.policy import Policy
+from torchfil.gate.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
+from torchfil.gate.verdict import Verdict
+from torchfil.gate.wording import concerned, kind_and_subject
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, number, percent, tag
-from torchfil.report.page.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
-from torchfil.report.page.rules import concerned, kind_and_subject
 from torchfil.report.page.wording import is_linear
 from torchfil.report.page.worst import blind_error, exposed_count, unprotected
-from torchfil.report.policy import Policy
-from torchfil.report.status import NOT_MEASURED, status_of
-from torchfil.report.verdict import Verdict
-from torchfil.report.yardsticks import exposed_examples, is_exposed
+from torchfil.run.baselines import exposed_examples, is_exposed
+from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Advice", "advice"]
 

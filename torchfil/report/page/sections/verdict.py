@@ -5,10 +5,10 @@ The first screen tells broken rules in plain words; the chapter has every rule w
 
 from __future__ import annotations
 
+from torchfil.gate.verdict import Verdict, told_apart
+from torchfil.gate.wording import in_words
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
-from torchfil.report.page.rules import in_words
-from torchfil.report.verdict import Verdict, told_apart
 
 __all__ = ["broken_rules", "in_a_word", "in_short", "on_the_cover", "render"]
 

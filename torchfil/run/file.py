@@ -1,6 +1,6 @@
 """A saved run as a file: arrays and a JSON header, nothing that is executed; docs/run-file.md describes it.
 
-A run of many examples has its rows in part files beside it (:mod:`torchfil.report.run_parts`), which are mapped into
+A run of many examples has its rows in part files beside it (:mod:`torchfil.run.parts`), which are mapped into
 memory and read when they are asked for.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
-from torchfil.report.run_arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
-from torchfil.report.run_parts import PartWriter, open_parts, parts_named_in, remove_parts
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
+from torchfil.run.parts import PartWriter, open_parts, parts_named_in, remove_parts
+from torchfil.run.saved_run import SavedRun
 from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchfil.report.verdict import Verdict, nobody, told_apart
+from torchfil.gate.verdict import Verdict, nobody, told_apart
 
 __all__ = ["concerned", "in_words", "kind_and_subject"]
 

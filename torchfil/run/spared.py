@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchfil.report.aggregates import published_count
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.aggregates import published_count
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["SparedSummary", "is_spared", "summarise_spared"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.parted import PartedArray, PartedTexts
+from torchfil.run.parted import PartedArray, PartedTexts
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import file_sha256, write_bytes
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchfil.report.disparity import disparity_of, group_levels
-from torchfil.report.policy import Policy, PolicyError, nearest
-from torchfil.report.relative_rules import (
+from torchfil.gate.policy import Policy, PolicyError, nearest
+from torchfil.gate.relative_rules import (
     attribute_error_shares,
     exposed_share,
     gains_over_guessing,
     smallest_error_share,
 )
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.spared import is_spared
-from torchfil.report.verdict import Verdict, everybody, measured, nobody
+from torchfil.gate.verdict import Verdict, everybody, measured, nobody
+from torchfil.run.disparity import disparity_of, group_levels
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.spared import is_spared
 from torchfil.utils.errors import RunFileError
 
 __all__ = ["check", "large_delta", "notes"]

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import ndtri
 
+from torchfil.gate.policy import Policy
+from torchfil.gate.verdict import Verdict
+from torchfil.gate.wording import kind_and_subject
 from torchfil.guessing import divergence_of_rate
-from torchfil.report.page.rules import kind_and_subject
-from torchfil.report.policy import Policy
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
-from torchfil.report.verdict import Verdict
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["divergence_of_gain", "factor_for", "factor_for_all", "lower_ends", "rounded_up", "worst_divergence"]
 

@@ -29,8 +29,8 @@ import torch
 from torchfil._version import __version__
 from torchfil.glm.guesses import Guess, guess
 from torchfil.glm.measures import Release, information_by_coordinate
-from torchfil.report.run_file import save
-from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.run.file import save
+from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:

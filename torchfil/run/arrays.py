@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.parted import ByExample, PartedArray, PartedColumns, checked_offsets
-from torchfil.report.saved_run import (
+from torchfil.run.parted import ByExample, PartedArray, PartedColumns, checked_offsets
+from torchfil.run.saved_run import (
     AttackRecord,
     Attributes,
     Pictures,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfil.report.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["BLANK_WHERE_UNKNOWN", "LOWER_BOUND", "MEASURED", "NOT_MEASURED", "status_of"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Verdict", "everybody", "measured", "nobody", "told_apart"]
 

@@ -1,6 +1,6 @@
 """Rules that compare what the model tells with a blind guess, which needs no model.
 
-What a blind guess errs by, and who is exposed, is said in :mod:`torchfil.report.yardsticks`; the policy's
+What a blind guess errs by, and who is exposed, is said in :mod:`torchfil.run.baselines`; the policy's
 ``blind_error`` and ``attribute_spread`` go before what the run knows.
 """
 
@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from torchfil.report.policy import Policy, PolicyError, nearest
-from torchfil.report.saved_run import SavedRun
-from torchfil.report.verdict import Verdict, everybody, measured
-from torchfil.report.yardsticks import blind_error_of_inputs, blind_errors, exposed_examples, gain_over_guessing
+from torchfil.gate.policy import Policy, PolicyError, nearest
+from torchfil.gate.verdict import Verdict, everybody, measured
+from torchfil.run.baselines import blind_error_of_inputs, blind_errors, exposed_examples, gain_over_guessing
+from torchfil.run.saved_run import SavedRun
 
 __all__ = ["attribute_error_shares", "exposed_share", "gains_over_guessing", "smallest_error_share"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.parted import ByExample, PartedColumns, coded, layout_of
-from torchfil.report.records import AttackRecord, Attributes, Pictures, QuestionRecord, Spread, Texts, Yardsticks
+from torchfil.run.parted import ByExample, PartedColumns, coded, layout_of
+from torchfil.run.records import AttackRecord, Attributes, Pictures, QuestionRecord, Spread, Texts, Yardsticks
 from torchfil.utils.errors import RunFileError
 
 __all__ = [
@@ -31,7 +31,7 @@ class SavedRun:
 
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
-            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.report.linear_run`); merged
+            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.run.linear_run`); merged
             for the mean over several runs;
             noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.

@@ -10,7 +10,7 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
-from torchfil.report.parted import ByExample
+from torchfil.run.parted import ByExample
 
 __all__ = ["AttackRecord", "Attributes", "Pictures", "QuestionRecord", "Spread", "Texts", "Yardsticks"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchfil.report.aggregates import geometric_mean
+from torchfil.run.aggregates import geometric_mean
 
 __all__ = ["SMALLEST_EFFECT", "SMALLEST_GROUP", "Disparity", "disparity_of", "group_levels", "positive_fil"]
 
@@ -60,7 +60,7 @@ def group_levels(
         codes: The place of each one's group among ``names``, [n].
         names: The groups.
         smallest: The least size of a group.
-        public: Whether values are :func:`~torchfil.report.aggregates.capped`.
+        public: Whether values are :func:`~torchfil.run.aggregates.capped`.
 
     Example:
         >>> group_levels(np.array([1.0, 4.0, 3.0]), np.array([0, 0, 1]), ["a", "b"], 2)

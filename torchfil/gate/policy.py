@@ -19,7 +19,7 @@ else:
 
 __all__ = ["TEMPLATE", "Policy", "PolicyError", "load_policy", "nearest", "parse_policy"]
 
-TEMPLATE = (resources.files("torchfil.report") / "assets" / "policy.toml").read_text(encoding="utf-8")
+TEMPLATE = (resources.files("torchfil.gate") / "policy.toml").read_text(encoding="utf-8")
 _TABLES = {"min_attribute_error": "attribute", "attribute_spread": "attribute", "max_true_positive_rate": "question"}
 _SHARES = (
     "max_share_exposed",

@@ -1,0 +1,1 @@
+"""A run against a policy: one rule after the other."""

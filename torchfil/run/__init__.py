@@ -1,0 +1,1 @@
+"""A finished run as one file: built, written, read, compared."""
