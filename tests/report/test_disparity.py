@@ -12,10 +12,10 @@ import pytest
 from tests.report.run_cases import made_up, with_yardsticks
 from torchfil.gate.gate import check
 from torchfil.gate.policy import parse_policy
-from torchfil.gate.verdict import Verdict
+from torchfil.gate.rules import Verdict
 from torchfil.report import SavedRun, write_report
 from torchfil.report.summary import summarise
-from torchfil.run.disparity import SMALLEST_EFFECT, disparity_of, group_levels
+from torchfil.run.statistics import SMALLEST_EFFECT, disparity_of, group_levels
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.report.run_cases import made_up, worrying
-from torchfil.gate.gate import check, notes
-from torchfil.gate.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
-from torchfil.gate.verdict import Verdict, told_apart
+from torchfil.gate.gate import check, notes, template
+from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
+from torchfil.gate.rules import Verdict, told_apart
 from torchfil.guessing import largest_true_positive_rate
 from torchfil.report.writer import write_report
 from torchfil.run.file import load, save
@@ -186,7 +187,7 @@ class TestAgainstABlindGuess:
     def test_the_unit_of_the_data_does_not_matter(self, tmp_path: Path, scale: float) -> None:
         """Before, the template's thresholds were numbers in a unit: the same data in another passed or failed."""
         path = tmp_path / "policy.toml"
-        path.write_text(TEMPLATE)
+        path.write_text(template())
 
         def judged(run: SavedRun) -> dict[str, bool]:
             return {found.rule: found.passed for found in check(run, load_policy(path))}
@@ -295,18 +296,18 @@ class TestPolicies:
 
     def test_the_template_explains_every_key(self, tmp_path: Path) -> None:
         path = tmp_path / "policy.toml"
-        path.write_text(TEMPLATE)
+        path.write_text(template())
         assert load_policy(path).min_error_share == 0.5
-        path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", TEMPLATE, flags=re.MULTILINE))
+        path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", template(), flags=re.MULTILINE))
         everything = load_policy(path)
-        for field in dataclasses.fields(Policy):
-            assert re.search(rf"^(# )?\[?{field.name}", TEMPLATE, flags=re.MULTILINE), field.name
+        for field in msgspec.structs.fields(Policy):
+            assert re.search(rf"^(# )?\[?{field.name}", template(), flags=re.MULTILINE), field.name
             assert getattr(everything, field.name) is not None
         assert everything.min_attribute_error == {"age": 5.0}
 
     def test_the_documentation_explains_every_key(self) -> None:
         page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
-        for field in dataclasses.fields(Policy):
+        for field in msgspec.structs.fields(Policy):
             assert re.search(rf"^\| [^|]*`{field.name}`", page, flags=re.MULTILINE), field.name
 
     @pytest.mark.parametrize("text", ["", "# nothing\n", "min_group_size = 10\nmax_violated_bounds = 3\n"])
@@ -319,7 +320,7 @@ class TestPolicies:
     def test_a_worrying_run_fails_the_template(self, tmp_path: Path) -> None:
         """It passed the template of before, whose thresholds knew no unit and asked for no attribute or question."""
         path = tmp_path / "policy.toml"
-        path.write_text(TEMPLATE)
+        path.write_text(template())
         before = {"min_mse_bound": 0.01, "mse_bound_of_concern": 0.05, "max_share_of_concern": 0.05, "max_epsilon": 8}
         assert all(found.passed for found in check(worrying(), parse_policy(before)))
         broken = {found.rule for found in check(worrying(), load_policy(path)) if not found.passed}
@@ -327,14 +328,14 @@ class TestPolicies:
         assert all(found.passed for found in check(worrying(safe=True), load_policy(path)))
 
     def test_the_template_tells_what_still_applies_when_left_out(self) -> None:
-        numbers = {field.name: field.default for field in dataclasses.fields(Policy) if field.default is not None}
+        numbers = {field.name: field.default for field in msgspec.structs.fields(Policy) if field.default is not None}
         for table in ("attribute_spread", "min_attribute_error", "max_true_positive_rate"):
             del numbers[table]
         assert {v.rule: v.limit for v in check(made_up(20), parse_policy({}))} == {
             name: value for name, value in numbers.items() if name.startswith("max_")
         }
         for name, value in numbers.items():
-            (beside,) = [part for part in TEMPLATE.split("\n\n") if re.search(rf"^{name} = ", part, flags=re.MULTILINE)]
+            (beside,) = [part for part in template().split("\n\n") if re.search(rf"^{name} = ", part, flags=re.MULTILINE)]
             shown = f"{value}".lower() if isinstance(value, bool) else f"{value:g}"
             assert f"left out, it is {shown}" in beside.lower(), name
 

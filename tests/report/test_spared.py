@@ -21,7 +21,7 @@ from torchfil.gate.policy import PolicyError, parse_policy
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
-from torchfil.run.spared import is_spared, summarise_spared
+from torchfil.run.statistics import is_spared, summarise_spared
 from torchfil.utils.errors import RunFileError
 
 

@@ -20,6 +20,7 @@ from torchfil.report import load, save, write_report
 from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
 from torchfil.run.baselines import (
+    NOT_MEASURED,
     answer_shares,
     attribute_exposure,
     blind_error_of_inputs,
@@ -31,9 +32,9 @@ from torchfil.run.baselines import (
     share_in_words,
     share_of_blind_guess,
     spread_of,
+    status_of,
 )
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 
 
 @pytest.fixture(autouse=True)
