@@ -38,7 +38,7 @@ def in_words(verdict: Verdict) -> str:
 
     Example:
         >>> in_words(Verdict("max_epsilon", False, 8.0, 12.5, np.arange(3), "ε at δ = 1e-5, for everybody"))
-        'ε is 12.5; the policy allows 8 (every attacker).'
+        'ε, which binds every attacker, is 12.5; the policy allows 8.'
     """
     return RULES[verdict.key].sentence(verdict)
 

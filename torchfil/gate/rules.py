@@ -118,7 +118,7 @@ class Asked:
         if share <= self.limit or math.isnan(bound):
             return self.verdict(share <= self.limit, share, rows, note)
         low = lower_ends(self.run)
-        place = math.floor(self.limit * len(low) + 1e-9)  # whose end has to reach the bound
+        place = min(math.floor(self.limit * len(low) + 1e-9), len(low) - 1)  # whose end has to reach the bound
         return self.verdict(False, share, rows, note, noise=_quotient(bound, float(low[place])))
 
     def unknown(self, missing: str) -> Verdict:
