@@ -657,7 +657,7 @@ def told_apart(limit: float | None, value: float | None, digits: int = 3) -> tup
     def shown(number: float | None) -> str:
         if number is None:
             return "not known"
-        if np.isinf(number):
+        if math.isinf(number):
             return "∞" if number > 0 else "−∞"
         return f"{number:,}" if isinstance(number, int) else f"{number:.{digits}g}"
 
