@@ -19,7 +19,7 @@ from torchfil.gate.gate import notes
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
-from torchfil.run.statistics import is_spared, summarise_spared
+from torchfil.run.statistics import is_spared, published_count, summarise_spared
 
 pytestmark = pytest.mark.usefixtures("no_png")
 
@@ -159,6 +159,7 @@ def test_public_counts_are_rounded(tmp_path: Path) -> None:
     spared = summarise_spared(run, 10)
     assert spared is not None
     assert (spared.smallest_weight, spared.rounds) == (None, {"num_spared": [0, 130], "fresh": [False, True]})
+    assert [published_count(count, 10) for count in (0, 1, 9, 10)] == [0, *["fewer than 10"] * 2, 10]
 
 
 @pytest.mark.parametrize("redacted", [False, True])
