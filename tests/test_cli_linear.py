@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paper_data import PaperData
 
 from tests.glm_command import glm, refused_glm, table_file
+from tests.paper_files import IWPC, real_data, write
 from tests.test_cli import refused
-from tests.test_datasets import IWPC
-from torchfil import datasets
 
 pytest.importorskip("sklearn")
 
@@ -52,13 +52,11 @@ class TestGlm:
     def test_numbers_are_those_of_the_library(self, patients: Path) -> None:
         from torchfil.glm import LinearRegression
 
-        folder = patients.parent / "data"
-        (folder / "iwpc").mkdir(parents=True)
-        (folder / "iwpc" / "iwpc-scaled.csv").write_text(IWPC)
+        write(patients.parent / "data" / "iwpc" / "iwpc-scaled.csv", IWPC.encode())
         options = ["--categorical", "cyp2c9", "--no-intercept", "--l2", "0.1", "--sigma", "0.5", "--json"]
         data = json.loads(glm(patients, "--target", "dose", "--private", "vkorc1,age", *options).stdout)
         found = {row["id"]: row for row in data["most_exposed"]}
-        task = datasets.iwpc(folder)
+        task = PaperData("iwpc", folder=patients.parent / "data").iwpc()
         inputs = np.concatenate([task.train_inputs, task.test_inputs])
         targets = np.concatenate([task.train_targets, task.test_targets])
         model = LinearRegression(l2=0.1).fit(inputs, targets)
@@ -220,11 +218,7 @@ class TestGlm:
         assert patients.read_bytes() == before
 
     def test_on_the_warfarin_data(self) -> None:
-        try:
-            folder = datasets.data_folder()
-        except datasets.DataNotFoundError as error:
-            pytest.skip(str(error))
-        (path,) = (folder / "iwpc").glob("iwpc-scaled.csv*")
+        (path,) = (real_data("iwpc").folder / "iwpc").glob("iwpc-scaled.csv*")
         data = json.loads(glm(path, "--target", "dose", "--private", "vkorc1,age", "--json").stdout)
         assert data["rows"] == 4819
         assert data["summary"]["vkorc1_fil"]["max"] == pytest.approx(0.0275, abs=1e-4)

@@ -15,12 +15,11 @@ torchfil.smoothness  is the model smooth enough, and how to make it so
 
 from typing import TYPE_CHECKING, Any
 
-from torchfil import attacks, attribution, bounds, clipping, datasets, fisher, smoothness, viz
+from torchfil import attacks, attribution, bounds, clipping, fisher, smoothness, viz
 from torchfil._version import __version__
 from torchfil.attacks import BoundComparison, compare_with_bounds
 from torchfil.attribution import PLIS, exposure
 from torchfil.clipping import available_clips, register_clip
-from torchfil.papers import zoo
 from torchfil.private import Private, superpixel
 from torchfil.smoothness import SmoothnessValidator
 
@@ -43,7 +42,6 @@ __all__ = [
     "check",
     "clipping",
     "compare_with_bounds",
-    "datasets",
     "equalise",
     "exposure",
     "fisher",
@@ -51,7 +49,6 @@ __all__ = [
     "smoothness",
     "superpixel",
     "viz",
-    "zoo",
 ]
 
 
