@@ -20,8 +20,8 @@ from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.spared import is_spared
 from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
-from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible
 
 
 @click.command()
