@@ -32,8 +32,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from torchfil import PLIS
-from torchfil.attacks.inversion import invert_gradients, observed_gradients
-from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
+from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, require_ssim, ssim
 from torchfil.datasets import real_or_stand_in
 from torchfil.papers.zoo import mnist_cnn
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchfil.private import Coordinates, Inputs, as_call
+from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors
 
 __all__ = [
@@ -244,11 +245,12 @@ class OneHot(Question):
 
 @dataclass(frozen=True)
 class Label(Question):
-    """Another class label: every class is an answer.
+    """Another label: every class, or every value that the target can have, is an answer.
 
     Attributes:
         num_classes: How many classes there are; targets are class numbers, or class probabilities [batch, classes].
-        names: The classes' names; None: their numbers.
+        names: The answers' names; None: the classes' numbers, or the values.
+        values: The target's possible values, instead of ``num_classes``, for targets [batch] that are numbers.
 
     Example:
         >>> [a.targets.tolist() for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))]
@@ -256,32 +258,38 @@ class Label(Question):
     """
 
     complete: ClassVar[bool] = True
-    num_classes: int
+    num_classes: int | None = None
     names: Sequence[str] | None = None
+    values: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ValueError(f"Label(num_classes={self.num_classes}) must have at least two classes")
-        _check_names(self.names, self.num_classes)
+        classes, values = self.num_classes, len(self.values)
+        given = values > 0 if classes is None else classes > 1 and values == 0
+        require(given, f"Label(num_classes={classes}) needs two classes at least, or values= instead")
+        _check_names(self.names, len(self._labels))
+
+    @property
+    def _labels(self) -> Sequence[float]:
+        return self.values if self.num_classes is None else range(self.num_classes)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The classes' names."""
-        return tuple(self.names) if self.names is not None else tuple(map(str, range(self.num_classes)))
+        """The names of classes or values."""
+        return tuple(self.names) if self.names is not None else tuple(f"{label:g}" for label in self._labels)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """The batch with each class as everybody's target."""
+        """The batch with each label as everybody's target."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"Label needs a tensor of targets, got {type(targets).__name__}; use Change")
 
-        def labelled(number: int) -> Tensor:
-            if not targets.is_floating_point() or targets.ndim == 1:
-                return torch.full_like(targets, number)
+        def labelled(label: Any) -> Tensor:
+            if self.num_classes is None or not targets.is_floating_point() or targets.ndim == 1:
+                return torch.full_like(targets, label)
             result = torch.zeros_like(targets)
-            result[..., number] = 1
+            result[..., label] = 1
             return result
 
-        return tuple(Alternative(inputs, labelled(number)) for number in range(self.num_classes))
+        return tuple(Alternative(inputs, labelled(label)) for label in self._labels)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from torchfil.attacks.attributes import (
     prior_inversion,
 )
 from torchfil.attacks.comparison import compare_with_bounds
-from torchfil.attacks.glm_reconstruction import GLMReconstruction, biased_bound
-from torchfil.attacks.glm_slopes import believed_margins
+from torchfil.attacks.glm_reconstruction import GLMReconstruction, believed_margins, biased_bound
 from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from tests.cases import DEVICE
 from torchfil import bounds, fisher
-from torchfil.attacks.informed import (
+from torchfil.attacks.transcripts import (
     Transcripts,
     expected_information,
     informed_reconstruction,
     mean_jacobian,
+    record_dpsgd,
 )
-from torchfil.attacks.transcripts import record_dpsgd
 
 C = 1.0
 

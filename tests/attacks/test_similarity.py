@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import DEVICE
-from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
+from torchfil.attacks.inversion import haarpsi, require_ssim, ssim
 
 pytest.importorskip("torchmetrics")
 

@@ -14,8 +14,7 @@ from tests.glm.glm_cases import CASES, D, N, data
 from torchfil.glm import GeneralizedLinearModel, LinearRegression
 from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.losses import tangent_basis
-from torchfil.glm.solver import Objective, minimise
+from torchfil.glm.solver import Objective, minimise, tangent_basis
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "largest": {},

@@ -17,8 +17,7 @@ from torchfil.glm import (
     SoftmaxRegression,
 )
 from torchfil.glm.fil import largest_eigenvalues
-from torchfil.glm.losses import SoftmaxLoss
-from torchfil.glm.solver import Objective, minimise
+from torchfil.glm.solver import Objective, SoftmaxLoss, minimise
 
 
 def move(model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, i: int, z: torch.Tensor) -> tuple[Any, Any]:

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
-from torchfil.glm.losses import MarginLoss
-from torchfil.glm.solver import NotConvergedError, SingularHessianError
+from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
+from torchfil.glm.solver import MarginLoss, NotConvergedError, SingularHessianError
+from torchfil.questions import Absent, Label, Question
 
 if TYPE_CHECKING:
     from torchfil.glm.estimators import LinearRegression, LogisticRegression, PoissonRegression, SoftmaxRegression
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __all__ = [
     "IRFIL",
     "Absent",
+    "BestGuess",
     "Composition",
     "GeneralizedLinearModel",
-    "Guess",
     "Label",
     "LinearRegression",
     "LogisticRegression",

@@ -18,49 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.glm.best_attacker import best_accuracy
-from torchfil.glm.refits import Alternative, GLMView, minimiser_changes
+from torchfil.glm.refits import GLMView, minimiser_changes
+from torchfil.questions import Alternative, Question
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.datasets import TabularTask
     from torchfil.glm.model import GeneralizedLinearModel
 
-__all__ = ["Absent", "Asked", "Guess", "Label", "NominalAttribute", "Question", "Shift", "guess"]
+__all__ = ["Asked", "BestGuess", "NominalAttribute", "Shift", "ask", "guess"]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A question put to a training set.
-
-    Attributes:
-        answers: Their names, m of them.
-        alternatives: What each record would be under each of the m answers.
-        truth: The number of every record's own answer, [n].
-        shares: How common each answer is among the records; equal if the data do not show it, [m].
-    """
-
-    answers: tuple[str, ...]
-    alternatives: Sequence[Alternative]
-    truth: np.ndarray
-    shares: np.ndarray
-
-
-class Question(Protocol):
-    """Something with finitely many answers that an attacker wants to know about a record."""
-
-    def ask(self, view: GLMView) -> Asked:
-        """The answers for every record of a training set."""
-
-
-@dataclass(frozen=True, eq=False)
-class NominalAttribute:
+class NominalAttribute(Question):
     """Which of k levels does an attribute, given by columns of X, have?
 
     Attributes:
@@ -73,6 +51,7 @@ class NominalAttribute:
         array([1, 0])
     """
 
+    complete: ClassVar[bool] = True
     columns: Sequence[int]
     codes: np.ndarray
     names: Sequence[str] | None = None
@@ -83,48 +62,34 @@ class NominalAttribute:
         codes = np.stack([task.encode(name, level) for level in task.levels[name]])
         return cls(list(task.attributes[name]), codes, task.levels[name])
 
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The levels' names."""
+        shown = (", ".join(f"{value:g}" for value in code) for code in np.asarray(self.codes, dtype=float))
+        return tuple(shown if self.names is None else self.names)
+
+    def alternatives(self, inputs: Any, targets: Any) -> tuple[Alternative | None, ...]:
+        """The columns with each level's code."""
+
+        def with_code(code: np.ndarray) -> Any:
+            changed = inputs.clone()
+            changed[:, list(self.columns)] = torch.as_tensor(code).to(inputs)
+            return changed
+
+        return tuple(Alternative(with_code(code), targets) for code in np.asarray(self.codes, dtype=float))
+
     def levels(self, X: Any) -> np.ndarray:
         """The number of every row's level, [n].
 
         Raises:
             ValueError: A row's columns do not hold the code of any level.
         """
-        values = as_array(X).astype(float)[:, list(self.columns)]
-        where = f"columns {list(self.columns)}"
-        return _places(values, np.asarray(self.codes, dtype=float), where, "codes; give every level's code")
-
-    def ask(self, view: GLMView) -> Asked:
-        """Every level in turn; see :class:`Question`."""
-        codes = torch.as_tensor(np.asarray(self.codes, dtype=float))
-        names = [_shown(code) for code in codes.tolist()] if self.names is None else self.names
-        alternatives = [Alternative.with_values(view, self.columns, code) for code in codes]
-        truth = self.levels(view.X)
-        return Asked(tuple(names), alternatives, truth, _shares(truth, len(codes)))
+        values, codes = as_array(X).astype(float)[:, list(self.columns)], np.asarray(self.codes, dtype=float)
+        return _own_answers((values[:, None, :] == codes).all(axis=2), self)
 
 
 @dataclass(frozen=True, eq=False)
-class Label:
-    """Which of these values does the target have?
-
-    Attributes:
-        values: The k values of the target: ``(0, 1)`` for a logistic regression.
-        names: The values' names.
-    """
-
-    values: Sequence[float]
-    names: Sequence[str] | None = None
-
-    def ask(self, view: GLMView) -> Asked:
-        """Every value in turn; see :class:`Question`."""
-        names = [f"{value:g}" for value in self.values] if self.names is None else self.names
-        alternatives = [Alternative(view.X, torch.full_like(view.y, value)) for value in self.values]
-        values = np.asarray(self.values, dtype=float)[:, None]
-        truth = _places(as_array(view.y)[:, None], values, "the target", "values; give every value")
-        return Asked(tuple(names), alternatives, truth, _shares(truth, len(values)))
-
-
-@dataclass(frozen=True, eq=False)
-class Shift:
+class Shift(Question):
     """Is a number as it is, or larger by some amount?
 
     Attributes:
@@ -135,26 +100,64 @@ class Shift:
     by: float
     column: int | None = None
 
-    def ask(self, view: GLMView) -> Asked:
-        """The record as it is, then the other; see :class:`Question`."""
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The amount with its sign."""
+        return (f"{self.by:+g}",)
+
+    def alternatives(self, inputs: Any, targets: Any) -> tuple[Alternative | None, ...]:
+        """The column, or the target, with the amount added."""
         if self.column is None:
-            moved = Alternative(view.X, view.y + self.by)
-        else:
-            moved = Alternative.with_values(view, [self.column], view.X[:, [self.column]] + self.by)
-        return _against(view, moved, "as it is", f"{self.by:+g}")
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Is the record in the training set, or was the model fitted to the n − 1 others?"""
-
-    def ask(self, view: GLMView) -> Asked:
-        """The record present, then absent; see :class:`Question`."""
-        return _against(view, Alternative(view.X, view.y, present=False), "present", "absent")
+            return (Alternative(inputs, targets + self.by),)
+        moved = inputs.clone()
+        moved[:, self.column] += self.by
+        return (Alternative(moved, targets),)
 
 
 @dataclass(frozen=True, eq=False)
-class Guess:
+class Asked:
+    """A question put to a training set.
+
+    Attributes:
+        answers: Their names, m of them.
+        alternatives: What each record would be under each of the m answers; None: left out.
+        truth: The number of every record's own answer, [n].
+        shares: How common each answer is among the records; equal if the data do not show it, [m].
+    """
+
+    answers: tuple[str, ...]
+    alternatives: Sequence[Alternative | None]
+    truth: np.ndarray
+    shares: np.ndarray
+
+
+def ask(question: Question, view: GLMView) -> Asked:
+    """The answers for every record of a training set.
+
+    If the question names all possible answers, a record's own is the one that leaves it as it is. Otherwise its own
+    comes first ("present", "as it is"), and none is known to be more common.
+    """
+    inputs = view.X[:, : view.num_inputs]
+    given, names = question.alternatives(inputs, view.y), question.answers
+    if not question.complete:
+        own = "present" if any(other is None for other in given) else "as it is"
+        shares = np.full(1 + len(given), 1 / (1 + len(given)))
+        return Asked((own, *names), [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int), shares)
+    same = [~view.changed(*view.with_answer(other)) for other in given]
+    truth = _own_answers(as_array(torch.stack(same, dim=1)), question)
+    return Asked(names, given, truth, np.bincount(truth, minlength=len(names)) / len(truth))
+
+
+def _own_answers(holds: np.ndarray, question: Question) -> np.ndarray:
+    """The number of the first answer that holds for each row, [n], of booleans [n, m]."""
+    lost = np.flatnonzero(~holds.any(axis=1))[:5].tolist()
+    what = f"{type(question).__name__}, {list(question.answers)}"
+    require(not lost, f"rows {lost} hold none of the answers of {what}; give every answer that occurs")
+    return holds.argmax(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class BestGuess:
     """How well the best attacker answers a question, record by record. Confidential: it depends on private data.
 
     Attributes:
@@ -194,8 +197,7 @@ class Guess:
             answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
                 the one that is easiest to distinguish from its own.
         """
-        if not 0 < false_positive_rate < 1:
-            raise ValueError(f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
+        require(0 < false_positive_rate < 1, f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
         distance = self._from_truth()
         shift = distance.max(axis=1) if answer is None else distance[:, self._number(answer)]
         return ndtr(ndtri(false_positive_rate) + shift)
@@ -217,11 +219,9 @@ class Guess:
         return self.distances[np.arange(len(self.truth)), self.truth]
 
     def _number(self, answer: int | str) -> int:
-        if isinstance(answer, str) and answer in self.answers:
-            return self.answers.index(answer)
-        if isinstance(answer, int) and 0 <= answer < len(self.answers):
-            return answer
-        raise ValueError(f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
+        known = answer in self.answers or answer in range(len(self.answers))
+        require(known, f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
+        return self.answers.index(answer) if isinstance(answer, str) else answer
 
 
 def guess(
@@ -233,7 +233,7 @@ def guess(
     *,
     prior: Any = None,
     progress: bool = False,
-) -> Guess:
+) -> BestGuess:
     """How well any attacker can answer a question about each record from the release w* + N(0, σ²I).
 
     The attacker knows the training procedure (including σ and the sample weights) and everything except the answer for
@@ -243,7 +243,8 @@ def guess(
         model: A fitted model of one margin.
         X: The training inputs, [n, d].
         y: The training targets, [n].
-        question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent``, or your own.
+        question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent``, or any of :mod:`torchfil.questions` about a
+            table.
         sigma: σ of the release.
         prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as among the records;
             "uniform": all equal.
@@ -253,65 +254,37 @@ def guess(
         >>> from torchfil.glm import Label, LinearRegression
         >>> X, y = np.ones((4, 1)), np.array([0.0, 0.0, 1.0, 1.0])
         >>> model = LinearRegression().fit(X, y)  # the mean of y: one label moves it by 1/4
-        >>> found = guess(model, X, y, Label([0, 1]), sigma=0.25)
+        >>> found = guess(model, X, y, Label(2), sigma=0.25)
         >>> found.divergence.round(3).tolist()
         [[0.0, 0.5], [0.0, 0.5], [0.5, 0.0], [0.5, 0.0]]
         >>> found.accuracy.round(3)  # Φ(1/2)
         array([0.691, 0.691, 0.691, 0.691])
     """
-    if not sigma > 0:
-        raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
+    require(sigma > 0, f"sigma={sigma} must be positive: without noise the release gives everything away")
     view = GLMView.build(model, X, y)
-    asked = question.ask(view)
-    n, m = len(view.X), len(asked.answers)
+    asked = ask(question, view)
+    m = len(asked.answers)
     if prior is None:
         prior = asked.shares
     elif isinstance(prior, str) and prior == "uniform":
         prior = np.full(m, 1 / m)
-    chances = _checked_prior(prior, n, m)
+    chances = _checked_prior(prior, len(view.X), m)
 
     # distances between the answers' models; |a − b| directly, since a² + b² − 2ab cancels
     changes = minimiser_changes(view, asked.alternatives, progress=progress)  # [n, m, p]
     apart = [torch.linalg.vector_norm(changes - changes[:, [a]], dim=2) for a in range(m)]
     distances = as_array(torch.stack(apart, dim=1)) / sigma
     best = best_accuracy(distances, chances)
-    return Guess(asked.answers, asked.truth, chances, distances, best.value, best.error)
+    return BestGuess(asked.answers, asked.truth, chances, distances, best.value, best.error)
 
 
 def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
     """The checked prior as [n, m]."""
     chances = as_array(prior).astype(float)
-    if chances.shape not in ((m,), (n, m)):
-        raise ValueError(
-            f"prior has shape {list(chances.shape)}; it must be [{m}], a number for each answer, or [{n}, {m}]"
-        )
-    wrong = ~((chances >= 0).all(axis=-1) & (np.abs(chances.sum(axis=-1) - 1) < 1e-6))
-    if wrong.any():
-        shown = chances if chances.ndim == 1 else chances[wrong.argmax()]
-        raise ValueError(f"prior={shown.tolist()} must be numbers ≥ 0 that sum to 1; divide them by their sum")
+    shape = list(chances.shape)
+    require(
+        shape in ([m], [n, m]), f"prior has shape {shape}; it must be [{m}], a number for each answer, or [{n}, {m}]"
+    )
+    fine = (chances >= 0).all() and (np.abs(chances.sum(axis=-1) - 1) < 1e-6).all()
+    require(bool(fine), f"prior={prior} must be numbers ≥ 0 that sum to 1; divide them by their sum")
     return np.broadcast_to(chances, (n, m))
-
-
-def _against(view: GLMView, other: Alternative, own_name: str, other_name: str) -> Asked:
-    """The record as it is against one alternative; neither is known to be more common."""
-    own = Alternative(view.X, view.y)
-    return Asked((own_name, other_name), [own, other], np.zeros(len(view.X), dtype=int), np.full(2, 0.5))
-
-
-def _places(values: np.ndarray, codes: np.ndarray, where: str, remedy: str) -> np.ndarray:
-    """Which of the codes [k, c] each row [n, c] holds, [n]."""
-    equal = (values[:, None, :] == codes).all(axis=2)  # [n, k]
-    if not equal.any(axis=1).all():
-        wrong = int(equal.any(axis=1).argmin())
-        raise ValueError(
-            f"row {wrong} holds {values[wrong].tolist()} in {where}, which is not one of the {codes.tolist()} {remedy}"
-        )
-    return equal.argmax(axis=1)
-
-
-def _shares(truth: np.ndarray, answers: int) -> np.ndarray:
-    return np.bincount(truth, minlength=answers) / len(truth)
-
-
-def _shown(code: list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in code)
