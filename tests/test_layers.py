@@ -12,6 +12,7 @@ import torch
 
 from tests.layer_cases import own_parameters, small_case
 from torchfil.attribution import LayerTable, layer_gradients
+from torchfil.viz.common import _figure_class
 
 
 @pytest.mark.parametrize("name", ["small_alexnet", "token_transformer", "regression"])
@@ -79,6 +80,6 @@ def test_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.get_text() for text in axis.texts] == ["inf"]
     assert len(axis.patches) == 13
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "torchfil.viz._notebook")  # as before anything was drawn
+    _figure_class.cache_clear()  # as before anything was drawn
     with pytest.raises(ImportError, match=r"pip install 'torchfil\[report\]'"):
         _table(("a",), [1]).plot()

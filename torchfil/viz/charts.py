@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchfil.utils.errors import require
 from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, as_finite, as_vector, new_figure, plain_number, wrapped
 
 if TYPE_CHECKING:
@@ -50,10 +52,9 @@ def bar_chart(
     """
     heights = as_vector(values, "values")
     texts = [wrapped(str(name), NAME_WIDTH) for name in names]
-    if len(texts) != len(heights):
-        raise ValueError(f"names has {len(texts)} entries for {len(heights)} values; it must have one each")
-    if top < 1:
-        raise ValueError(f"top={top} must be at least 1")
+    one_each = f"names has {len(texts)} entries for {len(heights)} values; it must have one each"
+    require(len(texts) == len(heights), one_each)
+    require(top >= 1, f"top={top} must be at least 1")
     whiskers = _whiskers(heights, errors, intervals)
 
     order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
@@ -64,19 +65,17 @@ def bar_chart(
         labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
 
     # make room for every line of a wrapped name
-    lines = sum(1 + text.count("\n") for text in labels)
-    longest = max(len(line) for text in labels for line in text.split("\n"))
-    figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * lines + 0.3 * (title is not None), "constrained")
-    axis = figure.subplots()
     tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
+    longest = max(len(line) for text in labels for line in text.split("\n"))
+    figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * tops[-1] + 0.3 * (title is not None), "constrained")
+    axis = figure.subplots()
     places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
     rows = places[: len(shown)]
 
     axis.barh(rows, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
     if whiskers is not None:
-        axis.errorbar(
-            heights[shown], rows, xerr=whiskers[:, shown], fmt="none", ecolor=NEUTRAL, capsize=2.5, linewidth=1
-        )
+        style: dict[str, Any] = {"fmt": "none", "ecolor": NEUTRAL, "capsize": 2.5, "linewidth": 1}
+        axis.errorbar(heights[shown], rows, xerr=whiskers[:, shown], **style)
 
     axis.set_yticks(places, labels, parse_math=False)
     axis.tick_params(axis="y", length=0)
@@ -126,12 +125,13 @@ def distribution(
     members = list(groups) if groups is not None else ["all"] * len(scores)
     drawable = np.isfinite(scores) & ((scores > 0) | (not log))
     _check_distribution(scores, members, drawable, threshold, log)
-    kinds = _in_order(members)
-    if len(kinds) > len(COLOURS) * len(STYLES):
-        raise ValueError(
-            f"{len(kinds)} groups cannot be drawn in distinct styles; merge them into {len(COLOURS) * len(STYLES)} or "
-            "fewer"
-        )
+    kinds: list[Any] = list(dict.fromkeys(members))
+    with contextlib.suppress(TypeError):  # sorted if they can be compared
+        kinds.sort()
+    most = len(COLOURS) * len(STYLES)
+    require(
+        len(kinds) <= most, f"{len(kinds)} groups cannot be drawn in distinct styles; merge them into {most} or fewer"
+    )
 
     figure = new_figure(6.4, 4.0, "constrained")
     axis = figure.subplots()
@@ -161,17 +161,16 @@ def distribution(
 def _check_distribution(
     scores: np.ndarray, members: list[Any], drawable: np.ndarray, threshold: float | None, log: bool
 ) -> None:
-    if len(members) != len(scores):
-        raise ValueError(f"groups has {len(members)} entries for {len(scores)} values; it must have one each")
-    if log and bool((scores < 0).any()):
-        raise ValueError(f"values holds {scores.min():g}, which has no place on a logarithmic axis; pass log=False")
-    if log and threshold is not None and not threshold > 0:
-        raise ValueError(f"threshold={threshold} has no place on a logarithmic axis; pass log=False")
-    if not drawable.any():
-        raise ValueError(
-            f"no value can be drawn: {int((scores == 0).sum())} of {len(scores)} are zero and "
-            f"{int(np.isinf(scores).sum())} infinite{'; pass log=False to draw zeros' if log else ''}"
-        )
+    one_each = f"groups has {len(members)} entries for {len(scores)} values; it must have one each"
+    require(len(members) == len(scores), one_each)
+    place = "has no place on a logarithmic axis; pass log=False"
+    require(not log or bool((scores >= 0).all()), f"values holds {scores.min():g}, which {place}")
+    require(not log or threshold is None or threshold > 0, f"threshold={threshold} {place}")
+    zeros, infinite = int((scores == 0).sum()), int(np.isinf(scores).sum())
+    nothing = (
+        f"no value can be drawn: of {len(scores)}, {zeros} are zero (log=False draws them) and {infinite} infinite"
+    )
+    require(bool(drawable.any()), nothing)
 
 
 def _curve(
@@ -179,18 +178,15 @@ def _curve(
 ) -> tuple[Any, str]:
     """Draw the distribution of ascending scores from end to end of the axis; return the curve and its legend notes."""
     inside = np.isfinite(scores) & ((scores > 0) | (not log))
-    share = np.arange(1, len(scores) + 1) / len(scores)
-    below = int((scores < ends[0]).sum())  # not drawable, left of the axis
-    first = below / len(scores)
-    last = share[inside][-1] if inside.any() else first
+    below, above = int((scores < ends[0]).sum()), int(np.isposinf(scores).sum())  # left and right of the axis
 
     # from one end of the axis to the other, so all groups' curves have the same length
     x = np.concatenate([ends[:1], scores[inside], ends[1:]])
-    y = np.concatenate([[first], share[inside], [last]])
+    y = np.append(np.arange(below, below + inside.sum() + 1), below + inside.sum()) / len(scores)
     curve = axis.step(x, y, where="post", linewidth=1.8, **style)[0]
     notes = [f"n = {len(scores)}"]
     notes += [f"{below} at {'zero' if log else '−∞'}"] * (below > 0)
-    notes += [f"{int(np.isposinf(scores).sum())} at ∞"] * bool(np.isposinf(scores).any())
+    notes += [f"{above} at ∞"] * (above > 0)
     return curve, ", ".join(notes)
 
 
@@ -207,32 +203,18 @@ def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
         text.set_text(content)  # set afterwards: matplotlib hides labels that start with an underscore
 
 
-def _in_order(members: list[Any]) -> list[Any]:
-    """The distinct groups, sorted if they can be compared, otherwise in order of first appearance."""
-    kinds = list(dict.fromkeys(members))
-    try:
-        return sorted(kinds)
-    except TypeError:
-        return kinds
-
-
 def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:
     """Distances from the values down and up to the ends of the whiskers, [2, n]."""
-    if errors is not None and intervals is not None:
-        raise ValueError("errors and intervals both set the whiskers; pass one of them")
+    require(errors is None or intervals is None, "errors and intervals both set the whiskers; pass one of them")
     if errors is not None:
         half = as_vector(errors, "errors", len(heights))
-        if bool((half < 0).any()):
-            raise ValueError(f"errors must be ≥ 0, got {half.min():g}")
+        require(bool((half >= 0).all()), f"errors must be ≥ 0, got {half.min():g}")
         return np.stack([half, half])
     if intervals is None:
         return None
-    ends = as_finite(intervals, "intervals")
-    if ends.shape != (len(heights), 2):
-        raise ValueError(f"intervals must have shape [{len(heights)}, 2], low and high, got {list(ends.shape)}")
-    down, up = heights - ends[:, 0], ends[:, 1] - heights
-    outside = np.flatnonzero((down < 0) | (up < 0))
-    if len(outside):
-        i = int(outside[0])
-        raise ValueError(f"values[{i}]={heights[i]:g} lies outside its interval [{ends[i, 0]:g}, {ends[i, 1]:g}]")
-    return np.stack([down, up])
+    ends, wanted = as_finite(intervals, "intervals"), [len(heights), 2]
+    require(list(ends.shape) == wanted, f"intervals must have shape {wanted}, low and high, got {list(ends.shape)}")
+    reach = np.stack([heights - ends[:, 0], ends[:, 1] - heights])
+    outside = np.flatnonzero((reach < 0).any(axis=0)).tolist()
+    require(not outside, f"values[i] lies outside its interval for i in {outside[:5]}")
+    return reach

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array, as_finite, as_vector, new_figure, plain_number, wrapped
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["absolute", "signed"]
 View = Literal["image", "map", "overlay"]
-
-MODES = ("absolute", "signed")
 
 
 def show_map(
@@ -71,8 +70,8 @@ def show_map(
         >>> figure.axes[0].images[-1].get_clim()
         (-3.0, 3.0)
     """
-    if not views or any(view not in ("image", "map", "overlay") for view in views):
-        raise ValueError(f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
+    known = len(views) > 0 and set(views) <= {"image", "map", "overlay"}
+    require(known, f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
     _check_look(mode, alpha)
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
@@ -84,8 +83,7 @@ def show_map(
             figure.suptitle(title)
     else:
         drawn = list(np.ravel(np.asarray(axes, dtype=object)))
-        if len(drawn) != len(views):
-            raise ValueError(f"axes has {len(drawn)} axes for {len(views)} views {tuple(views)}; give one per view")
+        require(len(drawn) == len(views), f"axes has {len(drawn)} axes for {len(views)} views; give one per view")
         figure = drawn[0].figure.figure
 
     name = f"|{label}|" if mode == "absolute" else label
@@ -95,7 +93,7 @@ def show_map(
         if view == "image":
             _draw_image(axis, picture)
         elif view == "map":
-            axis.imshow(_clipped(heat, scale), **_colours(mode, scale))
+            axis.imshow(np.clip(heat, -scale, scale), **_colours(mode, scale))
         else:
             _draw_overlay(axis, picture, heat, mode, scale, alpha)
     if axes is not None and title is not None:
@@ -147,12 +145,11 @@ def gallery(
     values = as_vector(scores, "scores", infinite=True)
     names = list(ids) if ids is not None else list(range(len(values)))
     for given, what in ((images, "images"), (names, "ids"), (attributions, "attributions")):
-        if given is not None and len(given) != len(values):
-            raise ValueError(f"{what} has {len(given)} entries for {len(values)} scores; it must have one each")
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
-    if higher not in ("more exposed", "less exposed"):
-        raise ValueError(f"higher={higher!r} must be 'more exposed' or 'less exposed'")
+        length = len(values) if given is None else len(given)
+        require(length == len(values), f"{what} has {length} entries for {len(values)} scores; it must have one each")
+    require(count >= 1, f"count={count} must be at least 1")
+    directions = ("more exposed", "less exposed")
+    require(higher in directions, f"higher={higher!r} must be 'more exposed' or 'less exposed'")
     _check_look(mode, alpha)
 
     # if there are few, half in each row, so no example is shown twice
@@ -183,9 +180,8 @@ def gallery(
                 _draw_image(cells[0], picture)
                 _draw_overlay(cells[1], picture, heat, mode, _limit(heat, outlier_percentile, None), alpha)
             cells[0].set_title(plain_number(values[row]), fontsize="small", pad=3)
-            cells[-1].set_xlabel(
-                wrapped(str(names[row]), 15), fontsize="x-small", color="0.35", labelpad=2, parse_math=False
-            )
+            small: dict[str, Any] = {"fontsize": "x-small", "color": "0.35", "labelpad": 2, "parse_math": False}
+            cells[-1].set_xlabel(wrapped(str(names[row]), 15), **small)
         first = grid[stride * block : stride * block + height, 0]
         first[0].set_ylabel(text, fontsize="small")
         if attributions is not None:
@@ -210,11 +206,9 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
         as_finite(heat, "attribution")
     if heat.shape == array.shape:
         heat = np.moveaxis(heat, 0, -1) if _channels_first(array.shape) else heat
-    elif heat.shape != picture.shape[:2]:
-        raise ValueError(
-            f"attribution has shape {list(heat.shape)} and image {list(array.shape)}; the attribution must have the "
-            f"image's shape or {list(picture.shape[:2])}"
-        )
+    else:
+        given, wanted = list(heat.shape), list(picture.shape[:2])
+        require(given == wanted, f"attribution has shape {given}; it must be that of the image, or {wanted}")
     heat = heat if heat.ndim == 3 else heat[..., None]
     filled = np.nan_to_num(heat)
     together = np.abs(np.hypot.reduce(filled, axis=-1)) if mode == "absolute" else filled.sum(axis=-1)
@@ -226,15 +220,11 @@ def _picture(array: np.ndarray, name: str) -> np.ndarray:
     shape = array.shape
     if len(shape) == 3 and _channels_first(shape):
         array = np.moveaxis(array, 0, -1)
-    elif len(shape) != 2 and (len(shape) != 3 or shape[-1] not in (1, 3)):
-        batch = len(shape) == 4
-        remedy = f"take {name}[i], or gallery for several" if batch else "choose the channels to show"
-        raise ValueError(
-            f"{name} has shape {list(shape)}{', a batch' * batch}; it must be one image, [H, W], [C, H, W] or "
-            f"[H, W, C] with 1 or 3 channels: {remedy}"
-        )
-    if array.size == 0:
-        raise ValueError(f"{name} has shape {list(shape)}, which holds no pixels")
+    else:
+        image = len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3))
+        what = "one image, [H, W], [C, H, W] or [H, W, C] with 1 or 3 channels"
+        require(image, f"{name} has shape {list(shape)}; it must be {what}; gallery takes several")
+    require(array.size > 0, f"{name} has shape {list(shape)}, which holds no pixels")
     values = as_finite(array, name)
     if array.dtype == np.uint8:
         values = values / 255
@@ -249,26 +239,18 @@ def _channels_first(shape: tuple[int, ...]) -> bool:
 
 
 def _check_look(mode: str, alpha: float) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha={alpha} must lie in (0, 1]")
+    require(mode in ("absolute", "signed"), f"mode={mode!r} must be 'absolute' or 'signed'")
+    require(0 < alpha <= 1, f"alpha={alpha} must lie in (0, 1]")
 
 
 def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> float:
     """The magnitude at which colours saturate; 0 for a map of zeros."""
     if limit is not None:
-        if not (limit > 0 and np.isfinite(limit)):
-            raise ValueError(f"limit={limit} must be positive and finite; leave it out to take it from the map")
+        require(0 < limit < np.inf, f"limit={limit} must be positive and finite; leave it out to take it from the map")
         return float(limit)
-    if not 0 <= outlier_percentile < 100:
-        raise ValueError(f"outlier_percentile={outlier_percentile} must lie in [0, 100)")
+    require(0 <= outlier_percentile < 100, f"outlier_percentile={outlier_percentile} must lie in [0, 100)")
     magnitudes = np.abs(heat[np.isfinite(heat) & (heat != 0)])
     return float(np.percentile(magnitudes, 100 - outlier_percentile, method="higher")) if magnitudes.size else 0.0
-
-
-def _clipped(heat: np.ndarray, scale: float) -> np.ndarray:
-    return np.clip(heat, -scale, scale)
 
 
 def _colours(mode: str, scale: float) -> dict[str, Any]:
@@ -292,7 +274,7 @@ def _draw_image(axis: Axes, picture: np.ndarray) -> None:
 def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
     grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
     axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    shown = _clipped(np.nan_to_num(heat), scale)
+    shown = np.clip(np.nan_to_num(heat), -scale, scale)
     axis.imshow(shown, alpha=alpha * np.sqrt(np.abs(shown) / (scale or 1.0)), **_colours(mode, scale))
 
 
