@@ -330,12 +330,13 @@ def equalise(
     assert best is not None
     assert following is not None
     reported = rounds.report(best, fresh_runs) if fresh_runs else best
-    chosen, met, history = best.weights.values, reported.missing <= 1, tuple(rounds.history)
-    ends = map(rounds.goal.shown, reported.exposure.largest())
-    after: Any = (chosen if met else following.values, rounds.epsilon_of_all(), question, rounds.fil_before)
+    weights, met, target = best.weights.values, reported.missing <= 1, rounds.goal.target
+    worst, worst_end = map(rounds.goal.shown, reported.exposure.largest())
+    more: dict[str, Any] = {"chosen": best.round, "history": tuple(rounds.history), "fil_before": rounds.fil_before}
+    more |= {"next_weights": weights if met else following.values, "question": question}
+    more |= {"epsilon_of_all_rounds": rounds.epsilon_of_all()}
     warnings.warn(HELD_FIXED, stacklevel=2)
-    about: Any = (met, stopped, rounds.goal.target, *ends)
-    return Equalised(chosen, best.engine, reported.leakage, *about, best.round, history, *after)
+    return Equalised(weights, best.engine, reported.leakage, met, stopped, target, worst, worst_end, **more)
 
 
 @dataclass(frozen=True)
