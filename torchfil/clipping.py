@@ -119,8 +119,8 @@ def check_clip_weights(weights: Tensor, ids: Sequence[Hashable] | None = None) -
         why = "an example that adds nothing must not be in the data set at all; leave it out, or give a small weight"
     elif not value > 1:
         why = "a weight shrinks a gradient; give a number above 0 and at most 1"
-    where = f"clip_weights of example {name!r} (of {len(outside)} such)"
-    raise ValueError(f"{where} is {value:g}, not in (0, 1]: {why}")
+    more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
+    raise ValueError(f"clip_weights of example {name!r} is {value:g}{more}, not in (0, 1]: {why}")
 
 
 _REGISTRY: dict[str, ClipFunction] = {}
@@ -135,7 +135,7 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
     """The clip function of that name (a :class:`ClipFunction` is returned unchanged)."""
     if isinstance(clip, ClipFunction):
         return clip
-    known = f"clip={clip!r} is not one of {', '.join(available_clips())}"
+    known = f"clip={clip!r} is not a registered clip function ({', '.join(available_clips())})"
     require(clip in _REGISTRY, f"{known}; register your own with torchfil.clipping.register_clip")
     return _REGISTRY[clip]
 

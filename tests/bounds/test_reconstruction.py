@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.refused import all_refused
 from torchfil import bounds
 from torchfil.bounds.reconstruction import StepLoss, compose, success_by_counts, success_of
 
@@ -126,15 +127,6 @@ def test_monotone_in_steps_noise_rate_and_prior() -> None:
     assert (curve.high <= 1).all()
 
 
-def test_nearly_no_noise_gives_everything_away() -> None:
-    """Then whoever takes part is seen: success 1 − (1 − π₀)·(1 − q)^T, for ties are broken by the prior."""
-    q, steps, prior = 0.02, 50, 0.01
-    bracket = bounds.rero(prior, q=q, noise_multiplier=0.02, steps=steps)
-    never = (1 - q) ** steps
-    # ν never looks like a participation, and never participating looks like ν
-    assert float(bracket.high) == pytest.approx(1 - never + never * prior, rel=1e-6)
-
-
 def test_many_examples_at_once() -> None:
     """By levels of effective noise: an upper end that is close to the bracket of the example alone."""
     q, sigmas = 0.05, [1.0, 1.5, 4.0, 20.0]
@@ -155,13 +147,54 @@ def test_many_examples_at_once() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="prior_success=0 must lie strictly between 0 and 1"):
-        bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1)
-    with pytest.raises(ValueError, match="noise_multiplier=0 must be positive"):
-        bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1)
-    with pytest.raises(ValueError, match=r"q=1.5 must lie in \(0, 1\]"):
-        bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1)
-    with pytest.raises(ValueError, match="steps=0 must be a whole number"):
-        bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0)
-    with pytest.raises(ValueError, match=r"have \[2, 1, 3\] entries"):
-        bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3])
+    all_refused(
+        {
+            "prior_success": lambda: bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1),
+            "noise_multiplier=0 must be": lambda: bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1),
+            r"q=1.5 must lie in \(0, 1\]": lambda: bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1),
+            "steps=0 must be a whole number": lambda: bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0),
+            r"have \[2, 1, 3\] entries": lambda: bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3]),
+        }
+    )
+
+
+# --- next to no noise, whose losses no grid would hold
+
+PRIORS = [0.001, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("sigma", [0.04, 1e-3, 1e-8, 1e-300])
+def test_a_step_that_drew_the_example_is_told(sigma: float) -> None:
+    """1 − (1 − q)^T (1 − π₀): whoever was drawn is known, of others the attacker guesses."""
+    for q, steps in ((0.01, 100), (0.5, 3), (0.2, 1000)):
+        limit = 1 - (1 - q) ** steps * (1 - torch.tensor(PRIORS, dtype=torch.float64))
+        bracket = bounds.rero(PRIORS, q=q, noise_multiplier=sigma, steps=steps)
+        assert bool((bracket.low <= bracket.high).all())
+        torch.testing.assert_close(bracket.low, limit, rtol=1e-6, atol=0)
+        torch.testing.assert_close(bracket.high, limit, rtol=1e-9, atol=0)
+
+
+def test_beside_steps_with_noise() -> None:
+    mixed = {"q": [0.01, 0.02], "steps": [20, 500]}
+    bare = bounds.rero(PRIORS, noise_multiplier=[1e-8, 1.0], **mixed)
+    some = bounds.rero(PRIORS, noise_multiplier=[0.06, 1.0], **mixed)  # composed on the grid
+    assert bool((bare.high >= some.low).all())
+    torch.testing.assert_close(bare.high, some.high, rtol=1e-3, atol=0)
+    torch.testing.assert_close(bare.low, some.low, rtol=1e-3, atol=0)
+
+
+def test_the_success_of_long_runs_is_no_more_than_one() -> None:
+    """Losses beyond the largest exponent that float64 has."""
+    for q, steps in ((0.2, 1000), (0.5, 10**5)):
+        bracket = bounds.rero(PRIORS, q=q, noise_multiplier=0.1, steps=steps)
+        assert bool((bracket.high == 1).all())
+        assert bool((bracket.low > 1 - 1e-6).all())
+
+
+def test_little_noise_by_example() -> None:
+    counts = np.array([[2, 3], [0, 5], [5, 0], [0, 0]])
+    found = success_by_counts(PRIORS, 0.1, [1e-8, 1.0], counts)
+    noisy = success_by_counts(PRIORS, 0.1, [0.06, 1.0], counts)
+    assert np.allclose(found, noisy, rtol=3e-3)
+    assert np.allclose(found[2], 1 - 0.9**5 * (1 - np.array(PRIORS)))
+    assert np.allclose(found[3], PRIORS)

@@ -11,6 +11,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from tests.glm.glm_cases import CASES, D, N, data, pseudo_huber
+from tests.refused import all_refused
 from torchfil.glm import (
     Composition,
     GeneralizedLinearModel,
@@ -91,24 +92,6 @@ class TestRelease:
         ):
             model.sigma_for_dp(np.vstack([X] * 10), 1.0, 1e-5)
 
-    def test_mse_bounds_are_what_the_noise_leaves(self) -> None:
-        X, y, _ = data("linear", False)
-        model = LinearRegression().fit(X, y)
-        bound = model.mse_bound(X, y, sigma=0.3, private_target=False)
-        assert np.allclose(bound, 1 / model.fil(X, y, sigma=0.3, kind="trace", private_target=False) ** 2)
-        one = model.mse_bound(X, y, sigma=0.3, attributes={"a": [1]})["a"]
-        assert np.allclose(one, 1 / model.fil(X, y, sigma=0.3, attributes={"a": [1]})["a"] ** 2)
-        assert isinstance(model.mse_bound(X, y, groups=["all"] * N)["all"], float)
-
-    def test_a_softmax_is_released_class_by_class(self) -> None:
-        X, y, _ = data("softmax", False)
-        model = SoftmaxRegression(l2=0.03, fit_intercept=True).fit(X, y)
-        generator = torch.Generator().manual_seed(0)
-        draws = torch.stack([model.release(0.1, generator) for _ in range(2000)]).numpy()
-        assert draws.shape[1:] == (3, D + 1)
-        assert np.allclose(draws.mean(axis=0)[:, :D], model.coef_, atol=0.02)
-        assert np.allclose(draws.mean(axis=0)[:, D], model.intercept_, atol=0.02)
-
 
 class TestFit:
     def test_separable_data_without_regularisation_is_told(self) -> None:
@@ -119,10 +102,10 @@ class TestFit:
     def test_weights_that_diverge_are_told_as_such(self) -> None:
         """The gradient vanishes on separable data: it is not what failed."""
         X, y = np.array([[-1.0], [1.0]]), [0, 1]
-        with pytest.raises(NotConvergedError, match=r"the weights diverge, as on separable data.*Set l2 > 0") as told:
+        with pytest.raises(NotConvergedError, match="diverge, as on separable data.*Set l2 > 0") as told:
             LogisticRegression().fit(X, y)
         assert "above tolerance" not in str(told.value)
-        with pytest.raises(NotConvergedError, match="the weights diverge.*The intercept has no penalty: leave it out"):
+        with pytest.raises(NotConvergedError, match="diverge.*The intercept has no penalty"):
             LogisticRegression(l2=0.1, fit_intercept=True).fit(X, [0, 0])
         with pytest.raises(NotConvergedError, match=r"after 1 Newton steps the gradient is .*, above tolerance=1e-10"):
             LogisticRegression(l2=0.01, max_iterations=1).fit(*data("logistic", False)[:2])
@@ -221,21 +204,20 @@ class TestFit:
         with pytest.raises(ValueError, match=r"unknown columns \[True, False\]"):
             named.fil(frame, y, attributes={"x": [True, False]})
         for repeated in ([0, 0], ["a", 0], ["a", "b", "a"]):
-            with pytest.raises(ValueError, match=r"columns \[0\] occur more than once in the attribute"):
+            with pytest.raises(ValueError, match=r"columns \[0\] occur more than once"):
                 named.fil(frame, y, attributes={"x": repeated})
 
     def test_refusals(self) -> None:
         X, y, _ = data("linear", False)
-        with pytest.raises(ValueError, match="is not fitted yet"):
-            LinearRegression().fil(X, y)
-        with pytest.raises(ValueError, match="l2=-1 must be a finite number ≥ 0"):
-            LinearRegression(l2=-1).fit(X, y)
-        with pytest.raises(ValueError, match="l2=inf must be a finite number ≥ 0"):
-            LinearRegression(l2=np.inf).fit(X, y)
-        with pytest.raises(ValueError, match="the smallest is -1"):
-            PoissonRegression().fit(X, -np.ones(N))
-        with pytest.raises(ValueError, match="logistic targets must be 0 or 1"):
-            LogisticRegression().fit(X, np.sign(y))
+        all_refused(
+            {
+                "is not fitted yet": lambda: LinearRegression().fil(X, y),
+                "l2=-1 must be a finite number": lambda: LinearRegression(l2=-1).fit(X, y),
+                "l2=inf must be a finite": lambda: LinearRegression(l2=np.inf).fit(X, y),
+                "the smallest is -1": lambda: PoissonRegression().fit(X, -np.ones(N)),
+                "logistic targets must be 0 or": lambda: LogisticRegression().fit(X, np.sign(y)),
+            }
+        )
         broken = X.copy()
         broken[3, 0] = np.nan
         with pytest.raises(ValueError, match=r"NaN or infinite values in rows \[3\], columns \[0\] of X"):
@@ -243,7 +225,7 @@ class TestFit:
         model = LinearRegression().fit(X, y)
         with pytest.raises(ValueError, match="sigma=0 must be positive"):
             model.fil(X, y, sigma=0)
-        with pytest.raises(ValueError, match="the model was fitted on 25, got 3"):
+        with pytest.raises(ValueError, match="fitted on 25 examples, got 3"):
             model.fil(X[:3], y[:3])
 
 
@@ -284,16 +266,6 @@ class TestTrainingData:
         assert np.isfinite(CASES[name]().set_params(tolerance=1e-2).fit(X, y, weights).fil(X, y)).all()
         assert np.isfinite(CASES[name]().set_params(solver="lbfgs").fit(X, y, weights).fil(X, y)).all()
         assert np.allclose(model.set_params(l2=7.0, tolerance=1e-15).fil(X, y), eta), "of the fit, not of the settings"
-
-    @pytest.mark.parametrize("scale", [1e-6, 1e6])
-    def test_nor_where_columns_differ_much_in_size_and_targets_are_met_exactly(self, scale: float) -> None:
-        X, y, _ = data("linear", False)
-        X = X * [scale, 1.0, 1.0, 1.0] + [0.0, 2000.0, 0.0, 0.0]
-        exact = X @ [1 / scale, 2.0, -1.0, 0.5] + 3e4
-        for targets in (exact, y, 1e5 + y):
-            model = LinearRegression(fit_intercept=True, tolerance=1e-3).fit(X, targets)
-            assert np.isfinite(model.fil(X[::-1], targets[::-1])).all()
-            assert np.isfinite(model.fil(X.astype(np.float32), targets.astype(np.float32))).all()
 
     def test_a_tables_columns_must_have_their_names(self) -> None:
         X, y, _ = data("linear", False)
