@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchfil
 from tests.refused import all_refused
 from torchfil.attacks import AttackResult, GLMReconstruction
-from torchfil.attacks.base import make_generator
+from torchfil.attacks.base import make_generator, mean_of_trials
 from torchfil.glm import Composition, LogisticRegression
 from torchfil.report import AttackRecord, SavedRun
 
@@ -46,19 +47,10 @@ def test_violated_only_beyond_chance() -> None:
 
 def test_an_honest_attacker_is_rarely_accused() -> None:
     """Unbiased guesses at the bound: violations as rare as the confidence promises (one side of 95 %: 2.5 %)."""
-    trials, m = 200, 4000
-    errors = np.random.default_rng(0).normal(size=(m, trials)) ** 2
-    attack = AttackResult(
-        "efficient",
-        "all",
-        range(m),
-        errors.mean(axis=1),
-        measure="mse",
-        trials=trials,
-        standard_error=errors.std(axis=1, ddof=1) / trials**0.5,
-    )
-    assert 0.01 < torchfil.compare_with_bounds(np.ones(m), attack).violations < 0.06
-    assert torchfil.compare_with_bounds(np.full(m, 2.0), attack).violations > 0.99
+    errors = torch.as_tensor(np.random.default_rng(0).normal(size=(4000, 200)) ** 2)
+    attack = mean_of_trials("efficient", "all", range(4000), errors, "mse")
+    assert 0.01 < torchfil.compare_with_bounds(np.ones(4000), attack).violations < 0.06
+    assert torchfil.compare_with_bounds(np.full(4000, 2.0), attack).violations > 0.99
 
 
 def test_table_record_and_picture(tmp_path: Path) -> None:
@@ -150,19 +142,11 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 def test_a_guess_that_never_saw_the_model_is_not_testable() -> None:
     """The mean of the data beats every bound above the data's spread: that was reported as a violated bound."""
-    rng = np.random.default_rng(0)
-    data = rng.normal(size=(50, 3))
-    spread = (data - data.mean(axis=0)) ** 2
-    errors = spread.mean(axis=1)
-    seen = AttackResult("mean", "the data's mean", range(50), errors, "mse", trials=9, standard_error=np.zeros(50))
-    unseen = AttackResult(
-        "mean", "the data's mean", range(50), errors, "mse", trials=9, standard_error=np.zeros(50), saw_model=False
-    )
-    bounds = np.full(50, 100.0)
-    assert torchfil.compare_with_bounds(bounds, seen).violated.all()
-    found = torchfil.compare_with_bounds(bounds, unseen)
-    assert not found.violated.any()
+    seen = result([1.0] * 50, [0.0] * 50)
+    found = torchfil.compare_with_bounds([100.0] * 50, replace(seen, saw_model=False))
+    assert torchfil.compare_with_bounds([100.0] * 50, seen).violated.all()
     assert found.verdicts == ["not testable"] * 50
+    assert not found.violated.any()
     assert np.isnan(found.violations)
     assert (found.record(range(50)).testable, found.record(range(50)).untestable) == (False, "never saw the model")
 

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import DEVICE
+from tests.glm.glm_cases import CODES, COLUMNS, table
+from tests.glm.glm_cases import EXACT_MODELS as MODELS
 from torchfil.glm import (
     Absent,
-    GeneralizedLinearModel,
     Label,
     LinearRegression,
-    LogisticRegression,
     NominalAttribute,
-    PoissonRegression,
     Question,
     Shift,
 )
@@ -24,33 +22,6 @@ from torchfil.glm.guesses import ask
 from torchfil.glm.refits import GLMView, minimiser_changes
 
 N = 60
-COLUMNS = [1, 2]
-CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-EXACT = {"tolerance": 1e-14, "device": DEVICE}
-
-MODELS: dict[str, Callable[[], GeneralizedLinearModel]] = {
-    "linear": lambda: LinearRegression(l2=0.0, **EXACT),  # type: ignore[arg-type]
-    "ridge with intercept": lambda: LinearRegression(l2=0.02, fit_intercept=True, **EXACT),  # type: ignore[arg-type]
-    "logistic": lambda: LogisticRegression(l2=0.05, **EXACT),  # type: ignore[arg-type]
-    "logistic with intercept": lambda: LogisticRegression(l2=0.05, fit_intercept=True, **EXACT),  # type: ignore[arg-type]
-    "poisson": lambda: PoissonRegression(l2=0.1, **EXACT),  # type: ignore[arg-type]
-    "pseudo-huber": lambda: GeneralizedLinearModel(
-        lambda m, y: torch.sqrt(1 + (m - y).square()) - 1,
-        l2=0.05,
-        **EXACT,  # type: ignore[arg-type]
-    ),
-}
-
-
-def table(name: str) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(3)
-    X = np.column_stack([rng.normal(size=N), CODES[rng.integers(3, size=N)], rng.normal(size=(N, 2))])
-    signal = X @ np.array([0.5, 1.0, -1.0, 0.3, 0.0])
-    if name.startswith("logistic"):
-        return X, (rng.random(N) < 1 / (1 + np.exp(-signal))).astype(float)
-    if name == "poisson":
-        return X, rng.poisson(np.exp(0.3 * signal)).astype(float)
-    return X, signal + 0.5 * rng.normal(size=N)
 
 
 def with_code(number: int) -> Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]:
@@ -87,7 +58,7 @@ def test_updates_equal_refits(name: str, surrogate: bool, monkeypatch: pytest.Mo
     """Every kind of question, weighted."""
     if not surrogate:
         monkeypatch.setattr("torchfil.glm.refits._THIRD_NUMBERS", 0)
-    X, y = table(name)
+    X, y, _ = table(name)
     weight = np.random.default_rng(5).uniform(0.2, 2.0, N)
     view = GLMView.build(MODELS[name]().fit(X, y, sample_weight=weight), X, y)
     label = Label(2) if name.startswith("logistic") else Shift(1.0)
