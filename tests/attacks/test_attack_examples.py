@@ -7,7 +7,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -110,21 +109,3 @@ def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     parts[1].write_text(json.dumps({**joined, "rows": [0]}))
     with pytest.raises(SystemExit, match="1.json has other settings or x-rays than .*0.json"):
         run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[1]}")
-
-
-def statistics(exposure: Any, values: Any) -> dict[str, list[float]]:
-    pytest.importorskip("matplotlib")
-    example = runpy.run_path(str(EXAMPLES / "attack_inversion.py"), run_name="example")
-    found: dict[str, list[float]] = example["statistics"](np.atleast_2d(exposure), np.atleast_2d(values), 400)
-    return found
-
-
-def test_thirds_and_correlation_have_their_closed_form() -> None:
-    ranks = np.random.default_rng(0).permutation(300)
-    found = statistics(ranks**3, ranks / 300)
-    assert found["low"][0] == pytest.approx(99 / 600)
-    assert found["high"][0] == pytest.approx((200 + 299) / 600)
-    assert found["spearman"] == pytest.approx([1, 1, 1])
-    difference, lower, upper = found["difference"]
-    assert difference == pytest.approx(2 / 3)
-    assert lower < difference < upper

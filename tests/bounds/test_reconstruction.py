@@ -92,20 +92,6 @@ def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> N
     assert (bracket.high <= bracket.low * (1 + 5e-4)).all()
 
 
-def test_coarser_grids_bracket_finer_ones() -> None:
-    step = StepLoss(0.05, 0.8, reach=9.0)
-    ends = []
-    for width in (0.02, 0.005, 0.00125):
-        for law in (step.rounded_down(width), step.rounded_up(width)):
-            start, size = -int(8 / width), int(30 / width)
-            sums = compose([law], np.array([[25]]), start, size)
-            ends.append(success_of(sums, np.array([start * width + 25 * law.offset]), width, [1e-3, 0.1])[0])
-    lows, highs = np.array(ends[::2]), np.array(ends[1::2])
-    assert (np.diff(lows, axis=0) > 0).all()
-    assert (np.diff(highs, axis=0) < 0).all()
-    assert (highs[0] - lows[0] > 8 * (highs[1] - lows[1])).all(), "second order"
-
-
 def test_monotone_in_steps_noise_rate_and_prior() -> None:
     setting = {"q": 0.1, "noise_multiplier": 2.0, "steps": 50}
 

@@ -141,14 +141,6 @@ def test_what_all_examples_share_is_in_the_error() -> None:
     assert bounds.population_mse_bound(paused, 1, prior).bound.kind == "upper bound"
 
 
-def test_the_sentence_names_people_attackers_and_the_guess_without() -> None:
-    prior = Prior.gaussian(torch.randn(50, 2, generator=torch.Generator().manual_seed(0)))
-    text = str(bounds.population_mse_bound(Estimate.exact(torch.full((50,), 4.0)), 2, prior))
-    for part in ("On average over people", "every attacker, biased or not", "not about any one example", "50 examples"):
-        assert part in text
-    assert f"{prior.variance:.3g}" in text
-
-
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"infinite.*torchfil.questions"):
         bounds.mse_van_trees(1.0, 1, math.inf)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from torchfil.datasets import DataNotFoundError, TabularTask, iwpc
 from torchfil.glm import (
     Absent,
     BestGuess,
@@ -88,19 +87,6 @@ def test_nobody_beats_it_and_the_bayes_attacker_attains_it(name: str) -> None:
     found = check_attacked(X, y, attributes[name], 3e-2)
     assert (found.accuracy >= found.prior_accuracy).all()
     assert found.accuracy.mean() > found.prior_accuracy.mean() + 0.05
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["vkorc1", "cyp2c9"])
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_warfarin_patients(name: str, sigma: float) -> None:
-    """All 3,855 patients, 10,000 releases, the four scales of noise of the published attack."""
-    try:
-        task: TabularTask = iwpc()
-    except DataNotFoundError as error:
-        pytest.skip(str(error))
-    found = check_attacked(task.train_inputs, task.train_targets, NominalAttribute.of_task(task, name), sigma)
-    assert found.answers == task.levels[name]
 
 
 @pytest.mark.parametrize(

@@ -73,22 +73,6 @@ def test_copies_share_the_influence(problem: Problem, copies: int) -> None:
 
 @relaxed
 @given(problems())
-def test_a_weight_of_two_is_two_copies(problem: Problem) -> None:
-    """Without a penalty that counts examples: both copies moved together are the one of weight two."""
-    X, y = problem.X, problem.y
-    weights = np.where(np.arange(len(y)) == 0, 2.0, 1.0)
-    n = len(y)
-    one = problem.build().fit(X, y, weights)
-    two = problem.build()
-    two.l2 = one.l2 * n / (n + 1)
-    two.fit(np.vstack([X, X[:1]]), np.append(y, y[0]))
-    assert np.allclose(one.coef_, two.coef_, rtol=1e-5, atol=1e-8)
-    copies = two.fil(np.vstack([X, X[:1]]), np.append(y, y[0]))
-    assert np.allclose(one.fil(X, y)[0], 2 * copies[0], rtol=1e-5)
-
-
-@relaxed
-@given(problems())
 def test_post_processing_never_raises_it(problem: Problem) -> None:
     """Of any linear function Tw′ of the release: I = JᵀTᵀ(TTᵀ)⁻¹TJ/σ² has no larger norm or trace."""
     model = problem.fitted()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,33 +19,12 @@ _LARGEST_MARGIN = 1e8
 Elementwise = Callable[[Tensor, Tensor], Tensor]
 
 
-class Loss(Protocol):
-    """ℓ(m, y), convex in the K margins m = Uᵀx of an example; every method takes margins [n, K] and all targets."""
-
-    @property
-    def name(self) -> str:
-        """The name for messages."""
-
-    @property
-    def lipschitz(self) -> float | None:
-        """The largest ‖∂ℓ/∂m‖₂ over all margins and targets in range, or None if it is unbounded."""
-
-    def losses(self, margin: Tensor, y: Tensor) -> Tensor:
-        """ℓ, [n]."""
-
-    def residual(self, margin: Tensor, y: Tensor) -> Tensor:
-        """∂ℓ/∂m, [n, K]."""
-
-    def curvature(self, margin: Tensor, y: Tensor) -> Tensor:
-        """∂²ℓ/∂m², [n, K, K]."""
-
-    def coupling(self, margin: Tensor, y: Tensor) -> Tensor:
-        """∂²ℓ/∂m∂y, [n, K, t], t the number of the target's coordinates."""
-
-
 @dataclass(frozen=True)
 class MarginLoss:
     """ℓ(m, y), convex in the one margin m = wᵀx, elementwise on tensors.
+
+    Methods take margins [n, K] and all targets, like those of :class:`SoftmaxLoss`; here K = 1, and t, the number of
+    the target's coordinates, is 1.
 
     Attributes:
         name: The name for messages.
@@ -100,8 +79,8 @@ class SoftmaxLoss:
 
     classes: int
 
-    name = "softmax"
-    lipschitz = 2**0.5
+    name: ClassVar[str] = "softmax"
+    lipschitz: ClassVar[float] = 2**0.5
 
     def losses(self, margin: Tensor, y: Tensor) -> Tensor:
         """ℓ, [n]."""
@@ -126,6 +105,9 @@ class SoftmaxLoss:
     def basis(self, like: Tensor) -> Tensor:
         """B, [classes, K]."""
         return tangent_basis(self.classes).to(like)
+
+
+Loss = MarginLoss | SoftmaxLoss  # ℓ(m, y), convex in the K margins m = Uᵀx of an example
 
 
 def tangent_basis(size: int) -> Tensor:
