@@ -20,11 +20,7 @@ from torchfil.attacks.attributes import (
     prior_inversion,
 )
 from torchfil.attacks.glm_reconstruction import GLMReconstruction, biased_bound
-from torchfil.glm import (
-    LinearRegression,
-    PoissonRegression,
-    SoftmaxRegression,
-)
+from torchfil.glm import LinearRegression, PoissonRegression, SoftmaxRegression
 from torchfil.glm.refits import GLMView
 
 ATTRIBUTE = NominalAttribute(COLUMNS, CODES)

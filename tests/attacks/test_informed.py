@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from tests.cases import DEVICE
 from tests.refused import all_refused
 from torchfil import bounds, fisher
-from torchfil.attacks.transcripts import (
-    Transcripts,
-    expected_information,
-    informed_reconstruction,
-    record_dpsgd,
-)
+from torchfil.attacks.transcripts import Transcripts, expected_information, informed_reconstruction, record_dpsgd
 
 C = 1.0
 

@@ -10,12 +10,7 @@ from torch import nn
 
 from tests.cases import DEVICE
 from tests.refused import all_refused
-from torchfil.attacks.property import (
-    Client,
-    FederatedGradients,
-    federated_gradients,
-    property_inference,
-)
+from torchfil.attacks.property import Client, FederatedGradients, federated_gradients, property_inference
 
 pytest.importorskip("sklearn")
 

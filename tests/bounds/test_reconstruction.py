@@ -70,8 +70,7 @@ def test_one_subsampled_step_by_hand(q: float, prior: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "stretches",
-    [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]],
+    "stretches", [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]]
 )
 def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
     q, sigma, steps = (list(column) for column in zip(*stretches, strict=True))

@@ -10,13 +10,7 @@ import torch
 
 from tests.glm.glm_cases import CASES, D, N, data
 from tests.refused import all_refused
-from torchfil.glm import (
-    Composition,
-    GeneralizedLinearModel,
-    LinearRegression,
-    LogisticRegression,
-    SoftmaxRegression,
-)
+from torchfil.glm import Composition, GeneralizedLinearModel, LinearRegression, LogisticRegression, SoftmaxRegression
 from torchfil.glm.fil import largest_eigenvalues
 from torchfil.glm.solver import Objective, SoftmaxLoss, minimise
 

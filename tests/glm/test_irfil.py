@@ -33,13 +33,7 @@ class TestIRFIL:
         stopped = iteratively_reweighted_fil(LinearRegression(l2=0.1), X, y, rounds=200, tolerance=0.01)
         assert len(stopped.etas) < 201
         assert stopped.spread[-1] <= 0.01 * stopped.etas[-1].mean()
-        one = iteratively_reweighted_fil(
-            LinearRegression(l2=0.1),
-            X,
-            y,
-            rounds=200,
-            attribute=[1],
-        )
+        one = iteratively_reweighted_fil(LinearRegression(l2=0.1), X, y, rounds=200, attribute=[1])
         assert one.spread[-1] < 1e-3 * one.spread[0]
         assert np.allclose(one.etas[-1], one.model.fil(X, y, attributes={"a": [1]})["a"])
 

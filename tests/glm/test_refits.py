@@ -10,14 +10,7 @@ import torch
 
 from tests.glm.glm_cases import CODES, COLUMNS, table
 from tests.glm.glm_cases import EXACT_MODELS as MODELS
-from torchfil.glm import (
-    Absent,
-    Label,
-    LinearRegression,
-    NominalAttribute,
-    Question,
-    Shift,
-)
+from torchfil.glm import Absent, Label, LinearRegression, NominalAttribute, Question, Shift
 from torchfil.glm.guesses import ask
 from torchfil.glm.refits import GLMView, minimiser_changes
 
