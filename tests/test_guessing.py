@@ -51,28 +51,6 @@ def test_rate_against_a_root_finder(divergence: float, alpha: float) -> None:
     assert got == pytest.approx(want, abs=1e-12)
 
 
-@quick
-@given(st.floats(0, 20), st.floats(0, 5), st.floats(0, 1))
-def test_more_divergence_means_more(divergence: float, more: float, alpha: float) -> None:
-    for function in (
-        guessing.largest_true_positive_rate,
-        guessing.normal_limit_true_positive_rate,
-        guessing.largest_success,
-    ):
-        low, high = function([divergence, divergence + more], alpha).tolist()
-        assert alpha - 1e-12 <= low <= high <= 1
-    prior = min(max(alpha, 1e-6), 1 - 1e-6)
-    for function in (
-        guessing.expected_posterior_bound,
-        lambda d, p: guessing.expected_log_posterior_bound(d, p).exp(),
-        lambda d, p: guessing.fano_success(d, [p, (1 - p) / 4, 3 * (1 - p) / 4]),
-    ):
-        low, high = function([divergence, divergence + more], prior).tolist()
-        assert prior - 1e-12 <= low <= high <= 1
-    low, high = guessing.largest_total_variation([divergence, divergence + more]).tolist()
-    assert 0 <= low <= high <= 1
-
-
 def test_no_divergence_and_any() -> None:
     alphas = torch.tensor([0.0, 1e-12, 0.01, 0.5, 1.0], dtype=torch.float64)
     for function in (guessing.largest_true_positive_rate, guessing.normal_limit_true_positive_rate):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -89,27 +88,6 @@ def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> N
     bracket = bounds.rero([1e-6, 0.001, 0.1], q=q, noise_multiplier=sigma, steps=steps)
     assert (bracket.low <= bracket.high).all()
     assert (bracket.high <= bracket.low * (1 + 5e-4)).all()
-
-
-def test_monotone_in_steps_noise_rate_and_prior() -> None:
-    setting = {"q": 0.1, "noise_multiplier": 2.0, "steps": 50}
-
-    def ends(**changes: float) -> tuple[float, float]:
-        bracket = bounds.rero(0.1, **{**setting, **changes})  # type: ignore[arg-type]
-        return float(bracket.low), float(bracket.high)
-
-    tried: dict[str, list[float]] = {
-        "steps": [1, 50, 51, 400],
-        "noise_multiplier": [8.0, 2.0, 1.0],
-        "q": [0.01, 0.1, 0.5],
-    }
-    for name, values in tried.items():
-        brackets = [ends(**{name: value}) for value in values]
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(brackets)), name
-    curve = bounds.rero([1e-6, 0.01, 0.1, 0.6, 0.999], **setting)  # type: ignore[arg-type]
-    assert (curve.high.diff() > 0).all()
-    assert (curve.low >= torch.tensor([1e-6, 0.01, 0.1, 0.6, 0.999])).all()
-    assert (curve.high <= 1).all()
 
 
 def test_many_examples_at_once() -> None:

@@ -199,21 +199,3 @@ def test_labels_and_known_columns_are_conditioned_on() -> None:
             "prior is of 20000 examples": lambda: bounds.population_mse_bound(Estimate.exact(torch.ones(3)), 2, prior),
         }
     )
-
-
-def test_a_normal_law_claims_too_much_for_bimodal_people_and_says_so() -> None:
-    """z = ±1 ± 0.1, o = z + N(0, s²): a posterior mean with the right prior errs by less than the normal law allows."""
-    generator, noise = torch.Generator().manual_seed(6), math.sqrt(2 / 3)
-    z = 2.0 * torch.randint(0, 2, (100_000,), generator=generator) - 1
-    z = z + 0.1 * torch.randn(z.shape, generator=generator)
-    output = z + noise * torch.randn(z.shape, generator=generator)
-    total = 0.01 + noise**2
-    up, gain = torch.sigmoid(2 * output / total), 0.01 / total
-    guess = up * (1 + gain * (output - 1)) + (1 - up) * (-1 + gain * (output + 1))
-    reached = (guess - z).square().mean().item()
-
-    trace = Estimate.exact(torch.full((len(z),), 1 / noise**2, dtype=torch.float64))
-    result = bounds.population_mse_bound(trace, 1, Prior.gaussian(z[:, None]))
-    assert reached < 0.85 * result.bound.value.item()
-    assert result.bound.kind == "upper bound"
-    assert "assumed: the bound claims too much for any other" in str(result)

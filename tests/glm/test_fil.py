@@ -76,24 +76,6 @@ def test_jacobian_is_the_derivative_of_the_refitted_minimiser(fitted: Any) -> No
         assert np.abs(got - want).max() < 1e-7 * np.abs(want).max()
 
 
-def test_jacobian_is_the_implicit_derivative(fitted: Any) -> None:
-    """−H⁻¹ ∂(gradient)/∂z by autograd through the objective."""
-    model, X, y, weights = fitted
-    u = model._fit.weights
-
-    def value(u: torch.Tensor, z: torch.Tensor, i: int) -> torch.Tensor:
-        return objective(model, *move(model, X, y, i, z), weights).value(u)
-
-    for i in (3, 11):
-        z = torch.zeros(coordinates(model), dtype=torch.float64)
-        gradient = torch.func.grad(value)
-        hessian = torch.func.jacrev(gradient)(u, z, i).flatten(2).flatten(0, 1)
-        cross = torch.func.jacrev(gradient, argnums=1)(u, z, i).flatten(0, 1)
-        assert torch.allclose(hessian, model._fit.hessian, rtol=1e-9, atol=1e-12)
-        want = -torch.linalg.solve(hessian, cross)
-        assert torch.allclose(model.sensitivity(X, y).jacobian(i), want, rtol=1e-7, atol=1e-10)
-
-
 @pytest.mark.parametrize("private_target", [True, False])
 def test_every_granularity_against_singular_values(fitted: Any, private_target: bool) -> None:
     model, X, y, _ = fitted

@@ -676,9 +676,7 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
-        require(
-            not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, such as {missing[:1]}; map all"
-        )
+        require(not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them")
         labels = [labels[each] for each in ids]
     listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
     require(len(listed) == len(ids), f"{name} has {len(listed)} labels for {len(ids)} examples; give one for each")
