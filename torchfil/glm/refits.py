@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torchfil.glm.model import GeneralizedLinearModel
     from torchfil.glm.solver import MarginLoss
 
-__all__ = ["GLMView", "minimiser_changes", "numbers_at_once"]
-
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
 _CHUNK_ARRAYS = 16
 _THIRD_NUMBERS = 2**21  # the most entries of the third derivative
