@@ -15,7 +15,7 @@ from torchfil.cli.output import FILE, Output, number, table, with_output
 from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
-    from torchfil.glm import Guess
+    from torchfil.glm import BestGuess
     from torchfil.glm.tables import EncodedTable, LeakageTable
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
@@ -210,7 +210,7 @@ def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> 
     return text
 
 
-def _questions(guesses: Mapping[str, Guess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
+def _questions(guesses: Mapping[str, BestGuess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
     """How well the best attacker answers each question, as text and as data."""
     lines, data = list[list[str]](), dict[str, Any]()
     for name, best in guesses.items():
