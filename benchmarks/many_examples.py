@@ -62,7 +62,7 @@ def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str,
     result: dict[str, Any] = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            run, policy = Path(folder, "run.fil"), Path(folder, "policy.toml")
+            run, policy = Path(folder, "run.parquet"), Path(folder, "policy.toml")
             policy.write_text(POLICY)
             tool = [sys.executable, "-m", "torchfil"]
             commands = (

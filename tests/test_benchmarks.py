@@ -258,9 +258,9 @@ def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
-    found = many.train_and_save(300, tmp_path / "run.fil", all_drawn=True)
+    found = many.train_and_save(300, tmp_path / "run.parquet", all_drawn=True)
     assert found["bytes_an_example"] == found["bytes_an_example_drawn"] == 136
-    assert (tmp_path / "run.fil").stat().st_size > 300 * 80
+    assert (tmp_path / "run.parquet").stat().st_size > 300 * 80
 
 
 def test_the_page_tells_of_many_examples() -> None:

@@ -31,7 +31,7 @@ def repeated() -> Any:
 
 def test_the_numbers_are_those_of_merge(repeated: Any, tmp_path: Path) -> None:
     average = FILPrivacyEngine.merge(repeated)
-    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.fil", delta=DELTA, title="three"))
+    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA, title="three"))
     columns = average.arrays()
     for name in ("fil", "mse_bound", "mse_bound_low", "fil_error"):
         assert np.array_equal(run.columns[name], columns[name])
@@ -42,7 +42,7 @@ def test_the_numbers_are_those_of_merge(repeated: Any, tmp_path: Path) -> None:
 
 
 def test_what_belongs_to_one_run_is_left_out(repeated: Any, tmp_path: Path) -> None:
-    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.fil", delta=DELTA))
+    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA))
     assert "epsilon" not in run.columns
     assert run.history == {}
     assert run.about["probe_seed"] is None
@@ -51,7 +51,7 @@ def test_what_belongs_to_one_run_is_left_out(repeated: Any, tmp_path: Path) -> N
 
 def test_composition_is_told(repeated: Any, tmp_path: Path) -> None:
     """ε of all is that of one training three times as long; η̄ of all is √3 times the mean's."""
-    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.fil", delta=DELTA))
+    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA))
     longer = copy.deepcopy(repeated[0].accountant)
     for sigma, rate, steps in repeated[0].accountant.history:
         for _ in range(2 * steps):
@@ -71,8 +71,8 @@ def test_composition_is_told(repeated: Any, tmp_path: Path) -> None:
 
 def test_one_run_is_none_to_merge(repeated: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use save_run for a single run"):
-        FILPrivacyEngine.save_merged(repeated[:1], tmp_path / "run.fil", delta=DELTA)
+        FILPrivacyEngine.save_merged(repeated[:1], tmp_path / "run.parquet", delta=DELTA)
     with pytest.raises(ValueError, match="one engine twice"):
-        FILPrivacyEngine.save_merged([repeated[0]] * 2, tmp_path / "run.fil", delta=DELTA)
-    run = load(repeated[0].save_run(tmp_path / "one.fil", delta=DELTA))
+        FILPrivacyEngine.save_merged([repeated[0]] * 2, tmp_path / "run.parquet", delta=DELTA)
+    run = load(repeated[0].save_run(tmp_path / "one.parquet", delta=DELTA))
     assert "Several runs together" not in write_report(run, tmp_path / "page").read_text()

@@ -46,7 +46,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     engine = trained.engine
     sides = ["left" if i % 3 else "right" for i in range(60)]
     path = engine.save_run(
-        tmp_path / "run.fil",
+        tmp_path / "run.parquet",
         delta=DELTA,
         title="a trial",
         attribute_names=list("abcde"),
@@ -97,29 +97,29 @@ def test_report(trained: Any, tmp_path: Path) -> None:
 
 def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) -> None:
     """Set beside the run's bounds, by id; a comparison with other bounds is kept as it is."""
-    wanted = ["patient 7", "patient 3"]
+    wanted = ["patient 3", "patient 7"]
     keys = [f"patient {i}" for i in range(20)]
     # all are clipped: their norms are the same, and few ε need be computed
     engine = train(data(20), steps=40, id_of=keys, max_grad_norm=0.01).engine
     assert min(engine.leakage_columns(wanted)[1]["participations"]) >= 5  # so that one run tells
     bound = engine.get_mse_bound(wanted).value.tolist()
     attack = AttackResult(
-        "a guess", "knows all else", wanted, [2 * bound[0], 1e-9], "mse", 9, standard_error=[1e-12, 1e-12]
+        "a guess", "knows all else", wanted, [1e-9, 2 * bound[1]], "mse", 9, standard_error=[1e-12, 1e-12]
     )
-    other = torchfil.compare_with_bounds({"patient 7": 1e9, "patient 3": 0.0}, attack)
-    first, second = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, attacks=[attack, other])).attacks
+    other = torchfil.compare_with_bounds({"patient 3": 0.0, "patient 7": 1e9}, attack)
+    first, second = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])).attacks
     assert (first.name, first.threat_model) == ("a guess", "knows all else")
-    assert first.rows.tolist() == second.rows.tolist() == [7, 3]
+    assert first.rows.tolist() == second.rows.tolist() == [3, 7]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
-    assert first.violated.tolist() == [False, True]
-    assert (second.predicted.tolist(), second.violated.tolist()) == ([1e9, 0.0], [True, False])
+    assert first.violated.tolist() == [True, False]
+    assert (second.predicted.tolist(), second.violated.tolist()) == ([0.0, 1e9], [False, True])
     assert "a guess" in engine.report(tmp_path / "page", delta=DELTA, attacks=[attack]).read_text(encoding="utf-8")
 
 
 def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
     before, generator = trained.engine.state_dict(), torch.get_rng_state()
-    trained.engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA)
     assert equal(trained.engine.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -137,13 +137,13 @@ def test_saving_data_that_are_augmented_leaves_all_generators(tmp_path: Path) ->
 
     engine = train(Augmented(), steps=2).engine
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    engine.save_run(tmp_path / "run.parquet", delta=DELTA)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
 
 
 def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
     def saved(**options: Any) -> None:
-        trained.engine.save_run(tmp_path / "run.fil", delta=DELTA, **options)
+        trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, **options)
 
     with pytest.raises(ValueError, match="attribute_names has 2 entries for 5 private coordinates"):
         saved(attribute_names=["a", "b"])
@@ -164,9 +164,9 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(attacks=[elsewhere])
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="attributes were not tracked"):
-        train(data(20), steps=1).engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_names=["a"] * 5)
+        train(data(20), steps=1).engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_names=["a"] * 5)
     with pytest.raises(RuntimeError, match="call make_private first"):
-        FILPrivacyEngine().save_run(tmp_path / "run.fil", delta=DELTA)
+        FILPrivacyEngine().save_run(tmp_path / "run.parquet", delta=DELTA)
 
 
 def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     )
     for x, y in private:
         engine.train_step(x, y)
-    run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=4))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=4))
     pictures = run.pictures
     assert pictures is not None
     assert pictures.maps is not None
@@ -267,11 +267,11 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
 
 def test_a_target_of_accuracy_is_saved_instead_of_probes(tmp_path: Path) -> None:
     trained = train(data(40), steps=3, rel_error=0.5)
-    trained.engine.save_run(tmp_path / "run.fil", delta=1e-5)
-    mechanism = load(tmp_path / "run.fil").about["mechanism"]
+    trained.engine.save_run(tmp_path / "run.parquet", delta=1e-5)
+    mechanism = load(tmp_path / "run.parquet").about["mechanism"]
     assert mechanism["rel_error"] == 0.5
     assert mechanism["num_probes"] is None
     plain = train(data(40), steps=3)
-    plain.engine.save_run(tmp_path / "plain.fil", delta=1e-5)
-    mechanism = load(tmp_path / "plain.fil").about["mechanism"]
+    plain.engine.save_run(tmp_path / "plain.parquet", delta=1e-5)
+    mechanism = load(tmp_path / "plain.parquet").about["mechanism"]
     assert (mechanism["num_probes"], mechanism["fil_rate"], mechanism["rel_error"]) == (3, 1.0, None)

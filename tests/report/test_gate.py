@@ -249,7 +249,7 @@ class TestAttacks:
         blind = dataclasses.replace(
             made_up(20).attacks[0], testable=False, untestable="never saw the model", blind=np.arange(3.0)
         )
-        (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.fil")).attacks
+        (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.parquet")).attacks
         assert (again.testable, again.untestable) == (False, "never saw the model")
         assert again.blind is not None
         assert again.blind.tolist() == [0.0, 1.0, 2.0]

@@ -17,12 +17,12 @@ from torchfil.report import load, save
 
 class TestGate:
     def test_init_then_pass_then_fail(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
+        run, policy = run_file(tmp_path / "run.parquet"), tmp_path / "policy.toml"
         assert call("gate", "--init", "--policy", policy).exit_code == 0
         bare = call("gate", run, "--policy", policy)
         assert bare.exit_code == 1
         assert "the run kept no question: make_private(…, questions={…}) keeps them" in bare.stdout
-        passed = call("gate", save(worrying(safe=True), tmp_path / "safe.fil"), "--policy", policy)
+        passed = call("gate", save(worrying(safe=True), tmp_path / "safe.parquet"), "--policy", policy)
         assert passed.exit_code == 0, passed.output
         assert passed.stdout.splitlines()[-1] == "passed"
         policy.write_text("min_mse_bound = 4.0\nmax_epsilon = 8\n")
@@ -44,7 +44,7 @@ class TestGate:
         }
 
     def test_bad_input_is_not_a_failed_gate(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
+        run, policy = run_file(tmp_path / "run.parquet"), tmp_path / "policy.toml"
         assert "no policy" in refused("gate", run, "--policy", policy)
         assert "name a saved run, or use --init" in refused("gate", "--policy", policy)
         policy.write_text("max_epsilom = 1")
@@ -54,25 +54,25 @@ class TestGate:
         assert "is a folder, not a policy" in refused("gate", run, "--policy", tmp_path)
         assert "exists already and is not overwritten" in refused("gate", "--init", "--policy", policy)
         assert policy.read_text() == "max_epsilom = 1"
-        assert "no file" in refused("gate", tmp_path / "none.fil", "--policy", policy)
+        assert "no file" in refused("gate", tmp_path / "none.parquet", "--policy", policy)
 
     def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         lost = tmp_path / "none" / "policy.toml"
         assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
 
     def test_a_run_without_its_columns(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil", columns={"fil": np.ones(30)}), tmp_path / "policy.toml"
+        run, policy = run_file(tmp_path / "run.parquet", columns={"fil": np.ones(30)}), tmp_path / "policy.toml"
         policy.write_text("min_mse_bound = 1")
         assert "the run has no column 'mse_bound_low'" in refused("gate", run, "--policy", policy)
 
     def test_an_empty_policy_is_refused(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
+        run, policy = run_file(tmp_path / "run.parquet"), tmp_path / "policy.toml"
         policy.write_text("")
         assert "the policy limits nothing, so that every run would pass" in refused("gate", run, "--policy", policy)
 
     def test_ties_can_be_told_apart(self, tmp_path: Path) -> None:
         low = np.full(30, 1.05 - 1e-6)
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
+        run, policy = run_file(tmp_path / "run.parquet"), tmp_path / "policy.toml"
         run_file(run, columns={**load(run).columns, "mse_bound_low": low})
         policy.write_text("min_mse_bound = 1.05")
         (line,) = [line for line in call("gate", run, "--policy", policy).stdout.splitlines() if "FAIL " in line]
@@ -82,7 +82,7 @@ class TestGate:
 class TestFiles:
     @pytest.fixture
     def failed(self, tmp_path: Path) -> tuple[Path, Path]:
-        run = run_file(tmp_path / "run.fil", ids=np.asarray([f"=patient {i}" for i in range(30)]))
+        run = run_file(tmp_path / "run.parquet", ids=np.asarray([f"=patient {i}" for i in range(30)]))
         policy = tmp_path / "policy.toml"
         policy.write_text("min_mse_bound = 4.0\nmax_epsilon = 8\n")
         return run, policy

@@ -22,7 +22,6 @@ from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
 from torchfil.run.spared import is_spared, summarise_spared
-from torchfil.utils.errors import RunFileError
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +248,7 @@ class TestGate:
         assert notes(without_weights(made_up())) == []
 
     def test_the_command_prints_it(self, tmp_path: Path) -> None:
-        path, policy = save(made_up(), tmp_path / "run.fil"), tmp_path / "policy.toml"
+        path, policy = save(made_up(), tmp_path / "run.parquet"), tmp_path / "policy.toml"
         policy.write_text("max_share_spared = 0.05\n")
 
         def call(*options: str) -> Any:
@@ -280,33 +279,22 @@ class TestGate:
 class TestFile:
     def test_round_trip(self, tmp_path: Path) -> None:
         run = made_up()
-        loaded = load(save(run, tmp_path / "run.fil"))
+        loaded = load(save(run, tmp_path / "run.parquet"))
         assert list(loaded.rounds) == list(run.rounds)
         for name, values in run.rounds.items():
             np.testing.assert_array_equal(loaded.rounds[name], values)
         assert loaded.about == run.about
         assert is_spared(loaded).sum() == 3
 
-    def test_an_earlier_file_has_none_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def as_before(value: Any) -> str:
-            kept = {key: inner for key, inner in value.items() if key != "rounds"} if isinstance(value, dict) else value
-            return json.JSONEncoder().encode(kept)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("torchfil.run.arrays.json.dumps", as_before)
-            path = save(without_weights(made_up()), tmp_path / "old.fil")
-        assert b"rounds" not in path.read_bytes()
-        loaded = load(path)
+    def test_a_file_without_rounds(self, tmp_path: Path) -> None:
+        loaded = load(save(without_weights(made_up(rounds={})), tmp_path / "run.parquet"))
         assert loaded.rounds == {}
         assert not is_spared(loaded).any()
         write_report(loaded, tmp_path / "report")
 
-    def test_what_does_not_fit_is_refused(self, tmp_path: Path) -> None:
+    def test_what_does_not_fit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="rounds's columns must have one length"):
             made_up(rounds={"worst": np.ones(2), "score": np.ones(3)})
         for wrong in ({"noise_choice": "three"}, {"noise_choice": {"headroom": "much"}}, {"equalised": {"met": 1}}):
             with pytest.raises(ValueError, match="about: '"):
                 made_up(about=made_up().about | wrong)
-        with pytest.raises(RunFileError):
-            (tmp_path / "cut.fil").write_bytes(save(made_up(), tmp_path / "run.fil").read_bytes()[:-9])
-            load(tmp_path / "cut.fil")

@@ -72,9 +72,9 @@ def test_the_public_version_has_no_verdict(tmp_path: Path) -> None:
 
 
 def test_at_the_command_line(tmp_path: Path) -> None:
-    save(made_up(), tmp_path / "run.fil")
+    save(made_up(), tmp_path / "run.parquet")
     (tmp_path / "policy.toml").write_text("min_mse_bound = 100.0\n")
-    arguments = ["report", str(tmp_path / "run.fil"), "-o", str(tmp_path / "report")]
+    arguments = ["report", str(tmp_path / "run.parquet"), "-o", str(tmp_path / "report")]
     result = CliRunner().invoke(main, [*arguments, "--policy", str(tmp_path / "policy.toml")])
     assert result.exit_code == 0, result.output
     assert cover(tmp_path / "report" / "index.html") == "FAIL"

@@ -58,7 +58,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
             progress=lambda turns: out.progress(turns, desc="epochs"),
             after_epoch=after_epoch,
         )
-        path = run.saved(directory / "digits.fil")
+        path = run.saved(directory / "run.parquet")
 
     saved = load(path)
     page = write_report(saved, directory / "report")
