@@ -19,6 +19,7 @@ from benchmarks import many_examples as many
 from benchmarks.tables import number, page
 from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.report import load
 
 
 def tiny() -> loops.Model:
@@ -260,7 +261,7 @@ def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
     found = many.train_and_save(300, tmp_path / "run.parquet", all_drawn=True)
     assert found["bytes_an_example"] == found["bytes_an_example_drawn"] == 136
-    assert (tmp_path / "run.parquet").stat().st_size > 300 * 80
+    assert len(load(tmp_path / "run.parquet")) == 300
 
 
 def test_the_page_tells_of_many_examples() -> None:

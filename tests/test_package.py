@@ -36,7 +36,7 @@ def test_only_torchfil_is_installed_at_top_level() -> None:
 def test_the_core_imports_neither_opacus_nor_optional_packages() -> None:
     code = (
         "import sys, torchfil, torchfil.attacks; "
-        "optional = ('opacus', 'torchvision', 'matplotlib', 'pandas', 'sklearn', 'torchmetrics'); "
+        "optional = ('opacus', 'torchvision', 'matplotlib', 'pandas', 'sklearn', 'torchmetrics', 'pyarrow'); "
         "print([m for m in optional if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from torchfil.run.file import KEY, _insert_checksum
-from torchfil.run.stored import StoredArray
+from torchfil.run.columns import KEY, StoredArray
+from torchfil.run.file import _insert_checksum
 
 
 def same(a: Any, b: Any) -> bool:
@@ -22,7 +22,8 @@ def same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and same(vars(a), vars(b))
     if isinstance(a, np.ndarray | StoredArray):
         a, b = np.asarray(a), np.asarray(b)
-        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        alike = a.dtype.kind == b.dtype.kind if a.dtype.kind == "U" else a.dtype == b.dtype
+        return alike and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):

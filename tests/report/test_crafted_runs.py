@@ -22,7 +22,7 @@ from tests.report.run_files import edited, facts_of, with_footer
 from tests.test_cli import call, refused
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.run.file import KEY
+from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around

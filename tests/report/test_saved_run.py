@@ -25,9 +25,9 @@ from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
+from torchfil.run.columns import StoredArray
 from torchfil.run.file import _CHECKSUM_SIZE
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.stored import StoredArray
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 
@@ -40,6 +40,7 @@ RUNS = {
     "one example": SavedRun(about={}, ids=np.arange(1), columns={"fil": np.full(1, np.inf)}),
     "no example": SavedRun(about={}, ids=np.arange(0), columns={"fil": np.zeros(0)}),
     "names twice": made_up(groups={"sex'": np.asarray(["a"] * 40), "sex": np.asarray(["b"] * 40)}),
+    "a title of Arrow's": SavedRun(about={"title": "ARROW:schema"}, ids=np.arange(1), columns={}),
     "types": SavedRun(about={}, ids=np.arange(3), columns={kind: np.ones(3, kind) for kind in ("f2", "f4", "i1", "?")}),
 }
 
@@ -241,7 +242,8 @@ class TestDamage:
         path = save(made_up(), tmp_path / "run.parquet", rows_at_once=7)
         found, content = load(path), bytearray(path.read_bytes())
         column = parquet.read_metadata(path).row_group(2).column(1)
-        content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+        start = column.dictionary_page_offset or column.data_page_offset
+        content[start + column.total_compressed_size - 1] ^= 1
         path.write_bytes(content)  # the same file, in place
         with pytest.raises(OSError, match="CRC checksum"):
             found.columns["fil"]
@@ -289,10 +291,10 @@ class TestParts:
     @pytest.mark.parametrize(
         ("changes", "expected"),
         [
-            ({"columns": {"fil": np.zeros(4)}}, r"column 'fil' has shape \[4\] for 5 examples"),
+            ({"columns": {"fil": np.zeros(4)}}, r"column 'fil' has shape \[4\], and not \[5\]"),
             ({"columns": {"kind": np.asarray(["a"] * 5)}}, r"columns \['kind'\] hold no numbers"),
             ({"pictures": {"rows": np.asarray([0, 1, 2, 9])}}, "pictures: rows must lie in 0 … 4, got 0 … 9"),
-            ({"texts": {"words": [["one"]]}}, "texts: 2 rows, but arrays of"),
+            ({"texts": {"words": [["one"]]}}, "texts has shape"),
             ({"about": {"model": "CNN"}}, "'model' is 'CNN', which is not a dict"),
             ({"about": {"title": 3}}, "'title' is 3, which is not a text"),
             ({"about": {"epsilon": "large"}}, "'epsilon' is 'large', which is not a number"),

@@ -300,12 +300,12 @@ class TestFile:
 
     def test_what_does_not_fit_is_refused(self) -> None:
         run = with_yardsticks(made_up())
-        with pytest.raises(ValueError, match=r"yardsticks of shapes \[\(3,\)\] for 0 attributes"):
+        with pytest.raises(ValueError, match="yardsticks has shape"):
             dataclasses.replace(run, attributes=None)
         with pytest.raises(ValueError, match="levels of 'nobody', which is no attribute"):
             with_yardsticks(made_up(), 1.0, nobody={"a": 1.0})
         assert run.attributes is not None
-        with pytest.raises(ValueError, match=r"pixels of shape \[3, 3\] for 3 attributes"):
+        with pytest.raises(ValueError, match="pixels has shape"):
             made_up(attributes=dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64)))
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
-from torchfil.run.stored import ByExample, StoredArray, coded
 from torchfil.utils.errors import RunFileError
+
+if TYPE_CHECKING:
+    from torchfil.run.columns import StoredArray
 
 __all__ = [
     "AttackRecord",
     "Attributes",
+    "ByExample",
     "Pictures",
     "QuestionRecord",
     "SavedRun",
@@ -26,6 +29,9 @@ __all__ = [
     "Texts",
     "Yardsticks",
 ]
+
+
+ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,41 +251,53 @@ class SavedRun:
         _check_kinds(self.about)
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
-        self._check_tables()
-        self._check_values()
-        self._check_yardsticks()
-        self._check_rows()
-
-    def _check_tables(self) -> None:
-        """Whatever has an entry for every example has n of them, and the history as many for every step."""
-        n = len(self)
-        for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
-            for name, values in _unread(arrays).items():
-                if values.shape != (n,):
-                    raise ValueError(f"{kind} {name!r} has shape {list(values.shape)} for {n} examples")
         text = [name for name, values in _unread(self.columns).items() if values.dtype.kind not in "biuf"]
         if text:
             raise ValueError(f"columns {text} hold no numbers; put labels into groups")
+        for what, found, expected in self._shapes():
+            if found != expected:
+                raise ValueError(f"{what} has shape {list(found)}, and not {list(expected)}")
+        for what, part, _ in self._of_some():
+            rows = part.rows
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+                ends = f"{int(rows.min())} … {int(rows.max())}"
+                raise ValueError(f"{what}: rows must lie in 0 … {len(self) - 1}, got {ends}")
+        if self.yardsticks is not None:
+            strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
+            if strange:
+                raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
+        self._check_values()
 
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """What has a shape, the shape that it has, and the one that fits the rest of the run."""
+        n, k = len(self), 0 if self.attributes is None else len(self.attributes.names)
+        for kind, columns in (("column", self.columns), ("grouping", self.groups)):
+            yield from ((f"{kind} {name!r}", values.shape, (n,)) for name, values in _unread(columns).items())
         if self.attributes is not None:
-            names, units, shape = self.attributes.names, self.attributes.units, self.attributes.error.shape
-            low = shape if self.attributes.error_low is None else self.attributes.error_low.shape
-            if shape != (n, len(names)) or low != shape or len(units) != len(names):
-                raise ValueError(
-                    f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
-                    "examples; they must agree"
-                )
+            yield "attributes: units", (len(self.attributes.units),), (k,)
+            for name, width in (("error", (n, k)), ("error_low", (n, k)), ("pixels", (k, 2))):
+                values = getattr(self.attributes, name)
+                yield f"attributes: {name}", width if values is None else values.shape, width
         for question in self.questions:
-            shapes = {question.divergence.shape, question.divergence_high.shape}
-            if shapes != {(n, len(question.answers))}:
-                raise ValueError(
-                    f"question {question.name!r} has divergences of shapes {sorted(shapes)} for {n} examples and "
-                    f"{len(question.answers)} answers"
-                )
+            for values in (question.divergence, question.divergence_high):
+                yield f"question {question.name!r}", values.shape, (n, len(question.answers))
+        if self.yardsticks is not None:
+            yield from (("yardsticks", np.shape(values), (k,)) for values in vars(self.yardsticks.attributes).values())
         for name, series in (("history", self.history), ("rounds", self.rounds)):
-            lengths = {column: list(values.shape) for column, values in series.items()}
-            if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
-                raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
+            length = max((values.size for values in series.values()), default=0)
+            yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())
+        for what, part, names in self._of_some():
+            arrays = (getattr(part, name) for name in names)
+            yield from ((what, (len(each),), (len(part.rows),)) for each in arrays if each is not None)
+
+    def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
+        if self.pictures is not None:
+            yield "pictures", self.pictures, ("images", "maps")
+        if self.texts is not None:
+            yield "texts", self.texts, ("words", "fil", "plis")
+        for attack in self.attacks:
+            yield f"attack {attack.name!r}", attack, ("predicted", "achieved", "violated", "blind")
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
@@ -289,40 +307,6 @@ class SavedRun:
             if len(wrong):
                 row = int(wrong[0])
                 raise ValueError(f"column {name!r} is {values[row]} for {str(self.ids[row])!r}, which cannot be")
-
-    def _check_yardsticks(self) -> None:
-        """One of each kind for every attribute, and a place in the image for every pixel."""
-        count = 0 if self.attributes is None else len(self.attributes.names)
-        pixels = None if self.attributes is None else self.attributes.pixels
-        if pixels is not None and (pixels.shape != (count, 2) or pixels.dtype.kind not in "iu"):
-            raise ValueError(f"attributes: pixels of shape {list(pixels.shape)} for {count} attributes")
-        if self.yardsticks is None:
-            return
-        shapes = {np.shape(values) for values in vars(self.yardsticks.attributes).values()}
-        if shapes != {(count,)}:
-            raise ValueError(f"yardsticks of shapes {sorted(shapes)} for {count} attributes; they must agree")
-        strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
-        if strange:
-            raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
-
-    def _check_rows(self) -> None:
-        """What has entries for some examples names them by their place, and has one entry each."""
-        n = len(self)
-        parts: list[tuple[str, np.ndarray, list[Sized]]] = []
-        if self.pictures is not None:
-            maps = [] if self.pictures.maps is None else [self.pictures.maps]
-            parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
-        if self.texts is not None:
-            plis = [] if self.texts.plis is None else [self.texts.plis]
-            parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil, *plis]))
-        for a in self.attacks:
-            blind = [] if a.blind is None else [a.blind]
-            parts.append((f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated, *blind]))
-        for what, rows, others in parts:
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
-                raise ValueError(f"{what}: rows must lie in 0 … {n - 1}, got {int(rows.min())} … {int(rows.max())}")
-            if any(len(other) != len(rows) for other in others):
-                raise ValueError(f"{what}: {len(rows)} rows, but arrays of {[len(other) for other in others]}")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -343,10 +327,9 @@ class SavedRun:
             attributes = replace(attributes, error=some(attributes.error), error_low=some(attributes.error_low))
         for attack in self.attacks:
             inside = np.isin(attack.rows, places)
-            columns = {name: getattr(attack, name)[inside] for name in ("predicted", "achieved", "violated")}
-            if attack.blind is not None:
-                columns["blind"] = attack.blind[inside]
-            attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **columns))
+            parts = {name: getattr(attack, name) for name in ("predicted", "achieved", "violated", "blind")}
+            kept = {name: values[inside] for name, values in parts.items() if values is not None}
+            attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept))
         return replace(
             self,
             ids=np.asarray(self.ids[rows]),
@@ -369,8 +352,9 @@ class SavedRun:
 
     def coded_group(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """A grouping's different labels, sorted, and the place of each example's among them, [n]."""
-        labels = _unread(self.groups)[name]
-        return labels.coded() if isinstance(labels, StoredArray) else coded(labels)
+        from torchfil.run.columns import coded  # needs pyarrow
+
+        return coded(_unread(self.groups)[name])
 
     def column(self, name: str) -> np.ndarray:
         """A column, [n].

@@ -1,0 +1,459 @@
+"""The content of a run file: a column for whatever has an entry for an example, and facts, which are JSON values.
+
+A column is read when it is asked for. docs/run-file.md lists columns and facts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from torchfil.run.file import ARROW_SCHEMA
+from torchfil.run.saved_run import (
+    AttackRecord,
+    Attributes,
+    ByExample,
+    Pictures,
+    QuestionRecord,
+    SavedRun,
+    Spread,
+    Texts,
+    Yardsticks,
+)
+from torchfil.utils.errors import RunFileError
+
+__all__ = ["FORMAT", "KEY", "VERSION", "StoredArray", "StoredColumns", "coded", "read_facts", "read_run", "write_run"]
+
+FORMAT, VERSION = "torchfil-run", 1
+KEY = b"torchfil"  # of the facts in the file's metadata
+_LARGEST_FACTS = 2**22  # bytes
+_MOST_COLUMNS = 64  # attributes that have a column each
+_MOST_VALUES = 2**27  # errors of attributes in a row group
+_FEW = 2**16  # rows up to which only the row groups that hold them are read
+_OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
+
+
+# ------------------------------------------------------------------ writing
+
+
+def write_run(run: SavedRun, path: str, rows_at_once: int) -> None:
+    """Write a run as a Parquet file, ``rows_at_once`` examples in a row group.
+
+    Raises:
+        RunFileError: The facts take more than 4 MiB.
+    """
+    table = _Table(run)
+    facts = json.dumps(table.facts, separators=(",", ":")).encode()
+    facts = facts.replace(ARROW_SCHEMA, ARROW_SCHEMA.replace(b":", b"\\u003a"))  # a text that a reader must not find
+    if len(facts) > _LARGEST_FACTS:
+        raise RunFileError(
+            f"names and settings take {len(facts):,} bytes of JSON, and {_LARGEST_FACTS:,} are allowed; shorten the "
+            "title and the names of attributes, groups, questions and answers"
+        )
+    schema = pa.schema(table.fields)
+    width = 1 if run.attributes is None else max(1, len(run.attributes.names))
+    rows_at_once = min(rows_at_once, max(1, _MOST_VALUES // width))
+
+    # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
+    options = {"store_schema": False, "write_page_checksum": True}
+    with parquet.ParquetWriter(path, schema, **options) as writer:
+        for start in range(0, len(run), rows_at_once):
+            rows = slice(start, min(start + rows_at_once, len(run)))
+            columns = [pa.array(values(rows), field.type) for field, values in zip(schema, table.values, strict=True)]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=rows_at_once)
+        writer.add_key_value_metadata({KEY: facts})
+
+
+class _Table:
+    """A run as columns and facts.
+
+    Attributes:
+        fields: Name and type of every column.
+        values: The values of each, as a function of a slice of rows.
+        facts: JSON values; where a part of the run is a column, its name.
+    """
+
+    def __init__(self, run: SavedRun) -> None:
+        self.fields: list[pa.Field] = []
+        self.values: list[Callable[[slice], Any]] = []
+        columns, groups = (getattr(each, "arrays", each) for each in (run.columns, run.groups))
+        self.facts: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "about": run.about,
+            "bounds": run.bounds,
+            "ids": self._column("id", run.ids),
+            "columns": {name: self._column(name, values) for name, values in columns.items()},
+            "groups": {name: self._column(f"group_{name}", labels) for name, labels in groups.items()},
+            "attributes": None if run.attributes is None else self._attributes(run.attributes),
+            "questions": [self._question(question) for question in run.questions],
+            "attacks": [self._attack(attack) for attack in run.attacks],
+            "pictures": None if run.pictures is None else self._pictures(run.pictures),
+            "texts": None if run.texts is None else self._texts(run.texts),
+            "yardsticks": None if run.yardsticks is None else _baselines(run.yardsticks),
+            "history": {name: values.tolist() for name, values in run.history.items()},
+            "rounds": {name: values.tolist() for name, values in run.rounds.items()},
+        }
+
+    def _add(self, name: str, kind: Any, values: Callable[[slice], Any], *, nullable: bool = False) -> str:
+        """Add a column and return its name, with a prime for each column that was called the same before."""
+        while any(field.name == name for field in self.fields):
+            name += "'"
+        self.fields.append(pa.field(name, kind, nullable))
+        self.values.append(values)
+        return name
+
+    def _column(self, name: str, values: ByExample) -> str:
+        """Numbers or texts, [n]."""
+        if values.dtype.kind == "U":
+            return self._add(name, pa.string(), lambda rows: values[rows].tolist())  # Arrow ends arrays' texts at NUL
+        return self._add(name, pa.from_numpy_dtype(values.dtype), lambda rows: values[rows])
+
+    def _matrix(self, names: Sequence[str], values: ByExample) -> list[str]:
+        """Numbers, [n, k], a column for each of the k names."""
+
+        def column(j: int) -> Callable[[slice], Any]:
+            return lambda rows: values[rows, j]
+
+        kind = pa.from_numpy_dtype(values.dtype)
+        return [self._add(name, kind, column(j)) for j, name in enumerate(names)]
+
+    def _some(self, name: str, kind: Any, rows: np.ndarray, entries: Sequence[Any] | np.ndarray | None) -> str | None:
+        """An entry for each of these rows; the cells of all others are empty."""
+        if entries is None:
+            return None
+
+        def values(part: slice) -> list[Any]:
+            cells: list[Any] = [None] * (part.stop - part.start)
+            for place in np.flatnonzero((rows >= part.start) & (rows < part.stop)).tolist():
+                cells[rows[place] - part.start] = entries[place]
+            return cells
+
+        return self._add(name, kind, values, nullable=True)
+
+    def _attributes(self, attributes: Attributes) -> dict[str, Any]:
+        def errors(prefix: str, values: ByExample | None) -> Any:
+            if values is None:
+                return None
+            if len(attributes.names) <= _MOST_COLUMNS:
+                return self._matrix([f"{prefix}_of_{name}" for name in attributes.names], values)
+            kind = pa.list_(pa.from_numpy_dtype(values.dtype), len(attributes.names))
+            return self._add(
+                f"{prefix}_of_attributes",
+                kind,
+                lambda rows: pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(values[rows])), type=kind),
+            )
+
+        return _facts(
+            attributes,
+            error=errors("error", attributes.error),
+            error_low=errors("error_low", attributes.error_low),
+        )
+
+    def _question(self, question: QuestionRecord) -> dict[str, Any]:
+        names = {
+            part: [f"{part}_of_{question.name}_{answer}" for answer in question.answers]
+            for part in ("divergence", "divergence_high")
+        }
+        return _facts(question, **{part: self._matrix(own, getattr(question, part)) for part, own in names.items()})
+
+    def _attack(self, attack: AttackRecord) -> dict[str, Any]:
+        if len(np.unique(attack.rows)) < len(attack.rows):
+            raise ValueError(f"attack {attack.name!r} has several results for one example; save the mean of them")
+        columns = {
+            part: self._some(f"{part}_by_{attack.name}", kind, attack.rows, getattr(attack, part))
+            for part, kind in _OF_ATTACKS.items()
+        }
+        return _facts(attack, rows=None, **columns)
+
+    def _pictures(self, pictures: Pictures) -> dict[str, Any]:
+        images, maps, rows = pictures.images, pictures.maps, pictures.rows
+        return _facts(
+            pictures,
+            shape=list(images.shape[1:]),
+            images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
+            maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
+        )
+
+    def _texts(self, texts: Texts) -> dict[str, Any]:
+        return _facts(
+            texts,
+            words=self._some("words", pa.list_(pa.string()), texts.rows, texts.words),
+            fil=self._some("words_fil", _LIST, texts.rows, texts.fil),
+            plis=self._some("words_plis", _LIST, texts.rows, texts.plis),
+        )
+
+
+_LIST = pa.list_(pa.float32())
+
+
+def _baselines(baselines: Yardsticks) -> dict[str, Any]:
+    return _facts(baselines, inputs=_facts(baselines.inputs), attributes=_facts(baselines.attributes))
+
+
+def _facts(record: Any, **changes: Any) -> dict[str, Any]:
+    """The fields of a record as JSON values, some of them changed."""
+    kept = {name: value for name, value in vars(record).items() if name not in changes}
+    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in kept.items()} | changes
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_facts(source: Any) -> dict[str, Any] | None:
+    """The facts of a Parquet file; None where its metadata are not those of a run alone."""
+    own = parquet.read_metadata(source).metadata or {}
+    if own.keys() != {KEY} or len(own[KEY]) > _LARGEST_FACTS:
+        return None
+    facts = json.loads(own[KEY])
+    return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None
+
+
+def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
+    """The run of an open file with these facts; in memory, unless the file has several row groups."""
+    groups = list(facts["groups"].values())
+    checked = {"page_checksum_verification": True, "pre_buffer": False}
+    file = parquet.ParquetFile(source, read_dictionary=groups, **checked)
+    in_memory = file.num_row_groups <= 1
+
+    def stored(names: str | list[str]) -> Any:
+        array = StoredArray(file, names)
+        return np.asarray(array) if in_memory else array
+
+    def by_name(names: Mapping[str, str]) -> Mapping[str, np.ndarray]:
+        arrays = {name: stored(column) for name, column in names.items()}
+        return arrays if in_memory else StoredColumns(arrays)
+
+    def question(asked: Mapping[str, Any]) -> QuestionRecord:
+        both = {part: stored(asked[part]) for part in ("divergence", "divergence_high")}
+        return QuestionRecord(**{**asked, **both})
+
+    def optional(read: Callable[..., Any], name: str, *more: Any) -> Any:
+        return None if facts[name] is None else read(file, facts[name], *more)
+
+    return SavedRun(
+        about=facts["about"],
+        ids=stored(facts["ids"]),
+        columns=by_name(facts["columns"]),
+        attributes=optional(_read_attributes, "attributes", stored),
+        groups=by_name(facts["groups"]),
+        pictures=optional(_read_pictures, "pictures"),
+        texts=optional(_read_texts, "texts"),
+        history={name: np.asarray(values) for name, values in facts["history"].items()},
+        bounds=facts["bounds"],
+        attacks=[_read_attack(file, attack) for attack in facts["attacks"]],
+        questions=[question(asked) for asked in facts["questions"]],
+        rounds={name: np.asarray(values) for name, values in facts["rounds"].items()},
+        yardsticks=optional(_read_baselines, "yardsticks"),
+    )
+
+
+def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any], ByExample]) -> Attributes:
+    width = len(facts["names"])
+
+    def errors(columns: list[str] | str | None) -> Any:
+        return _read_lists(file, columns, width) if isinstance(columns, str) else columns and stored(columns)
+
+    pixels = None if facts["pixels"] is None else np.asarray(facts["pixels"], dtype=np.int64)
+    arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
+    return Attributes(**{**facts, **arrays, "pixels": pixels})
+
+
+def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
+    """A column of lists of one length, [n, width], in memory."""
+    parts = []
+    for group in range(file.num_row_groups):
+        lists = file.read_row_group(group, columns=[name]).column(name).combine_chunks()
+        fixed = lists.cast(pa.list_(lists.type.value_type, width))  # raises where a list has another length
+        parts.append(fixed.flatten().to_numpy().reshape(len(lists), width))
+    return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
+
+
+def _read_pictures(file: Any, facts: Mapping[str, Any]) -> Pictures:
+    rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
+    images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows)), np.uint8)
+    maps = None if facts["maps"] is None else np.asarray(StoredArray(file, facts["maps"]).cells(rows), np.float32)
+    small = None if maps is None else maps.reshape(len(rows), *shape[:2])
+    return Pictures(rows, images.reshape(len(rows), *shape), small)
+
+
+def _read_texts(file: Any, facts: Mapping[str, Any]) -> Texts:
+    rows = np.asarray(facts["rows"], dtype=np.int64)
+    words, fil, plis = (
+        None if facts[part] is None else StoredArray(file, facts[part]).cells(rows) for part in ("words", "fil", "plis")
+    )
+    return Texts(rows, words or [], np.asarray(fil, np.float32), None if plis is None else np.asarray(plis, np.float32))
+
+
+def _read_attack(file: Any, facts: Mapping[str, Any]) -> AttackRecord:
+    found = {part: StoredArray(file, facts[part]).not_empty() for part in _OF_ATTACKS if facts[part] is not None}
+    rows = found["predicted"][0]
+    if any(not np.array_equal(places, rows) for places, _ in found.values()):
+        raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")
+    return AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
+
+
+def _read_baselines(_: Any, facts: Mapping[str, Any]) -> Yardsticks:
+    inputs, attributes = (
+        Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
+        for part in ("inputs", "attributes")
+    )
+    return Yardsticks(facts["examples"], inputs, attributes, facts["levels"])
+
+
+# ------------------------------------------------------------------ columns on the disk
+
+
+class StoredArray:
+    """One column of a Parquet file as [n], or several as [n, k].
+
+    ``array[rows]`` and ``array[rows, columns]`` read no more row groups and columns than they need, and
+    ``np.asarray(array)`` reads everything. Nothing is kept.
+
+    Args:
+        file: A ``pyarrow.parquet.ParquetFile``.
+        names: The name of a column, or a list of them.
+
+    Raises:
+        ValueError: The file has no such column.
+    """
+
+    def __init__(self, file: Any, names: str | Sequence[str]) -> None:
+        self._file, self._names = file, names
+        schema, first = file.schema_arrow, names if isinstance(names, str) else next(iter(names), None)
+        missing = {names} - {*schema.names} if isinstance(names, str) else {*names} - {*schema.names}
+        if missing:
+            raise ValueError(f"it has no column {sorted(missing)[0]!r}")
+        kind = pa.float32() if first is None else schema.field(first).type
+        is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
+        self.dtype = np.dtype(str if is_text else kind.to_pandas_dtype())
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *(() if isinstance(names, str) else (len(names),)))
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows by number, slice, numbers or booleans; with a second entry, columns of them."""
+        rows, *columns = key if isinstance(key, tuple) else (key,)
+        names = np.asarray(self._names, dtype=object)[columns[0]] if columns else self._names
+        if isinstance(rows, slice) and rows.indices(len(self))[2] == 1:
+            start, stop, _ = rows.indices(len(self))
+            first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], side="right") - 1
+            values = self._read(range(first, last + 1 if stop > start else first), names)
+            return values[start - self._starts[first] : max(start, stop) - self._starts[first]]
+        if np.size(rows) > _FEW:
+            return self[:, columns[0]][rows] if columns else self[:][rows]
+
+        groups, places = self._groups_with(np.arange(len(self))[rows])
+        return self._read(groups, names)[places]
+
+    def _groups_with(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The row groups that hold these rows, and where the rows stand in these groups end to end."""
+        group_of = np.searchsorted(self._starts, rows, side="right") - 1
+        groups, number = np.unique(group_of, return_inverse=True)
+        before = np.cumsum([0, *np.diff(self._starts)[groups]])[number.reshape(rows.shape)]
+        return groups, rows - self._starts[group_of] + before
+
+    def _read(self, groups: Sequence[int] | np.ndarray | range, names: Any) -> np.ndarray:
+        """These row groups of one column, [rows], or of several, [rows, columns]."""
+        if isinstance(names, str):
+            return _as_numpy(self._read_arrow(groups, names))
+        columns = [_as_numpy(self._read_arrow(groups, name)) for name in names]
+        return np.stack(columns, axis=1) if columns else np.empty((len(self), 0), self.dtype)
+
+    def _read_arrow(self, groups: Sequence[int] | np.ndarray | range, name: str) -> Any:
+        """These row groups of a column, as a ``pyarrow.ChunkedArray``; a page that is damaged raises an error."""
+        return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
+
+    def cells(self, rows: np.ndarray) -> list[Any]:
+        """A column's cells of these rows, as Python's values; none may be empty."""
+        assert isinstance(self._names, str)
+        groups, places = self._groups_with(np.arange(len(self))[rows])
+        column = self._read_arrow(groups, self._names).take(places)
+        _check_not_empty(column)
+        return column.to_pylist()
+
+    def whole(self) -> Any:
+        """A column as a ``pyarrow.ChunkedArray``."""
+        assert isinstance(self._names, str)
+        return self._read_arrow(range(len(self._starts) - 1), self._names)
+
+    def not_empty(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in which a column's cells are not empty, [m], and their values, [m]."""
+        column = self.whole()
+        return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
+
+
+class StoredColumns(Mapping[str, np.ndarray]):
+    """Columns by name, each read whole when it is asked for.
+
+    Args:
+        arrays: By name, [n] each.
+    """
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self.arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.arrays[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def coded(labels: ByExample) -> tuple[np.ndarray, np.ndarray]:
+    """The different labels, sorted, and the place of each example's among them, [n].
+
+    Example:
+        >>> levels, codes = coded(np.array(["b", "a", "b"]))
+        >>> levels.tolist(), codes.tolist()
+        (['a', 'b'], [1, 0, 1])
+    """
+    if isinstance(labels, StoredArray):
+        return _sorted_codes(labels.whole())
+    return _sorted_codes(pa.chunked_array([labels.astype(str).tolist()], pa.string()).dictionary_encode())
+
+
+def _sorted_codes(column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each row's among them."""
+    chunks = column.unify_dictionaries().chunks
+    if not chunks:
+        return np.empty(0, str), np.empty(0, np.int64)
+    levels = np.asarray(chunks[0].dictionary.to_pylist(), dtype=str)
+    codes = np.concatenate([chunk.indices.to_numpy() for chunk in chunks])
+    occurs = np.bincount(codes, minlength=len(levels)) > 0
+    order = np.argsort(levels, kind="stable")
+    order = order[occurs[order]]
+    place = np.empty(len(levels), np.int64)
+    place[order] = np.arange(len(order))
+    return levels[order], place[codes]
+
+
+def _as_numpy(column: Any) -> np.ndarray:
+    """A column without empty cells, [rows]."""
+    _check_not_empty(column)
+    if pa.types.is_dictionary(column.type):
+        levels, codes = _sorted_codes(column)
+        return levels[codes]
+    if pa.types.is_string(column.type):
+        return np.asarray(column.to_pylist(), dtype=str)
+    return column.to_numpy()
+
+
+def _check_not_empty(column: Any) -> None:
+    if column.null_count:
+        raise ValueError(f"{column.null_count:,} cells are empty that hold a value in every run")
