@@ -124,9 +124,6 @@ def _check_whole(file: Any, where: Path) -> None:
         raise RunFileError(f"{where} {_FOREIGN}")
     file.seek(data)
     found = file.read(_CHECKSUM_SIZE)
-    foreign = (
-        f"{where} is not a saved run of torchfil, or another program changed it; a run is saved by engine.save_run"
-    )
     if not found.startswith(_CHECKSUM):
         raise RunFileError(f"{where} {_FOREIGN}")
     content = file.read()
