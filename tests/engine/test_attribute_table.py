@@ -94,13 +94,6 @@ class TestSaved:
         assert (float(inputs.low), float(inputs.high)) == pytest.approx((x.min(), x.max()))
         assert summarise(run).exposed is not None
 
-    def test_nothing_else_changes(self, trained: Any, tmp_path: Path) -> None:
-        before, generator = trained.engine.state_dict(), torch.get_rng_state()
-        trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_names=NAMES, attribute_groups=GROUPS)
-        after = trained.engine.state_dict()
-        assert str(before) == str(after)
-        assert torch.equal(generator, torch.get_rng_state())
-
     def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
         images = torch.rand(24, 1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         dataset = TensorDataset(images, torch.randint(3, (24,)))

@@ -244,11 +244,11 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
         groups=by_name(facts["groups"]),
         pictures=optional(_read_pictures, "pictures"),
         texts=optional(_read_texts, "texts"),
-        history={name: np.asarray(values) for name, values in facts["history"].items()},
+        history={name: _numbers(values) for name, values in facts["history"].items()},
         bounds=facts["bounds"],
         attacks=[_read_attack(file, attack) for attack in facts["attacks"]],
         questions=[question(asked) for asked in facts["questions"]],
-        rounds={name: np.asarray(values) for name, values in facts["rounds"].items()},
+        rounds={name: _numbers(values) for name, values in facts["rounds"].items()},
         yardsticks=optional(_read_baselines, "yardsticks"),
     )
 
@@ -276,26 +276,42 @@ def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
 
 def _read_pictures(file: Any, facts: Mapping[str, Any]) -> Pictures:
     rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
-    images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows)), np.uint8)
-    maps = None if facts["maps"] is None else np.asarray(StoredArray(file, facts["maps"]).cells(rows), np.float32)
-    small = None if maps is None else maps.reshape(len(rows), *shape[:2])
-    return Pictures(rows, images.reshape(len(rows), *shape), small)
+    images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows, pa.binary())), np.uint8)
+    maps = _lists(file, facts["maps"], rows)
+    return Pictures(
+        rows, images.reshape(len(rows), *shape), None if maps is None else maps.reshape(len(rows), *shape[:2])
+    )
 
 
 def _read_texts(file: Any, facts: Mapping[str, Any]) -> Texts:
     rows = np.asarray(facts["rows"], dtype=np.int64)
-    words, fil, plis = (
-        None if facts[part] is None else StoredArray(file, facts[part]).cells(rows) for part in ("words", "fil", "plis")
-    )
-    return Texts(rows, words or [], np.asarray(fil, np.float32), None if plis is None else np.asarray(plis, np.float32))
+    words = StoredArray(file, facts["words"]).cells(rows, pa.list_(pa.string()))
+    fil, plis = (_lists(file, facts[part], rows) for part in ("fil", "plis"))
+    return Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
+
+
+def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
+    """Lists of one length of these rows, float32 [m, T]; None where there is no such column."""
+    return None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
 
 
 def _read_attack(file: Any, facts: Mapping[str, Any]) -> AttackRecord:
-    found = {part: StoredArray(file, facts[part]).not_empty() for part in _OF_ATTACKS if facts[part] is not None}
+    found = {
+        part: StoredArray(file, facts[part]).not_empty(kind)
+        for part, kind in _OF_ATTACKS.items()
+        if facts[part] is not None
+    }
     rows = found["predicted"][0]
     if any(not np.array_equal(places, rows) for places, _ in found.values()):
         raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")
     return AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
+
+
+def _numbers(values: list[Any]) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{values[:3]} … must be numbers")
+    return array
 
 
 def _read_baselines(_: Any, facts: Mapping[str, Any]) -> Yardsticks:
@@ -320,18 +336,21 @@ class StoredArray:
         names: The name of a column, or a list of them.
 
     Raises:
-        ValueError: The file has no such column.
+        ValueError: The file has no such column, or several do not hold numbers of one type.
     """
 
     def __init__(self, file: Any, names: str | Sequence[str]) -> None:
         self._file, self._names = file, names
-        schema, first = file.schema_arrow, names if isinstance(names, str) else next(iter(names), None)
-        missing = {names} - {*schema.names} if isinstance(names, str) else {*names} - {*schema.names}
-        if missing:
-            raise ValueError(f"it has no column {sorted(missing)[0]!r}")
-        kind = pa.float32() if first is None else schema.field(first).type
+        schema, listed = file.schema_arrow, [names] if isinstance(names, str) else list(names)
+        missing = [name for name in listed if name not in schema.names]
+        kinds = {schema.field(name).type for name in listed if name not in missing} or {pa.float32()}
+        kind = kinds.pop()
         is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
         self.dtype = np.dtype(str if is_text else kind.to_pandas_dtype())
+        if missing:
+            raise ValueError(f"it has no column {missing[0]!r}")
+        if kinds or (not isinstance(names, str) and self.dtype.kind not in "iuf"):
+            raise ValueError(f"columns {listed} do not hold numbers of one type")
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *(() if isinstance(names, str) else (len(names),)))
@@ -376,11 +395,11 @@ class StoredArray:
         """These row groups of a column, as a ``pyarrow.ChunkedArray``; a page that is damaged raises an error."""
         return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
 
-    def cells(self, rows: np.ndarray) -> list[Any]:
-        """A column's cells of these rows, as Python's values; none may be empty."""
+    def cells(self, rows: np.ndarray, kind: Any) -> list[Any]:
+        """A column's cells of these rows, as Python's values of this Arrow type; none may be empty."""
         assert isinstance(self._names, str)
         groups, places = self._groups_with(np.arange(len(self))[rows])
-        column = self._read_arrow(groups, self._names).take(places)
+        column = self._read_arrow(groups, self._names).take(places).cast(kind)
         _check_not_empty(column)
         return column.to_pylist()
 
@@ -389,9 +408,9 @@ class StoredArray:
         assert isinstance(self._names, str)
         return self._read_arrow(range(len(self._starts) - 1), self._names)
 
-    def not_empty(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in which a column's cells are not empty, [m], and their values, [m]."""
-        column = self.whole()
+    def not_empty(self, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in which a column's cells are not empty, [m], and their values of this Arrow type, [m]."""
+        column = self.whole().cast(kind)
         return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
 
 

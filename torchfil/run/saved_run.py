@@ -54,6 +54,8 @@ class Attributes:
     pixels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (*self.names, *self.units)):
+            raise ValueError("names and units of attributes must be texts")
         for name, count in Counter(self.names).most_common(1):
             if count > 1:
                 raise ValueError(
