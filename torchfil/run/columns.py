@@ -60,7 +60,8 @@ def write_run(run: SavedRun, path: str, rows_at_once: int) -> None:
     rows_at_once = min(rows_at_once, max(1, _MOST_VALUES // width))
 
     # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
-    options = {"store_schema": False, "write_page_checksum": True}
+    repeated = [field.name for field in schema if field.type in (pa.string(), pa.int64()) and field.name != "id"]
+    options = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
     with parquet.ParquetWriter(path, schema, **options) as writer:
         for start in range(0, len(run), rows_at_once):
             rows = slice(start, min(start + rows_at_once, len(run)))
