@@ -134,7 +134,7 @@ class TestAbsurdNumbers:
             text = refused("gate", edited(run, **{name: values}), "--policy", policy)
             assert f"column '{name}' is {absurd} for 'Zoë 4'" in text
 
-    @pytest.mark.parametrize("rows", [[-1, 0, 1, 2], [0, 1, 2, 30], [0, 1, 2, 29], [0, 1, 2]], ids=str)
+    @pytest.mark.parametrize("rows", [[-1, 0, 1, 2], [0, 1, 2, 30], [0, 1, 2, 29]], ids=str)
     def test_places(self, run: Path, policy: Path, rows: list[int]) -> None:
         crafted = edited(run, {"pictures": {**facts_of(run)["pictures"], "rows": rows}})
         assert "is damaged" in refused("gate", crafted, "--policy", policy)
