@@ -13,7 +13,7 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
-from torchfil.run.status import NOT_MEASURED, status_of
+from torchfil.run.baselines import NOT_MEASURED, status_of
 
 
 class TestTableOfAPart:
