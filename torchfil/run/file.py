@@ -25,7 +25,6 @@ _MAGIC, _CHECKSUM = b"PAR1", b"torchfil-sha256:"
 _CHECKSUM_SIZE = len(_CHECKSUM) + 64
 _LARGEST_FOOTER = 2**26  # bytes
 _FOREIGN = "is not a saved run of torchfil, or another program changed it; a run is saved by engine.save_run"
-ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
 
 
 def save(run: SavedRun, path: str | os.PathLike[str], *, rows_at_once: int = ROWS_AT_ONCE) -> Path:
@@ -80,10 +79,10 @@ def load(path: str | os.PathLike[str]) -> SavedRun:
 def _read(where: Path) -> SavedRun:
     import pyarrow as pa
 
-    from torchfil.run.columns import VERSION, read_facts, read_run
+    from torchfil.run.columns import ARROW_SCHEMA, VERSION, read_facts, read_run
 
     file = pa.OSFile(str(where))  # one handle: the file may be replaced meanwhile
-    _check_whole(file, where)
+    _check_whole(file, where, ARROW_SCHEMA)
     facts = read_facts(file)
     if facts is None:
         raise RunFileError(f"{where} {_FOREIGN}")
@@ -107,8 +106,8 @@ def _insert_checksum(file: IO[bytes]) -> None:
     file.write(_CHECKSUM + digest.encode() + content)
 
 
-def _check_whole(file: Any, where: Path) -> None:
-    """Raise unless this is a run file of which no byte has changed."""
+def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
+    """Raise unless this is a run file of which no byte has changed, and whose footer does not hold ``forbidden``."""
     size = file.size()
     if size == 0:
         raise RunFileError(f"{where} is empty. Copy it again.")
@@ -133,5 +132,5 @@ def _check_whole(file: Any, where: Path) -> None:
     digest.update(content)
     if found != _CHECKSUM + digest.hexdigest().encode():
         raise RunFileError(f"{where} is damaged: its checksum does not fit its content. Save the run again.")
-    if ARROW_SCHEMA in content:  # opening the file would build the types that it names, with code of their own
+    if forbidden in content:  # opening the file would build the types that it names, with code of their own
         raise RunFileError(f"{where} {_FOREIGN}")
