@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import replaced_when_complete, sha256, update_digest
+from torchfil.utils.text import visible
 
 __all__ = ["ROWS_AT_ONCE", "load", "save"]
 
