@@ -227,7 +227,7 @@ def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
     """All that the run says now, beside what is known of its steps."""
     engine = made.engine
     engine.gather()
-    path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.fil"
+    path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.parquet"
     engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
     is_here = not dist.is_initialized() or dist.get_rank() == 0
     assert engine.ledger is not None

@@ -46,7 +46,7 @@ def equalised() -> Equalised:
 
 
 def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path: Path) -> None:
-    path = equalised.engine.save_run(tmp_path / "run.fil", delta=DELTA, groups={"side": SIDES}, equalised=equalised)
+    path = equalised.engine.save_run(tmp_path / "run.parquet", delta=DELTA, groups={"side": SIDES}, equalised=equalised)
     run = load(path)
     assert run.about["equalised"] == {
         "question": None,
@@ -82,9 +82,9 @@ def test_another_run_is_refused(equalised: Equalised, tmp_path: Path) -> None:
     for x, y in private:
         other.train_step(x.to(DEVICE), y.to(DEVICE))
     with pytest.raises(ValueError, match=r"other clip weights than this run .* result.engine.save_run"):
-        other.save_run(tmp_path / "run.fil", delta=DELTA, equalised=equalised)
-    assert not (tmp_path / "run.fil").exists()
-    run = load(other.save_run(tmp_path / "run.fil", delta=DELTA))
+        other.save_run(tmp_path / "run.parquet", delta=DELTA, equalised=equalised)
+    assert not (tmp_path / "run.parquet").exists()
+    run = load(other.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert run.about["equalised"] is run.about["noise_choice"] is None
     assert run.rounds == {}
 
@@ -118,7 +118,7 @@ def test_pilots(tmp_path: Path) -> None:
     for _ in range(2):
         for x, y in private:
             engine.train_step(x.to(DEVICE), y.to(DEVICE))
-    run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA))
     checked = engine.check_bound()
     assert run.about["noise_choice"] == {
         "target": "every MSE bound at least 2",

@@ -142,7 +142,7 @@ def test_participations_go_on_from_a_checkpoint() -> None:
 def test_known_batches_are_saved_and_reported(tmp_path: Path) -> None:
     """The gate's ε and ReRo are those of the participations; q and the divisor are kept."""
     engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
-    saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
+    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
     assert not {verdict.rule: verdict for verdict in check(saved, Policy(max_epsilon=8.0))}["max_epsilon"].passed
     assert (saved.about["mechanism"]["sample_rate"], saved.about["mechanism"]["expected_batch_size"]) == (None, 6)

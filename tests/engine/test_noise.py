@@ -208,7 +208,7 @@ class TestNothingIsGivenAway:
     def test_the_run_file_has_no_seed_of_torch(self, tmp_path: Path) -> None:
         made = private()
         releases(made)
-        about = load(made[0].save_run(tmp_path / "run.fil", delta=1e-4)).about
+        about = load(made[0].save_run(tmp_path / "run.parquet", delta=1e-4)).about
         assert "seed" not in about
         assert about["probe_seed"] not in (torch.initial_seed(), 0)
         assert about["mechanism"]["noise"] == "OS-seeded"
@@ -282,7 +282,7 @@ class TestSeeding:
             assert kind in caplog.text
             assert ("subtract the noise" in caplog.text) is not passes
             releases(made)
-            run = load(made[0].save_run(tmp_path / "run.fil", delta=1e-4))
+            run = load(made[0].save_run(tmp_path / "run.parquet", delta=1e-4))
             assert run.about["mechanism"]["noise"] == kind
             (verdict,) = [v for v in check(run, Policy(max_epsilon=1e9)) if v.rule == "allow_seeded_noise"]
             assert verdict.passed is passes
@@ -293,7 +293,7 @@ class TestSeeding:
         both = [private(), private(noise_seed=1)]
         for made in both:
             releases(made, 3)
-        path = FILPrivacyEngine.save_merged([made[0] for made in both], tmp_path / "run.fil", delta=1e-4)
+        path = FILPrivacyEngine.save_merged([made[0] for made in both], tmp_path / "run.parquet", delta=1e-4)
         assert load(path).about["mechanism"]["noise"] == "seeded"
 
     def test_contradictions_are_refused(self) -> None:

@@ -280,8 +280,8 @@ def test_a_numbered_run_does_not_go_on_as_a_stream() -> None:
 
 def test_a_stream_is_saved_and_reported(tmp_path: Path) -> None:
     run = trained(passes=2, track=("diagonal",))
-    run.engine.save_run(tmp_path / "run.fil", delta=DELTA)
-    saved = load(tmp_path / "run.fil")
+    run.engine.save_run(tmp_path / "run.parquet", delta=DELTA)
+    saved = load(tmp_path / "run.parquet")
     assert saved.ids.tolist() == [f"person {row}" for row in rows_of(run)]
     assert saved.about["mechanism"]["stream"]
     assert saved.about["mechanism"]["sample_rate"] is None

@@ -89,7 +89,7 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1 --categorical cyp2c9 --out leakage.csv
       torchfil glm adult.csv --target income --model logistic --sigma 0.1 --private marital-status --drop-missing
       torchfil glm patienten.csv --target dosis --sigma 0.01 --separator ";" --decimal ,
-      torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
+      torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.parquet --report page
     """
     try:
         from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table

@@ -48,7 +48,7 @@ def save_linear_run(
     """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
 
     Args:
-        path: The file; its suffix is .fil by custom. Readable by its owner only.
+        path: The file; ``run.parquet`` by custom. Readable by its owner only.
         model: As for :func:`linear_run`.
         X: The training inputs, [n, d].
         y: The training targets, [n].
