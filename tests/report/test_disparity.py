@@ -18,11 +18,6 @@ from torchfil.report.summary import summarise
 from torchfil.run.disparity import SMALLEST_EFFECT, disparity_of, group_levels
 
 
-@pytest.fixture(autouse=True)
-def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-
-
 def grouped(levels: dict[str, np.ndarray]) -> SavedRun:
     """A run whose groups have these η̄."""
     fil = np.concatenate(list(levels.values()))

@@ -32,8 +32,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every kind with every verdict, and its public version."""
     folder, found = tmp_path_factory.mktemp("first"), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-        patch.setattr("torchfil.run.tables.find_spec", lambda name: None)
+        patch.undo()
         for kind in KINDS:
             safe, unsafe, policy = of_kind(kind, safe=True), of_kind(kind, safe=False), POLICY
             if kind == "table":

@@ -14,7 +14,7 @@ from tests.report.run_cases import made_up
 from tests.report.test_compared_runs import quieter
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.report.page.compared import render_comparison
+from torchfil.report.page import render_comparison
 from torchfil.run.records import Texts
 
 NOTES = (
@@ -53,8 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, comparison in runs.items():
         found[name].write_text(render_comparison(comparison))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-        patch.setattr("torchfil.run.tables.find_spec", lambda name: None)
+        patch.undo()
         found["tokens"] = write_report(with_tokens(), folder / "tokens")
     return found
 

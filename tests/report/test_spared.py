@@ -19,16 +19,10 @@ from torchfil.cli import main
 from torchfil.gate.gate import check, notes
 from torchfil.gate.policy import PolicyError, parse_policy
 from torchfil.report import SavedRun, load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.spared import is_spared, summarise_spared
 from torchfil.utils.errors import RunFileError
-
-
-@pytest.fixture(autouse=True)
-def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing PNGs takes most of a report's time."""
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
 
 
 def without_weights(run: SavedRun) -> SavedRun:

@@ -17,7 +17,7 @@ from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import parse_policy
 from torchfil.report import load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.baselines import (
     answer_shares,
@@ -34,11 +34,6 @@ from torchfil.run.baselines import (
 )
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
 from torchfil.run.status import NOT_MEASURED, status_of
-
-
-@pytest.fixture(autouse=True)
-def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
 
 
 def words(page: Path, section: str) -> str:
