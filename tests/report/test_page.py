@@ -184,25 +184,6 @@ def test_the_least_exposed_are_not_called_safe(tmp_path: Path, pictures: bool) -
     assert "low end" in text
 
 
-def test_attributes_show_the_lower_end(tmp_path: Path) -> None:
-    run = made_up()
-    assert run.attributes is not None
-    error = np.full((len(run), 3), 6.0)
-    low = error - 1
-    low[3, 0] = 4.0
-    names, units = run.attributes.names, run.attributes.units
-    both = made_up(attributes=type(run.attributes)(names, units, error, low))
-    text = sentences(write_report(both, tmp_path / "report"), "attributes")
-    assert "± 4 years" in text.replace("\u00a0", " ")
-    assert "6" not in text
-    assert "is off by at least this on average" in text
-    assert "Each number is the lower end of a 95 % interval, of each example by itself." in text
-    one = made_up(attributes=type(run.attributes)(names, units, error))
-    text = sentences(write_report(one, tmp_path / "report"), "attributes")
-    assert "± 6 years" in text.replace("\u00a0", " ")
-    assert "These are estimates from one run; how far below them the truth may lie is not known." in text
-
-
 def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
     run = made_up(pictures=None)
     assert run.attributes is not None
@@ -288,27 +269,3 @@ def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: s
     report = Report(summarise(made_up(), redacted=True), None, {}, [], {})
     with pytest.raises(UndefinedError):
         block(slug, vars(context_of(report)))
-
-
-def test_questions_have_a_section_where_they_were_asked(tmp_path: Path) -> None:
-    text = write_report(made_up(), tmp_path / "asked").read_text()
-    assert "What any attacker can tell" in text
-    assert "bind every attacker" in text
-    summary = summarise(made_up()).questions[0]
-    assert summary.above["0.05"] > summary.above["0.5"] > 0
-    assert "What any attacker can tell" not in write_report(made_up(questions=[]), tmp_path / "none").read_text()
-    public = summarise(made_up(), redacted=True).questions[0]
-    assert public.above["0.5"] == rounded_count(summary.above["0.5"], 10)
-
-
-def test_words_are_shaded_by_their_leakage_and_left_out_of_the_public_version(tmp_path: Path) -> None:
-    run = made_up()
-    section = re.search(
-        r"<section id=\"words\">(.*?)</section>", write_report(run, tmp_path / "full").read_text(), flags=re.DOTALL
-    )
-    assert section is not None
-    assert re.findall(r"--share: (\d+)%", section[1]) == ["4", "16", "100", "100"]  # of the text's largest share
-    assert "&lt;gout&gt;: 83 % of the text, η = 0.5" in section[1]
-    assert "unbiased attacker" in section[1]
-    public = write_report(run, tmp_path / "public", redacted=True)
-    assert not any("gout" in path.read_text(errors="ignore") for path in public.parent.rglob("*") if path.is_file())
