@@ -105,7 +105,7 @@ def _with_noise(report: Report, found: Advice, factor: float, broken: list[Verdi
 
 def _given(report: Report, run: SavedRun, factor: float) -> list[tuple[str, str, float, float]]:
     """What f = (σ'/σ)² would give: the smallest bound, how many are exposed, the worst question."""
-    given, low, now = list[tuple[str, str, float, float]](), lower_ends(run), int(report.exposed_rows().sum())
+    given, low, now = list[tuple[str, str, float, float]](), lower_ends(run), int(report.exposed_rows.sum())
     if len(low) and 0 < low[0] < math.inf:
         given.append(("smallest", "", float(low[0]), float(factor * low[0])))
     if now:
@@ -120,7 +120,7 @@ def _given(report: Report, run: SavedRun, factor: float) -> list[tuple[str, str,
 
 def _sparing(report: Report, run: SavedRun, broken: list[Verdict], factor: float) -> tuple[int, list[str]]:
     """Where few need it: how many, and the code that spares these instead of adding noise for all."""
-    some = len(concerned(broken)) if broken else int(report.exposed_rows().sum())
+    some = len(concerned(broken)) if broken else int(report.exposed_rows.sum())
     if not 0 < some <= FEW * len(run):
         return 0, []
     if report.is_linear:

@@ -6,6 +6,7 @@ random, and how certain the numbers are, differs. All blocks of the page take th
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,18 +104,19 @@ class Report:
         unmeasured = self.summary.not_measured
         return self.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
 
+    @functools.cached_property
     def exposed_rows(self) -> np.ndarray:
         """Who is exposed, [n] booleans; nobody where no blind guess is known. Not of a public page."""
         assert self.run is not None
         exposed = exposed_examples(self.run, self.blind_error)
         return np.zeros(len(self.run), dtype=bool) if exposed is None else exposed
 
-    @property
+    @functools.cached_property
     def num_exposed(self) -> int | str | None:
         """How many are exposed; rounded or in words in the public version; None: not known."""
         if self.run is None:
             return self.summary.exposed
-        return None if self.blind_error is None else int(self.exposed_rows().sum())
+        return None if self.blind_error is None else int(self.exposed_rows.sum())
 
     def tabled_run(self) -> SavedRun:
         """The run as tables of examples show it: without lower ends where bounds are exact, and so their own."""

@@ -89,7 +89,7 @@ def table_of(report: Report, named: Sequence[int]) -> Table:
     # who is exposed, whom a broken rule concerns, who was spared; without what nobody can say
     marks = {}
     if report.num_exposed is not None:
-        marks["exposed"] = report.exposed_rows()
+        marks["exposed"] = report.exposed_rows
     if report.verdicts is not None:
         marks["broken"] = np.zeros(len(report.run), dtype=bool)
         marks["broken"][concerned([verdict for verdict in report.verdicts if not verdict.passed])] = True
