@@ -180,7 +180,7 @@ def test_the_least_exposed_are_not_called_safe(tmp_path: Path, pictures: bool) -
     run = made_up() if pictures else made_up(pictures=None)
     text = sentences(write_report(run, tmp_path / "report"), "exposed")
     assert "Least exposedThey look safe partly by luck." in text
-    assert "low end" in text
+    assert "lower end" in text
 
 
 def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
