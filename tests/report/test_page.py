@@ -21,7 +21,7 @@ from torchfil.report.context import Report
 from torchfil.report.formats import number
 from torchfil.report.page import block, context_of
 from torchfil.report.summary import summarise
-from torchfil.run.status import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
+from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
 
 EVIL = '<script>alert("x")</script>'
 

@@ -7,30 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchfil.gate.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
-from torchfil.gate.verdict import Verdict
-from torchfil.gate.wording import concerned, kind_and_subject
+from torchfil.gate.gate import concerned, factor_for_all
+from torchfil.gate.rules import RULES, Verdict, lower_ends, rounded_up, worst_divergence
 from torchfil.report.context import Report
-from torchfil.report.formats import capital, number
+from torchfil.report.formats import number
 from torchfil.report.leaks import Leaks
-from torchfil.run.baselines import is_exposed
+from torchfil.run.baselines import NOT_MEASURED, is_exposed, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Advice", "advise"]
 
 FEW = 0.1  # up to this share of the examples, sparing them is better than noise for all
-OF_BOUNDS = ("min_error_share", "max_share_exposed", "min_mse_bound", "max_share_of_concern")
-OF_QUESTIONS = ("max_gain_over_guessing", "max_true_positive_rate")
-REMEDIES = {
-    "max_group_disparity": "Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
-    "min_attacks": "Run an attack that sees the model, in several trials, and save the run with it.",
-    "max_violated_bounds": "Find out why an attack beat a bound before anything else.",
-    "max_share_not_measured": "Train longer, or average over runs, so that every example is drawn and measured.",
-    "max_examples_missed": "Train again and measure every step.",
-    "allow_seeded_noise": "Train again without noise_seed= and noise_generator=.",
-    "max_share_spared": "Spare fewer examples: more noise or fewer steps instead of weights.",
-}
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Advice:
         sigma: σ'; None where σ is not known.
         steps: How many of the run's steps would do the same; 0: none, or not known.
         helped: Of how many broken rules.
-        others: What helps with the other broken rules: a text, and code.
+        others: What helps with the other broken rules.
         given: What the noise would give, as (what, name, now, then): "smallest" (MSE bound), "exposed", "question".
         spare: How many alone need it, where they are few.
         spare_by: The code that spares them.
@@ -58,7 +45,7 @@ class Advice:
     sigma: float | None = None
     steps: int = 0
     helped: int = 0
-    others: list[tuple[str, str]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     given: list[tuple[str, str, float, float]] = field(default_factory=list)
     spare: int = 0
     spare_by: list[str] = field(default_factory=list)
@@ -66,10 +53,12 @@ class Advice:
 
 def advise(report: Report, leaks: Leaks) -> Advice:
     """What would keep the policy where it is broken; otherwise what could be better, or that nothing need be done."""
-    run, policy, broken = report.run, report.policy, [v for v in report.verdicts or [] if not v.passed]
-    if run is not None and policy is not None and broken:
-        factor, others = factor_for_all(broken, run, policy, report.blind_error)
-        remedies = list(dict.fromkeys(map(_remedy, others)))  # one may serve several rules
+    broken = [verdict for verdict in report.verdicts or [] if not verdict.passed]
+    if broken:
+        factor, others = factor_for_all(broken)
+        remedies = list(
+            dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in others)
+        )  # one may serve several
         found = Advice("policy", helped=len(broken) - len(others), others=remedies)
         return found if factor is None else _with_noise(report, found, factor, broken)
 
@@ -127,22 +116,9 @@ def _sparing(report: Report, run: SavedRun, broken: list[Verdict], factor: float
         return some, ["torchfil.glm.iteratively_reweighted_fil(…)"]
 
     # bounds and questions can be spared by name; attributes only as part of their example
-    kinds, codes = dict(kind_and_subject(verdict.rule) for verdict in broken), []
-    if not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
+    aims, codes = {RULES[verdict.key].equalise for verdict in broken}, list[str]()
+    if not broken or "bound" in aims:
         codes.append(f"torchfil.equalise(target={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
-    codes += [f'torchfil.equalise(question="{kinds[kind]}", target=…)' for kind in OF_QUESTIONS if kind in kinds]
+    questions = {verdict.key: verdict.subject for verdict in broken if RULES[verdict.key].equalise == "question"}
+    codes += [f'torchfil.equalise(question="{name}", target=…)' for name in questions.values()]
     return (some, codes) if codes else (0, [])
-
-
-def _remedy(verdict: Verdict) -> tuple[str, str]:
-    """What helps with a rule that more noise is not known to keep: a text, and code."""
-    kind, _ = kind_and_subject(verdict.rule)
-    if verdict.found is None:
-        return f"{capital(verdict.detail)}.", ""
-    if kind == "max_epsilon":
-        return "Choose σ for ε: ", f"make_private_with_epsilon(target_epsilon={verdict.limit:g}, …)"
-    if kind in REMEDIES:
-        return REMEDIES[kind], ""
-    if verdict.found == 0:
-        return "Measure more (every step, more probes, a longer run): a lower end of 0 tells nothing.", ""
-    return f"More noise or fewer steps, by trial: {verdict.rule}.", ""

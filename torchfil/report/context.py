@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.gate.policy import Policy
-from torchfil.gate.verdict import Verdict
+from torchfil.gate.rules import Verdict
 from torchfil.report.signature import Signature
 from torchfil.report.summary import Summary
 from torchfil.run.baselines import blind_error_of_inputs, exposed_examples

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchfil.report.formats import number, plus_minus
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
     "Ends",

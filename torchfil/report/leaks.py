@@ -30,16 +30,21 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
-from torchfil.gate.remedies import divergence_of_gain, worst_divergence
-from torchfil.gate.verdict import told_apart
+from torchfil.gate.rules import divergence_of_gain, told_apart, worst_divergence
 from torchfil.glm.best_attacker import best_accuracy
 from torchfil.guessing import divergence_of_rate, largest_total_variation
 from torchfil.report.context import Report
 from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary
-from torchfil.run.baselines import answer_shares, attribute_exposure, blind_errors, gain_over_guessing
+from torchfil.run.baselines import (
+    NOT_MEASURED,
+    answer_shares,
+    attribute_exposure,
+    blind_errors,
+    gain_over_guessing,
+    status_of,
+)
 from torchfil.run.records import QuestionRecord
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Leak", "Leaks", "PriorGuess", "largest_success_at", "prior_guess", "unprotected"]
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from torchfil.gate.gate import large_delta
-from torchfil.gate.verdict import Verdict, told_apart
-from torchfil.gate.wording import concerned, in_words
+from torchfil.gate.gate import concerned, in_words, large_delta
+from torchfil.gate.rules import Verdict, told_apart
 from torchfil.report import formats
 from torchfil.report.advice import Advice, advise
 from torchfil.report.charts import attack_points, charts_of, comparison_chart, rdp_bounds, rero_points
@@ -32,9 +31,8 @@ from torchfil.report.leaks import Leaks, PriorGuess, prior_guess, unprotected
 from torchfil.report.summary import AttributeSummary, Summary
 from torchfil.report.svg import Chart
 from torchfil.report.table import Table, table_of
-from torchfil.run.baselines import share_in_words, share_of_blind_guess
+from torchfil.run.baselines import NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 from torchfil.utils.csv_files import visible
 
 if TYPE_CHECKING:

@@ -9,20 +9,28 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.groups import Grouping, summarise_groups
-from torchfil.run.aggregates import (
+from torchfil.run.baselines import (
+    LOWER_BOUND,
+    NOT_MEASURED,
+    blind_error_of_inputs,
+    blind_errors,
+    is_exposed,
+    share_of_blind_guess,
+    status_of,
+)
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
+from torchfil.run.statistics import (
     Histogram,
+    SparedSummary,
     geometric_mean,
     histogram,
     levels_of,
     published_count,
     rounded,
     rounded_count,
+    summarise_spared,
     windows,
 )
-from torchfil.run.baselines import blind_error_of_inputs, blind_errors, is_exposed, share_of_blind_guess
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
-from torchfil.run.spared import SparedSummary, summarise_spared
-from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
     "FALSE_POSITIVE_RATE",

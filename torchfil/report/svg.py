@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from torchfil.report.formats import number
-from torchfil.run.aggregates import round_step
+from torchfil.run.statistics import round_step
 from torchfil.utils.csv_files import visible
 
 __all__ = [

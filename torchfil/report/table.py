@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.gate.wording import concerned
+from torchfil.gate.gate import concerned
 from torchfil.report.context import Report
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.spared import is_spared
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
+from torchfil.run.statistics import is_spared
 
 __all__ = ["Table", "table_of"]
 
