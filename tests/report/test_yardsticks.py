@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchfil.report.page.html import number
 
 from tests.report.run_cases import made_up, pixelated, with_yardsticks, worrying
 from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.baselines import (
     NOT_MEASURED,
