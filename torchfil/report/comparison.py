@@ -28,7 +28,7 @@ from torchfil.report.groups import joined, split_beside
 from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
-from torchfil.utils.csv_files import visible
+from torchfil.utils.text import visible
 
 __all__ = ["Comparison", "Moves", "Pair", "Side", "changes", "compare_runs", "in_short"]
 

@@ -33,7 +33,7 @@ from torchfil.report.svg import Chart
 from torchfil.report.table import Table, table_of
 from torchfil.run.baselines import NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible
+from torchfil.utils.text import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from torchfil.report.formats import number
 from torchfil.run.statistics import round_step
-from torchfil.utils.csv_files import visible
+from torchfil.utils.text import visible
 
 __all__ = [
     "NARROW",
