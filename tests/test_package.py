@@ -173,7 +173,7 @@ def test_sdist_and_wheel_hold_what_they_must(tmp_path: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"torchfil"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "torchfil").rglob("*.py")}
     assert modules <= names
-    assert {"torchfil/py.typed", "torchfil/report/assets/page.html"} <= names
+    assert {"torchfil/py.typed", "torchfil/report/templates/page.html"} <= names
     assert "Provides-Extra: all" in text
     assert f"Version: {torchfil.__version__}" in text
 

@@ -15,8 +15,6 @@ from torchfil.attacks import AttackResult
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
 
-pytestmark = pytest.mark.usefixtures("no_png")
-
 
 def test_a_violated_bound_is_the_first_thing_said(tmp_path: Path) -> None:
     run = made_up()

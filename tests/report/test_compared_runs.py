@@ -15,8 +15,8 @@ import pytest
 from tests.report.run_cases import made_up
 from tests.test_cli import call, refused
 from torchfil.report import save
-from torchfil.report.comparison import compare_runs
-from torchfil.report.page.compared import in_short, render_comparison
+from torchfil.report.comparison import compare_runs, in_short
+from torchfil.report.page import render_comparison
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 

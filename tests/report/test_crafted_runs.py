@@ -87,7 +87,7 @@ class TestNames:
         for path in (junit, steps):
             assert acting(path.read_text(encoding="utf-8")) == []
 
-    def test_pages(self, tmp_path: Path, no_png: None) -> None:
+    def test_pages(self, tmp_path: Path) -> None:
         for redacted in (False, True):
             page = write_report(with_fake_names(), tmp_path / f"report {redacted}", redacted=redacted)
             assert acting(page.read_text(encoding="utf-8")) == []

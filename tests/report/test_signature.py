@@ -116,7 +116,7 @@ def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ssh-keygen was not found" in refused("verify", run, "--allowed-signers", signers)
 
 
-def test_the_page_says_who_signed(folder: Path, no_png: None) -> None:
+def test_the_page_says_who_signed(folder: Path) -> None:
     run, trust = folder / "run.parquet", ("--allowed-signers", folder / "signers")
     vouched = ("--signature", folder / "run.parquet.sig", *trust)
 

@@ -17,11 +17,9 @@ from tests.report.run_cases import SPARED, made_up
 from tests.test_cli import call
 from torchfil.gate.gate import notes
 from torchfil.report import SavedRun, load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.statistics import is_spared, published_count, summarise_spared
-
-pytestmark = pytest.mark.usefixtures("no_png")
 
 
 def without_weights(run: SavedRun) -> SavedRun:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
-from torchfil.report.page.sections.words import shares_of
+from torchfil.report.examples import shares_of
 from torchfil.run.saved_run import SavedRun, Texts
 
 FIL = np.asarray([[0.1, 0.2, 0.5, 0.0], [0.3, 0.3, np.nan, np.nan]], "f4")

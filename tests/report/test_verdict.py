@@ -14,8 +14,6 @@ from tests.test_cli import call
 from torchfil.gate.policy import Policy
 from torchfil.report import save, write_report
 
-pytestmark = pytest.mark.usefixtures("no_png")
-
 
 def told(page: Path, slug: str) -> str:
     """A section as a reader sees it."""

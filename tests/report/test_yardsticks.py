@@ -16,7 +16,7 @@ from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.baselines import (
     NOT_MEASURED,
@@ -34,8 +34,6 @@ from torchfil.run.baselines import (
     status_of,
 )
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
-
-pytestmark = pytest.mark.usefixtures("no_png")
 
 
 def words(page: Path, section: str) -> str:

@@ -13,8 +13,8 @@ import numpy as np
 
 from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_group_option, number, table, with_output
 from torchfil.report import signature as signatures
-from torchfil.report.comparison import Comparison, compare_runs
-from torchfil.report.page.compared import changes, in_short, render_comparison
+from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
+from torchfil.report.page import render_comparison
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
@@ -29,11 +29,12 @@ from torchfil.utils.text import visible
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
 @min_group_option
 @click.option("--policy", type=FILE, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
+@click.option("--pictures", is_flag=True, help="Write the charts as SVG files beside the page, too.")
 @click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
 @click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
 @with_output
 def report(
-    run: Path, directory: Path, redacted: bool, min_group: int | None, out: Output, **given: Path | None
+    run: Path, directory: Path, redacted: bool, min_group: int | None, pictures: bool, out: Output, **given: Path | None
 ) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
@@ -54,7 +55,7 @@ def report(
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
-    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched}
+    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched, "pictures": pictures}
     page = write_report(load(run), directory, redacted=redacted, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
