@@ -10,8 +10,6 @@ from pathlib import Path
 from .outcomes import CASES, Case, Outcome
 from .truth import WAYS
 
-__all__ = ["DOCS", "read_table", "text_of"]
-
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
 PACKAGES = ("torch", "opacus", "transformers", "peft", "timm", "torchvision")
 COLUMNS = [(way, dropout) for way in WAYS for dropout in (True, False)]
