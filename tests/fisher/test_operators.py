@@ -1,4 +1,4 @@
-"""torch's operators and what a recorded pass puts in their place: second derivatives against torch's, in float64.
+"""torch's operators under vmap: second derivatives against those of one example after the other, in float64.
 
 Layers without a rule of their own, and mapped models, rest on torch's. Three nestings are in use:
 
@@ -24,9 +24,7 @@ from torch.nn import functional as F
 
 from tests.cases import DEVICE
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.models import Replaced, with_second_derivatives
-from torchfil.fisher.rules import substitutes
-from torchfil.fisher.rules.convolution import patches
+from torchfil.fisher.models import with_second_derivatives
 from torchfil.fisher.rules.substitutes import gram, with_substitutes
 
 pytestmark = [pytest.mark.torch_versions, pytest.mark.operators]
@@ -164,55 +162,13 @@ def test_second_derivatives_under_vmap(nesting: str, name: str) -> None:
         close(fast, true)
 
 
-def twice(function: Operator, x: Tensor) -> list[Tensor]:
-    """The output, its product with a fixed direction back to x, and that one's back to x."""
-    x = x.clone().requires_grad_()
-    output = function(x)
-    generator = torch.Generator().manual_seed(1)
-    v, w = (torch.randn(value.shape, dtype=x.dtype, generator=generator).to(DEVICE) for value in (output, x))
-    (first,) = torch.autograd.grad((output.sin() * v).sum(), x, create_graph=True)
-    return [output, first, *torch.autograd.grad((first * w).sum(), x)]
-
-
+# What a recorded pass puts in their place; tests/fisher/recorded_cases.py compares all of it with torch's.
 MODULES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "pool": (nn.AvgPool2d(2, stride=1), (2, 3, 5, 6)),
     "groups": (nn.GroupNorm(2, 4), (3, 4, 3, 2)),
     "layer": (nn.LayerNorm(5), (2, 3, 5)),
     "gram": (nn.Identity(), (2, 3, 4)),
 }
-
-
-FUNCTIONS: dict[str, Operator] = {
-    "gelu": F.gelu,
-    "gelu, a module": nn.GELU(),
-    "gelu, approximate": nn.GELU("tanh"),
-    "silu": F.silu,
-    "silu, a module": nn.SiLU(),
-    "silu, in place (torch's own)": lambda x: F.silu(x + 0, inplace=True),
-    "product": lambda x: x @ x.cos().mT,
-    "product of four": lambda x: torch.matmul(x[None], x.cos().mT[None]),
-    "product, bmm": lambda x: torch.bmm(x.mT, x.cos()),
-    "product with constants": lambda x: torch.eye(3).to(x).expand(2, 3, 3).matmul(x),
-    "product, one for many (torch's own)": lambda x: x @ x[:1].cos().mT,
-    "product with a vector (torch's own)": lambda x: x @ x[0, 0],
-}
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="on CPUs only")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_in_another_way(name: str) -> None:
-    function, ours = FUNCTIONS[name], "own" not in name
-    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def computed(x: Tensor) -> Tensor:
-        with Replaced(substitutes.FUNCTIONS["cpu"]):
-            result = function(x)
-        assert type(result.grad_fn).__name__.startswith("_") == ours
-        return result
-
-    for value, true in zip(twice(computed, x), twice(function, x), strict=True):
-        close(value, true)
-    assert not ours or gradgradcheck(computed, x.requires_grad_())
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -225,17 +181,6 @@ def test_derivatives_are_those_of_finite_differences(name: str) -> None:
         function = gram if name == "gram" else module
         assert gradcheck(function, x)
         assert gradgradcheck(function, x)
-
-
-@pytest.mark.parametrize("size", [(12, 8), (13, 8), (22, 12)])
-def test_patches_that_tile_an_image_are_torchs(size: tuple[int, int]) -> None:
-    """And large ones on a GPU: kernels that are written out tap by tap take minutes to compile."""
-    module = nn.Conv2d(3, 5, 4, 4) if size[1] == 8 else nn.Conv2d(3, 5, 11, 11)
-    a = torch.randn(2, 3, *size, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    found, expected = patches(module, a), F.unfold(a, module.kernel_size, stride=module.stride)
-    weight = torch.randn_like(expected)
-    close(found, expected)
-    close(*(torch.autograd.grad(each, a, weight)[0] for each in (found, expected)))
 
 
 def test_a_vision_transformers_first_layer_is_differentiated_twice_in_seconds() -> None:
