@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.papers import zoo
+from benchmarks import zoo
 from torchfil.private import Private
 
 CLIPS = ("smooth", "gelu", "gelu-paper", "hard", "rsqrt")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import grouped, relative_error
 from tests.fisher.recorded_cases import Model
-from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
+from torchfil import PLIS, FILPrivacyEngine, fisher
 from torchfil.questions import Absent, Label
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import zoo
 from tests.cases import CASES, DEVICE, build
 from tests.fisher import recorded_cases as cases
 from tests.fisher.recorded_cases import BATCH, MECHANISM, Model, check, close, gradients_of, norms_and_slopes, state_of
-from torchfil import Private, fisher, zoo
+from torchfil import Private, fisher
 from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.fisher.models import product_precision, products_in
 from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, plan

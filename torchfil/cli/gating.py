@@ -16,8 +16,8 @@ from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible, write_csv
 
 _COLUMNS = ("rule", "what", "limit", "found", "examples")
 

@@ -19,8 +19,8 @@ from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inp
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
-from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible
 
 
 @click.command()
