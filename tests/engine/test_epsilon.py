@@ -24,8 +24,6 @@ from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added
 from torchfil.clipping import get_clip
 from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness
 from torchfil.fisher import ClippedJacobian, ExampleGradients
-from torchfil.gate.gate import check
-from torchfil.gate.policy import Policy
 from torchfil.report import load
 
 ACCOUNTANTS = pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
@@ -107,29 +105,15 @@ class TestKnownBatches:
         assert own.tolist() == pytest.approx([engine.get_epsilon(1e-5)] * 20, rel=1e-6)
         assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
 
-    def test_they_are_saved_and_reported(self, tmp_path: Path) -> None:
-        """The gate's ε and ReRo are those of the participations; q and the divisor are kept."""
+    def test_the_gate_and_rero_count_participations(self, tmp_path: Path) -> None:
         engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
         saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
         assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
-        assert not {verdict.rule: verdict for verdict in check(saved, Policy(max_epsilon=8.0))}["max_epsilon"].passed
-        assert (saved.about["mechanism"]["sample_rate"], saved.about["mechanism"]["expected_batch_size"]) == (None, 6)
-        rero = saved.bounds["rero"]
+        mechanism, rero = saved.about["mechanism"], saved.bounds["rero"]
+        assert (mechanism["sample_rate"], mechanism["expected_batch_size"]) == (None, 6)
         known = bounds.rero(rero["prior"], q=1.0, noise_multiplier=1.0, steps=5)
         assert rero["success"] == pytest.approx(known.high.tolist())
         assert "epsilon" not in saved.history  # by step it is not known
-        text = engine.report(tmp_path / "report", delta=1e-5).read_text()
-        assert "ε counts how often the most frequent example took part" in text
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sigma", [1e-8, 1e-3])
-def test_a_run_with_next_to_no_noise_is_saved(tmp_path: Path, sigma: float) -> None:
-    engine = train(data(40), steps=4, noise_multiplier=sigma).engine
-    engine.save_run(tmp_path / "run.fil", delta=1e-5, pictures=0, hash_data=False)
-    curve = load(tmp_path / "run.fil").bounds["rero"]
-    assert np.allclose(curve["success"], 1 - (1 - 0.2) ** 4 * (1 - np.array(curve["prior"])))
-    assert bool((engine.get_reconstruction_robustness([0, 1]).value <= 1).all())
 
 
 def spent(noises: list[float], q: float, delta: float) -> float:
@@ -263,31 +247,6 @@ def test_more_levels_lose_no_step_and_no_loss() -> None:
     assert bool((as_table(*squeezed(levels, exact, ENTRIES)).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
     weights = RATIO ** (-2.0 * torch.arange(LEVELS))
     assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
-
-
-def steps_of(history: NormHistory, *, change_noise: bool) -> None:
-    source = torch.Generator().manual_seed(2)
-    for step in range(40):
-        rows = (torch.rand(8, generator=source) < 0.4).nonzero().flatten()
-        ratio = torch.rand(len(rows), generator=source)
-        history.step(rows, ratio, 1.0 if step < 25 or not change_noise else 0.9, 0.1)
-
-
-@pytest.mark.parametrize("change_noise", [False, True])
-def test_a_history_goes_on_from_its_state(change_noise: bool) -> None:
-    source, target, rows = NormHistory(30), NormHistory(30), torch.arange(30)
-    steps_of(source, change_noise=change_noise)
-    assert source.counts_of(rows).sum(dim=1).tolist() == [40] * 30
-    target.load_state_dict(source.state_dict())
-    for history in (source, target):
-        steps_of(history, change_noise=change_noise)
-        assert history.steps == 80
-    assert target.counts_of(rows).sum(dim=1).tolist() == [80] * 30
-    assert torch.equal(target.counts_of(rows), source.counts_of(rows))
-    state = source.state_dict()
-    state["counts"] = state["counts"][:20]
-    with pytest.raises(RuntimeError, match="shape"):
-        target.load_state_dict(state)
 
 
 @pytest.mark.parametrize("factor", [5, pytest.param(50, marks=pytest.mark.slow)])

@@ -40,14 +40,11 @@ def test_the_numbers_are_those_of_the_readings() -> None:
     assert 0 < metrics["privacy/measured_share"] < 1
     assert metrics["privacy/smallest_mse_bound"] == pytest.approx(engine.get_smallest_mse_bound()[0])
     assert set(engine.metrics(prefix="")) == {name.removeprefix("privacy/") for name in expected} - {"epsilon"}
-    for shown in (repr(engine), repr(engine.totals)):
-        assert "D of '<member>' largest" in shown
-        assert f"median {metrics['privacy/median_fil']:.3g}, largest" in shown
-    for page in (engine._repr_html_(), engine.totals._repr_html_()):
-        assert page.startswith("<table><caption>")
-        assert "(confidential)" in page
-        assert "&lt;member&gt;" in page
-        assert "<member>" not in page
+    assert f"median {metrics['privacy/median_fil']:.3g}, largest" in repr(engine)
+    assert "D of '<member>' largest" in repr(engine.totals)
+    assert engine._repr_html_().startswith("<table><caption>FILPrivacyEngine (confidential)</caption>")
+    assert "&lt;member&gt;" in engine.totals._repr_html_()
+    assert not any("<member>" in page for page in (engine._repr_html_(), engine.totals._repr_html_()))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -34,7 +34,8 @@ WAYS = {
     "hooks": {"grad_sample_mode": "hooks"},
 }
 
-QUICK = ("recorded", "train_step", "questions", "hooks")  # the others are slow
+QUICK = ("recorded", "train_step", "dropout", "questions", "hooks")
+SLOW = pytest.mark.slow
 
 
 class Run:
@@ -78,8 +79,10 @@ def assert_same(cut: Run, whole: Run, tolerance: float = 1e-9) -> None:
     assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), tolerance)
 
 
-@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-@pytest.mark.parametrize("skipped", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("way", "skipped"),
+    [("input probes", 1), *(pytest.param(way, 0, marks=[] if way in QUICK else [SLOW]) for way in WAYS)],
+)
 def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
     """Masks are drawn once, also where memory ends in a step whose first pieces had succeeded."""
     if way == "dropout" and DEVICE == "cuda":
@@ -140,7 +143,6 @@ class Hungry(nn.Module):
 
 
 MODULE = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Hungry(), nn.Linear(6, 3))
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader, network
@@ -22,7 +22,6 @@ from torchfil import Accounting, Execution, FILPrivacyEngine
 from torchfil.engine.loader import ids_of_batch
 from torchfil.fisher import PoissonAmplification, Theorem4Amplification
 from torchfil.questions import Absent
-from torchfil.utils.errors import UnsupportedModuleError
 
 NAN = math.nan
 ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
@@ -180,14 +179,6 @@ def test_optimizers_of_other_parameters_and_engines_in_use() -> None:
             FILPrivacyEngine().make_private(again, optimizer, loader(data(40)))
 
 
-def test_a_padding_row_that_is_not_trained_or_not_special_is_taken() -> None:
-    make(**{**copy.deepcopy(padded()), "grad_sample_mode": "auto"})
-    for remedy in (lambda table: setattr(table, "padding_idx", None), lambda table: table.requires_grad_(False)):
-        options = padded()
-        remedy(options["module"][0])
-        make(**options)
-
-
 # ------------------------------------------------------------------ steps
 
 
@@ -214,27 +205,15 @@ class Positions(nn.Module):
         return self.out(x + self.positions(torch.zeros(1, dtype=torch.long, device=x.device)))
 
 
-class Noisy(nn.Module):
-    """Draws noise in its forward pass: two passes over a batch, or what a denoiser has to say of its noise."""
+class Both(nn.Module):
+    """Two passes over a batch in one."""
 
-    def __init__(self, net: nn.Module, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.kind = net, kind
+        self.net = network()
 
     def forward(self, x: Tensor) -> Any:
-        noise = 0.1 * torch.randn_like(x)
-        return (self.net(x), self.net(x + noise)) if self.kind == "twice" else self.net(x + noise) - noise
-
-
-class Growing(Dataset[Any]):
-    def __init__(self, n: int) -> None:
-        (self.x, self.y), self.n = data(n).tensors, n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> Any:
-        return self.x[i], self.y[i]
+        return self.net(x), self.net(x + 0.1 * torch.randn_like(x))
 
 
 def one_nan() -> DataLoader[Any]:
@@ -244,7 +223,7 @@ def one_nan() -> DataLoader[Any]:
 
 
 def shrink(run: Run) -> None:
-    run.private.plain_dataset.n = 30
+    run.private.plain_dataset.tensors = data(30).tensors
     next(iter(run.private))
 
 
@@ -267,11 +246,6 @@ def noise_as_target(run: Run) -> None:
     run.optimizer.step()
 
 
-def connectionist(outputs: Tensor, targets: Tensor) -> Tensor:
-    steps, length = (torch.full((len(targets),), part.shape[1]) for part in (outputs, targets))
-    return F.ctc_loss(outputs.transpose(0, 1).log_softmax(-1), targets, steps, length)
-
-
 def after_detaching(run: Run) -> None:
     run.engine.detach()  # the ledger stays
     assert not any(part._forward_hooks or part._backward_hooks for part in run.module.modules())
@@ -279,7 +253,6 @@ def after_detaching(run: Run) -> None:
 
 
 BARE = TensorDataset(data(16).tensors[0])
-SOUNDS = TensorDataset(torch.randn(6, 7, 5).double(), torch.randint(1, 4, (6, 2)))
 FIRST = {"poisson_sampling": False}
 STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "eval mode": ({}, lambda run: run.take(run.model.eval()), RuntimeError, r"model\.train\(\)"),
@@ -300,13 +273,7 @@ STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         (RuntimeError, ValueError),
         "once per batch|disagree",
     ),
-    "second derivatives": (
-        {"dataset": SOUNDS, "module": network(5, 4), "criterion": connectionist, **FIRST},
-        lambda run: run.engine.train_step(*next(iter(run.private))),
-        UnsupportedModuleError,
-        "ctc_loss_backward",
-    ),
-    "another length": ({"dataset": Growing(40)}, shrink, ValueError, "has 30 now"),
+    "another length": ({}, shrink, ValueError, "has 30 now"),
     "detached": ({}, after_detaching, (RuntimeError, ValueError), "[Pp]er sample|backward pass"),
     "detached, not wrapped": ({"wrap_model": False}, after_detaching, (RuntimeError, ValueError), "backward pass"),
 }  # fmt: skip
@@ -328,24 +295,16 @@ def test_a_step_that_is_refused_changes_nothing(case: str) -> None:
         assert run.engine.leakage(delta=1e-3)["participations"].sum() == len(batch[0])
 
 
-WEIGHTS = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 2.0]).double().to(DEVICE), reduction="sum")
-REMEDIES: dict[str, tuple[dict[str, Any], Any]] = {
-    "sum": ({"loss_reduction": "sum"}, summed),
-    "class weights": ({"criterion": WEIGHTS}, lambda outputs, y: WEIGHTS(outputs, y) / len(y)),
-    "two passes": ({"module": Noisy(network(), "twice"), "criterion": both}, both),
-    "noise": (
-        {"module": Noisy(network(5, 5), "denoiser"), "criterion": lambda outputs, _: outputs.square().mean()},
-        lambda outputs, _: outputs.square().mean(),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REMEDIES)
-def test_the_remedies_work(case: str) -> None:
-    options, loss = REMEDIES[case]
-    run = Run(**copy.deepcopy(options))
-    run.take(loss=loss)
-    assert run.engine.get_fil().value.max() > 0
+def test_the_remedies_work() -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 2.0]).double().to(DEVICE), reduction="sum")
+    for options, loss in (
+        ({"loss_reduction": "sum"}, summed),
+        ({"criterion": weighted}, lambda outputs, y: weighted(outputs, y) / len(y)),
+        ({"module": Both(), "criterion": both}, both),
+    ):
+        run = Run(**options)
+        run.take(loss=loss)
+        assert run.engine.get_fil().value.max() > 0
 
 
 def test_a_loop_that_steps_the_optimizer_it_passed_is_told_at_the_next_pass() -> None:
@@ -392,7 +351,7 @@ def test_a_logical_batch_that_was_left_must_be_discarded(workers: int) -> None:
     assert engine._training.run.history.steps == len(private) + 1
 
 
-def test_reading_needs_a_step_and_lists_of_ids() -> None:
+def test_reading_needs_a_step_and_lists_of_ids(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="make_private first"):
         FILPrivacyEngine().get_fil()
     run = Run(id_of=[f"person {i}" for i in range(40)])
@@ -414,12 +373,7 @@ def test_reading_needs_a_step_and_lists_of_ids() -> None:
     for read in (run.engine.get_individual_epsilon, run.engine.metrics):
         with pytest.raises(ValueError, match="delta"):
             read(delta=0)
-
-
-def test_a_private_model_is_not_pickled(tmp_path: Path) -> None:
-    run = Run()
-    run.take()
-    with pytest.raises(TypeError, match="state_dict"):
+    with pytest.raises(TypeError, match="state_dict"):  # a private model is not pickled
         torch.save(run.model, tmp_path / "model.pt")
 
 
