@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torchfil
 from tests.cases import DEVICE
-from tests.engine.loops import data, loader
-from tests.engine.made import make
+from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.ids import ExampleIds
 from torchfil.engine import Equalised
@@ -239,85 +236,42 @@ def test_options_that_are_none_are_named_before_training(options: dict[str, Any]
         torchfil.equalise(lambda weights: pytest.fail("trained"), **options)
 
 
-class Digits:
-    """Private training of a small network on handwritten digits, another seed at each call."""
-
-    def __init__(self, examples: int, steps: int, batch: int) -> None:
-        digits = load_digits()
-        self.inputs = torch.tensor(digits.data / 16, dtype=torch.float32)
-        self.targets = torch.tensor(digits.target)
-        self.train_set = TensorDataset(self.inputs[:examples], self.targets[:examples])
-        self.examples, self.steps, self.batch = examples, steps, batch
-        self.seed, self.forgets, self.accountant = 0, False, "rdp"
-
-    def __call__(self, weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
-        self.seed += 1
-        torch.manual_seed(self.seed)
-        model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
-        engine = FILPrivacyEngine(accountant=self.accountant)
-        private_model, _, loader = engine.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            DataLoader(self.train_set, batch_size=self.batch),
-            criterion=nn.CrossEntropyLoss(),
-            clip_weights=None if self.forgets else weights,
-        )
-        done = 0
-        while done < self.steps:
-            for batch in loader:
-                engine.train_step(*batch)
-                done += 1
-        with torch.no_grad():
-            guesses = private_model(self.inputs[self.examples :]).argmax(dim=1)
-        return engine, float((guesses == self.targets[self.examples :]).double().mean())
-
-
-@pytest.mark.parametrize("accountant", ["rdp", "gdp"])
-def test_digits_share_and_epsilon(accountant: str) -> None:
-    """A real run: the most exposed are spared, what is reported is the engine's own, and ε adds up over rounds."""
-    train = Digits(examples=100, steps=12, batch=40)
-    train.accountant = accountant
-    result = torchfil.equalise(train, share=0.05, margin=4.0, confidence=None, max_rounds=2, delta=1e-4)
-    assert result.worst > result.history[0].worst
-    assert result.worst == pytest.approx(result.engine.get_smallest_mse_bound()[0], rel=1e-6)
-    assert torch.equal(result.engine.clip_weights, result.weights)
-    assert 0 < result.history[-1].score <= 1
-    single = result.history[0].epsilon
-    assert single == pytest.approx(float(result.engine.get_epsilon(1e-4)))
-    assert single < result.epsilon_of_all_rounds < 2 * single
-    assert f"ε of all 2 rounds together: {result.epsilon_of_all_rounds:.3g}" in str(result)
-    train.forgets = True
-    with pytest.raises(ValueError, match="clip_weights=weights"):
-        equalise(train, None, share=0.05)
-
-
-@pytest.mark.slow
-def test_digits_meet_a_target() -> None:
-    """With intervals: every lower end reaches twice what the worst had, and fresh runs on average do, too."""
-    train = Digits(300, 80, 75)
-    pilot = torchfil.equalise(train, share=0.05, max_rounds=1)
-    target = 2 * pilot.worst_end
-    result = torchfil.equalise(train, target=target, max_rounds=8, fresh_runs=2)
-    assert result.stopped == "target met"
-    assert result.worst >= target
-    assert result.history[-1].score > pilot.history[0].score - 0.05
-
-
-# ------------------------------------------------------------------ what a run file keeps of it, and of pilots
+# ------------------------------------------------------------------ small runs, and what a run file keeps
 
 DELTA = 1e-5
 SIDES = ["left" if row % 3 else "right" for row in range(40)]
 SEEDS = count()
 
 
-def train_small(weights: Tensor | None, passes: int = 3) -> tuple[FILPrivacyEngine, float]:
+def train_small(weights: Tensor | None, passes: int = 3, accountant: str = "rdp") -> tuple[FILPrivacyEngine, float]:
+    """Private training of a small network on forty examples, another seed at each call."""
     torch.manual_seed(next(SEEDS))
-    plain = loader(data(40), generator=None)
-    engine, *_, private = make(plain, criterion=nn.CrossEntropyLoss(), clip_weights=weights)
+    module, engine = network(), FILPrivacyEngine(accountant=accountant)
+    given = module, torch.optim.SGD(module.parameters(), lr=0.2), loader(data(40), generator=None)
+    *_, private = engine.make_private(*given, criterion=nn.CrossEntropyLoss(), clip_weights=weights)
     for _ in range(passes):
         for x, y in private:
             engine.train_step(x.to(DEVICE), y.to(DEVICE))
     return engine, 0.75
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "gdp"])
+def test_of_real_runs_epsilon_adds_up_over_rounds(accountant: str) -> None:
+    """The most exposed are spared, and what is reported is the engine's own."""
+
+    def train(weights: Tensor | None) -> Any:
+        return train_small(weights, 3, accountant)
+
+    result = equalise(train, None, share=0.05, margin=4.0, max_rounds=2, delta=1e-4)
+    assert result.worst > result.history[0].worst
+    assert result.worst == pytest.approx(result.engine.get_smallest_mse_bound()[0], rel=1e-6)
+    assert torch.equal(result.engine.clip_weights, result.weights)
+    single = result.history[0].epsilon
+    assert single == pytest.approx(float(result.engine.get_epsilon(1e-4)))
+    assert single < result.epsilon_of_all_rounds < 2 * single
+    assert f"ε of all 2 rounds together: {result.epsilon_of_all_rounds:.3g}" in str(result)
+    with pytest.raises(ValueError, match="clip_weights=weights"):
+        equalise(lambda weights: train_small(None), None, share=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -103,14 +103,8 @@ def test_custom_batches_need_the_main_process() -> None:
     for bag in private:
         step(model, optimizer, (bag.x, bag.y))
     assert engine.ledger.sums["participations"].tolist() == [1] * 40
+    assert len(private.dataset) == 40  # which passes the data set through
+    assert torch.equal(private.dataset[3][0], data(40)[3][0])
     *_, private = make(DataLoader(data(40), batch_size=8, collate_fn=_frozen, num_workers=1), **options)
     with pytest.raises(TypeError, match="worker"):
         next(iter(private))
-
-
-def test_the_loader_passes_the_data_set_through() -> None:
-    dataset = data(40)
-    dataset.name = "mine"
-    *_, private = make(dataset)
-    assert (len(private.dataset), private.dataset.name) == (40, "mine")
-    assert torch.equal(private.dataset[3][0], dataset[3][0])
