@@ -188,32 +188,27 @@ def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
 def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
     """Nobody who was not measured is spared; what another run would draw is left to the margin; no interval."""
 
-    def run(exposure: Tensor, measured: Any = None, **errors: Any) -> Any:
+    def run(exposure: Tensor, error: Any = 0.0, measured: Any = None, run_error: float = 0.0) -> Any:
         def train(weights: Tensor | None) -> StandIn:
             stand_in = StandIn(exposure * (1 if weights is None else weights**2), measured=measured)
-            if errors:
-                error = errors.get("error", torch.zeros_like(stand_in.value))
-                more = {"run_error": 3 * stand_in.value} if "wide" in errors else {}
-                stand_in.estimate = Estimate(stand_in.value, error, "estimate", positive=True, **more)
+            value, errors = stand_in.value, torch.as_tensor(error).double().expand(len(exposure))
+            more = {"run_error": run_error * value} if run_error else {}
+            stand_in.estimate = Estimate(value, errors, "estimate", positive=True, **more)
             return stand_in
 
         return train
 
-    result = equalise(run(unit, unit < unit.max()))
-    assert result.met
-    assert result.weights[unit.argmax()] == 1
-    wide = torchfil.equalise(run(unit, wide=True), target=1.0)
-    assert wide.met
-    assert wide.num_spared == equalise(Trainer(unit)).num_spared
-    two, untold = torch.tensor([0.1, 4.0]), torch.tensor([0.0, torch.inf]).double()
-    result = torchfil.equalise(run(two, error=untold), target=1.0)
+    assert equalise(run(unit, measured=unit < unit.max())).weights[unit.argmax()] == 1
+    wide = torchfil.equalise(run(unit, run_error=3.0), target=1.0)
+    assert (wide.met, wide.num_spared) == (True, equalise(Trainer(unit)).num_spared)
+    two = torch.tensor([0.1, 4.0])
+    result = torchfil.equalise(run(two, torch.tensor([0.0, torch.inf])), target=1.0)
     assert (result.met, result.history[0].without_interval) == (True, 1)
     assert result.weights[1] < 0.5
-    nobody = torch.zeros(2, dtype=torch.bool)
     for train, options, noun in (
-        (run(two, error=untold + torch.inf), {"confidence": 0.95}, "probes give nobody"),
+        (run(two, torch.inf), {"confidence": 0.95}, "probes give nobody"),
         (run(two * torch.inf), {}, "without limit"),
-        (run(two, nobody), {}, "measured nobody"),
+        (run(two, measured=torch.zeros(2, dtype=torch.bool)), {}, "measured nobody"),
     ):
         with pytest.raises(ValueError, match=noun):
             equalise(train, **options)
