@@ -203,12 +203,15 @@ def replaying(draws: Draws | None) -> Iterator[None]:
         yield
 
 
-def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
-    """All that the run says now, beside what is known of its steps."""
+def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
+    """All that the run says now, beside what is known of its steps; without a folder no run file is written."""
     engine = made.engine
     engine.gather()
-    path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.fil"
-    engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
+    timeline = {"steps": list(engine.state_dict()["run"]["timeline"]["steps"])}
+    if folder is not None:
+        path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.fil"
+        engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
+        timeline = dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
     return replace(
         done,
         weights=[whole(p).cpu() for p in made.module.parameters()],
@@ -216,7 +219,7 @@ def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
         epsilon=float(engine.get_epsilon(DELTA)),
         individual=engine.get_individual_epsilon(delta=DELTA).value.cpu(),
         columns=engine.leakage_columns()[1],
-        timeline=dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {},
+        timeline=timeline,
         robustness=engine.get_reconstruction_robustness([0, 1]).value.cpu(),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import as_one, make, replaying, take_step, whole
+from tests.distributed.rank_runs import Outcome, as_one, assert_same, make, outcome, replaying, take_step
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil.engine.distributed import checkpoints
 
@@ -26,15 +25,6 @@ DRAWS: list[list[list[int]]] = [
 ]  # of 14 steps, by two ranks that have parts of their own
 ALONE = as_one(DRAWS)
 SLOW = pytest.mark.slow
-
-
-@dataclass
-class Ended:
-    weights: list[Tensor]
-    sums: dict[str, Tensor]
-    individual: Tensor
-    epsilon: float
-    timeline_steps: list[int]
 
 
 @contextmanager
@@ -62,7 +52,7 @@ def own_draws(scattered: bool) -> list[list[int]]:
 
 def trained(
     path: str | None = None, *, resume: bool = False, meanwhile: bool = False, scattered: bool = False, **options: Any
-) -> Ended:
+) -> Outcome:
     """Two passes with a checkpoint between them, or the second from that checkpoint, after a wrong start."""
     made = make("digits", questions={}, num_probes=2, **options)
     state = {"path": path, "module": made.model, "optimizer": made.optimizer}
@@ -81,29 +71,11 @@ def trained(
                 assert not meanwhile or not saving.done()
     if saving is not None:
         saving.result()
-    engine = made.engine
-    engine.gather()
-    individual = engine.get_individual_epsilon(delta=1e-5).value
-    steps = list(engine.state_dict()["run"]["timeline"]["steps"])
-    weights = [whole(p) for p in made.optimizer.params]
-    return Ended(weights, dict(engine.ledger.sums), individual, float(engine.get_epsilon(1e-5)), steps)
-
-
-def assert_close(found: Ended, expected: Ended, tolerance: float) -> None:
-    for a, b in zip(found.weights, expected.weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    assert found.sums.keys() == expected.sums.keys()
-    for name, value in expected.sums.items():
-        if not (tolerance and name.endswith(("_changes", "_last"))):
-            scale = float(expected.sums["trace"].max())
-            torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=tolerance * scale, msg=name)
-    torch.testing.assert_close(found.individual, expected.individual, rtol=tolerance, atol=tolerance)
-    assert found.epsilon == expected.epsilon
-    assert found.timeline_steps == expected.timeline_steps
+    return outcome(made, None, Outcome())
 
 
 @pytest.fixture(scope="module")
-def alone() -> Ended:
+def alone() -> Outcome:
     return trained()
 
 
@@ -124,32 +96,32 @@ def test_as_many_ranks_go_on_bit_for_bit(
     expected = two_ranks.run(trained, path, meanwhile=meanwhile, **options)
     assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")]  # of rank 0, for all
     for found, unbroken in zip(two_ranks.run(trained, path, resume=True, **options), expected, strict=True):
-        assert_close(found, unbroken, 0.0)
+        assert_same(found, unbroken, 0.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "sharded"), [("run.pt", False), ("run.pt", True), pytest.param("run/", False, marks=SLOW), ("run/", True)]
 )
 def test_another_number_of_ranks_goes_on(
-    two_ranks: RankPool, tmp_path: Path, alone: Ended, kind: str, sharded: bool
+    two_ranks: RankPool, tmp_path: Path, alone: Outcome, kind: str, sharded: bool
 ) -> None:
     of_one, of_two = (f"{tmp_path}/{size}{kind}" for size in (1, 2))
     trained(of_one)
     for found in two_ranks.run(trained, of_one, resume=True, scattered=True, sharded=sharded):
-        assert_close(found, alone, 1e-6)
+        assert_same(found, alone, moved=True)
     if kind == "run/" or not sharded:
         two_ranks.run(trained, of_two, sharded=sharded)
-        assert_close(trained(of_two, resume=True), alone, 1e-6)
+        assert_same(trained(of_two, resume=True), alone, moved=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_four_ranks_go_on_from_the_folder_of_two(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, alone: Ended, sharded: bool
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, alone: Outcome, sharded: bool
 ) -> None:
     two_ranks.run(trained, f"{tmp_path}/two/", sharded=sharded)
     for found in four_ranks.run(trained, f"{tmp_path}/two/", resume=True, scattered=True, sharded=sharded):
-        assert_close(found, alone, 1e-6)
+        assert_same(found, alone, moved=True)
 
 
 def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[int]]]:
