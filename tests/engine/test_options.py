@@ -76,15 +76,16 @@ class TestAccounting:
 
 
 class TestWithEpsilon:
-    WISHED: dict[str, Any] = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}  # noqa: RUF012
+    WISHED: dict[str, Any] = {  # noqa: RUF012
+        "target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "epsilon_tolerance": 0.2,
+    }  # fmt: skip
 
     def test_it_is_opacus_noise_and_a_looser_tolerance_ends_no_higher(self) -> None:
         module = network()
-        stock = PrivacyEngine(accountant="rdp").make_private_with_epsilon(
-            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=loader(data(24)),
-            max_grad_norm=1.0, epsilon_tolerance=0.05, **self.WISHED,
-        )  # fmt: skip
-        ours, loose = (private(**self.WISHED, epsilon_tolerance=tolerance)[1] for tolerance in (0.05, 1.0))
+        given = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "data_loader": loader(data(24))}
+        opacus = PrivacyEngine(accountant="rdp")
+        stock = opacus.make_private_with_epsilon(module=module, max_grad_norm=1.0, **given, **self.WISHED)
+        ours, loose = (private(**{**self.WISHED, "epsilon_tolerance": tolerance})[1] for tolerance in (0.2, 1.0))
         assert stock[1].noise_multiplier == ours.noise_multiplier < loose.noise_multiplier
 
     def test_epochs_are_those_of_the_accounting_where_it_says_none(self) -> None:
@@ -101,7 +102,7 @@ class TestWithEpsilon:
             for x, y in batches:
                 engine.train_step(x, y)
         assert engine.accountant.history[0][1:] == (rate.get("sample_rate", 1 / 3), steps)
-        assert 2.6 < engine.get_epsilon(1e-3) <= 3.0
+        assert 2.4 < engine.get_epsilon(1e-3) <= 3.0
 
 
 class TestPublicSizes:
