@@ -65,17 +65,17 @@ class TestResume:
     def test_bit_for_bit(self, tmp_path: Path, kind: str) -> None:
         """From a file; from a folder that was written while the run went on."""
         whole, model, optimizer, private = start()
-        epochs(model, optimizer, private, 2)
+        epochs(model, optimizer, private, 1)
         meanwhile = {"asynchronous": True} if kind == "folder/" else {}
         path = f"{tmp_path}/{kind}"
         saving = whole.save_checkpoint(path=path, module=model, optimizer=optimizer, **meanwhile)
-        epochs(model, optimizer, private, 2)
+        epochs(model, optimizer, private, 1)
         if saving is not None:
             saving.result()
 
         second, model, optimizer, private = start(seed=99)
         second.load_checkpoint(path=path, module=model, optimizer=optimizer)
-        epochs(model, optimizer, private, 2)
+        epochs(model, optimizer, private, 1)
         assert same(second.state_dict(), whole.state_dict())
         assert second.get_epsilon(1e-5) == whole.get_epsilon(1e-5)
         assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")], "no temporary file is left"
@@ -308,9 +308,9 @@ def test_few_probed_runs_are_unbiased_and_their_errors_no_worse_than_told() -> N
 def test_sampling_error_is_the_spread_over_batches() -> None:
     """Frozen weights, many draws of the batches: the spread of η̄² about its mean is what one run reports.
 
-    Examples are drawn independently: 96 of them in 15 runs tell as much of the spread as 24 in 60.
+    Examples are drawn independently: 144 of them in 10 runs tell as much of the spread as 24 in 60.
     """
-    leakages = [frozen_run(96, 2, seed, estimator="exact").totals for seed in range(15)]
+    leakages = [frozen_run(144, 2, seed, estimator="exact").totals for seed in range(10)]
     traces = torch.stack([leakage.get_trace().value for leakage in leakages])
     squares = torch.stack([leakage.ledger.sums["trace_square"].double() for leakage in leakages])
     reported = ((1 - 1 / 4) * squares.mean(dim=0)).sqrt()
