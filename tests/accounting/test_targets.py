@@ -137,7 +137,7 @@ def test_a_share_becomes_a_target() -> None:
         Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(st.floats(0.02, 0.99), st.sampled_from([0.01, 0.015]))
 def test_the_largest_divergence_is_where_the_rate_is_reached(rate: float, alpha: float) -> None:
     target = LeakageTarget(true_positive_rate=rate, question="in", false_positive_rate=alpha)
