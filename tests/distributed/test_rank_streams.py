@@ -76,9 +76,11 @@ def streamed(
                     errors.append(f"{type(caught).__name__}: {caught}")
                     assert all(map(torch.equal, before, module.parameters()))
         except RuntimeError as caught:  # of the loader
-            return [str(caught)], [], Outcome()
+            errors.append(str(caught))
         if save and parts is passes[0]:
             engine.save_checkpoint(**state)
+    if not engine.accountant.history:
+        return errors, [], Outcome()
     return errors, engine.leakage_columns()[0], outcome(made, folder, Outcome())
 
 
