@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.cases import DEVICE, relative_error
+from tests.engine import made
 from tests.engine.architectures import ConvNeXt, Encoder
 from tests.engine.brute_force import C, Run, clipped_gradients, images, make, texts, train
 from torchfil import FILPrivacyEngine, Private
@@ -106,7 +107,7 @@ def test_tokens_of_an_encoder() -> None:
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({"estimator": "exact", "max_memory": 2**16}, 2), ({"extra_probes": 4, "batch_size": 8}, 20)],
+    [({"estimator": "exact", "max_memory": 2**16}, 2), ({"extra_probes": 4, "batch_size": 8}, 40)],
     ids=["mapped", "few anew"],
 )
 def test_other_estimators(options: dict[str, Any], steps: int) -> None:
@@ -137,9 +138,13 @@ def test_skipped_steps_are_weighted(runs: int) -> None:
     """The mean over runs at the same weights, each of eight steps that are measured with probability 1/2."""
 
     def divergence(rate: float, seed: int) -> tuple[Tensor, Tensor]:
-        options = {"fil_rate": rate, "seed": seed, "poisson_sampling": False, "batch_size": 8, "learning_rate": 0.0}
-        run = train(ask({"member": Absent()}, dataset=images(8), **options), steps=8)
-        found = run.engine.get_guess("member").divergence
+        options = {"fil_rate": rate, "seed": seed, "questions": {"member": Absent()}, "num_probes": 1}
+        options |= {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False}
+        engine, _, model, optimizer, batches = made.make(images(8), Rectified().to(DEVICE), 8, **options)
+        optimizer.param_groups[0]["lr"] = 0.0
+        for _ in range(8):
+            made.step(model, optimizer, next(iter(batches)))
+        found = engine.get_guess("member").divergence
         return found.value[0], found.standard_error[0]
 
     truth, _ = divergence(1.0, 0)

