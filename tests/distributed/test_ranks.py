@@ -107,7 +107,7 @@ def scattered() -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"replayed": scattered(), "physical": 3, "refreshed": True, "track": ("sketch",)},  # of one test matrix
+        {"replayed": scattered(), "physical": 3, "refreshed": True},
         pytest.param({"replayed": scattered(), "refreshed": True}, marks=SLOW),
         pytest.param({"replayed": scattered(), "physical": 3, "sharded": True}, marks=SLOW),
         pytest.param({"reshuffled": True, "passes": 3}, marks=SLOW),
