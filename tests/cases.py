@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.papers.zoo import mnist_cnn
+from benchmarks.zoo import mnist_cnn
 from torchfil.private import Private
 
 CLIPS = ("smooth", "gelu", "gelu-paper", "hard", "rsqrt")

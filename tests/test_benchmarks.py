@@ -17,7 +17,6 @@ from benchmarks import __main__ as command
 from benchmarks import comparison, large, loops, matched, measuring, paper, targets
 from benchmarks import many_examples as many
 from benchmarks.tables import number, page
-from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
 
 
@@ -107,7 +106,7 @@ def test_trained_weights_are_looked_at_where_training_is_cheap() -> None:
 
 def test_data_at_hand_are_repeated_and_others_replaced() -> None:
     def missing() -> tuple[torch.Tensor, torch.Tensor]:
-        raise DataNotFoundError
+        raise FileNotFoundError
 
     three = torch.arange(3.0).reshape(3, 1, 1, 1), torch.arange(3)
     images, labels = loops.at_hand(lambda: three, loops.random_images(1, 1))(5)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from torchfil.cli import main
+from torchfil.cli.demo import small_digits
 from torchfil.report import SavedRun, load, save
 
 pytest.importorskip("sklearn")
@@ -162,92 +163,11 @@ class TestDemo:
         assert "device 'abacus' cannot be used" in refused("demo", "--device", "abacus", "-o", tmp_path / "demo")
         assert not (tmp_path / "demo").exists()
 
-
-class TestBench:
-    def test_the_small_network(self) -> None:
-        data = json.loads(call("bench", "--batch", 2, "--repeats", 1, "--json").stdout)
-        assert data["steps"][0]["name"] == "stock Opacus (hooks)"
-        assert data["steps"][0]["relative"] == 1
-        assert all(step["milliseconds"] > 0 for step in data["steps"])
-        assert len(data["steps"]) == 5
-
-    @pytest.fixture
-    def jobs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        """A module with jobs in the present folder."""
-        (tmp_path / "jobs_of_mine.py").write_text(
-            textwrap.dedent("""
-            import torch
-            from torch import nn
-
-            class WithLoss(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.head = nn.Linear(3, 2)
-                def forward(self, x, labels=None):
-                    logits = self.head(x)
-                    return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-            BATCH = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-            def good():
-                return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), BATCH, nn.CrossEntropyLoss()
-            def own_loss():
-                return WithLoss(), {"x": BATCH[0], "labels": BATCH[1]}
-            def mixing():
-                return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), BATCH, nn.CrossEntropyLoss()
-            def wrong():
-                return nn.Linear(3, 2)
-            """)
-        )
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.delitem(sys.modules, "jobs_of_mine", raising=False)
-        return "jobs_of_mine"
-
-    def test_a_model_of_ones_own(self, jobs: str) -> None:
-        found = call("bench", "--model", f"{jobs}:good", "--repeats", 1)
-        assert found.exit_code == 0, found.output
-        for part in ("runs, in one recorded pass", "1 (ReLU)", "× stock Opacus (hooks)", "engine.train_step, 3 probes"):
-            assert part in found.stdout
-        data = json.loads(call("bench", "--model", f"{jobs}:good", "--repeats", 1, "--json").stdout)
-        assert data["batch"] == 4
-        assert data["check"]["verdict"] == "recorded"
-        assert [step["failed"] for step in data["steps"]] == [None] * 5
-
-    def test_where_opacus_cannot_plain_training_is_the_unit(self, jobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(job: Any) -> None:
-            raise NotImplementedError("no rule for this layer")
-
-        monkeypatch.setattr("torchfil.cli.timing._opacus_step", fails)
-        data = json.loads(call("bench", "--model", f"{jobs}:own_loss", "--repeats", 1, "--json").stdout)
-        assert data["check"]["loss"] == "the model's own loss on each example alone"
-        assert "let the model also run without labels" in data["check"]["advice"][0]
-        assert (data["steps"][0]["name"], data["steps"][0]["relative"]) == ("plain training", 1)
-        assert data["steps"][-1]["failed"] == "no rule for this layer"
-        assert len(data["steps"]) == 5
-
-    def test_a_refused_model_ends_with_exit_code_1(self, jobs: str) -> None:
-        found = call("bench", "--model", f"{jobs}:mixing", "--repeats", 1)
-        assert found.exit_code == 1
-        assert "is refused" in found.stdout
-        assert "GroupNorm" in found.stdout
-
-    def test_mistakes_are_one_line(self, jobs: str) -> None:
-        assert "must be package.module:function" in refused("bench", "--model", "nothing")
-        assert "has no function 'none'" in refused("bench", "--model", f"{jobs}:none")
-        assert "must return (model, batch)" in refused("bench", "--model", f"{jobs}:wrong")
-        assert "No module named" in refused("bench", "--model", "no_such_module:job")
-        assert "job:f" in refused("bench", "--model", f"{jobs}.py:mixing")
-
-    def test_errors_of_the_users_own_code_are_one_line_with_their_place(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        lines = [
-            "import torch",
-            "def fails(): raise KeyError('lost')",
-            "def misfits(): return torch.nn.Linear(5, 2), (torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))",
-        ]
-        (tmp_path / "failing_job.py").write_text("\n".join(lines))
-        monkeypatch.syspath_prepend(tmp_path)
-        fails, misfits = (refused("bench", "--model", f"failing_job:{name}") for name in ("fails", "misfits"))
-        assert "calling fails(): KeyError: 'lost' (failing_job.py, line 2)" in fails
-        assert "a pass of the model over its batch: RuntimeError: mat1" in misfits
+    def test_digits_are_drawn_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        images, labels, origin = small_digits()
+        assert "drawn by rule" in origin
+        assert images.shape == (1797, 1, 8, 8)
+        assert 0 <= images.min() < images.max() <= 1
+        means = torch.stack([images[labels == label].mean(0) for label in range(10)]).flatten(1)
+        assert (torch.cdist(images.flatten(1), means).argmin(1) == labels).double().mean() > 0.4

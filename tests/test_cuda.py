@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import grouped, relative_error
-from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
+from torchfil import PLIS, FILPrivacyEngine, fisher
 from torchfil.questions import Absent, Label
 
 pytestmark = [

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import zoo
 from tests.cases import CASES, CLIPS, DEVICE, build
-from torchfil import PLIS, Private, exposure, fisher, zoo
+from torchfil import PLIS, Private, exposure, fisher
 from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients

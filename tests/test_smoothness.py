@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchfil.papers.zoo import cifar_cnn, mnist_cnn
+from benchmarks.zoo import cifar_cnn, mnist_cnn
 from torchfil.smoothness import NonSmoothModuleError, SmoothnessValidator, register_smoothness_rule
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.cases import DEVICE
-from tests.test_datasets import idx
-from tests.test_examples import write_mnist
+from tests.paper_files import idx, write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 
 def test_tensors_become_arrays_and_lengths_are_checked() -> None:

@@ -10,6 +10,7 @@ import torch
 from scipy import optimize, stats
 
 from tests.cases import DEVICE
+from tests.paper_files import real_data
 from torchfil import bounds
 from torchfil.attacks.attributes import (
     BlackBoxInversion,
@@ -22,7 +23,6 @@ from torchfil.attacks.attributes import (
 from torchfil.attacks.comparison import compare_with_bounds
 from torchfil.attacks.glm_reconstruction import GLMReconstruction, biased_bound
 from torchfil.attacks.glm_slopes import believed_margins
-from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -327,12 +327,9 @@ def test_what_cannot_be_attacked_is_refused() -> None:
 
 def test_warfarin_patients_as_in_the_paper() -> None:
     """Hannun et al. 2021, figures 6 and 7: accuracies of both attacks, and reweighting flattens them by decile."""
-    try:
-        task = iwpc()
-    except DataNotFoundError as error:
-        pytest.skip(str(error))
+    task = real_data("iwpc").iwpc()
     X, y = task.train_inputs, task.train_targets
-    attribute = NominalAttribute.of_task(task, "vkorc1")
+    attribute = task.question("vkorc1")
     model = LinearRegression(l2=1e-2, device=DEVICE).fit(X, y)
     white, black = WhiteBoxInversion(model, X, y, attribute), BlackBoxInversion(model, X, y, attribute)
     assert prior_inversion(X, attribute).achieved.mean() == pytest.approx(0.367, abs=0.001)
@@ -352,10 +349,7 @@ def test_warfarin_patients_as_in_the_paper() -> None:
 
 def test_digits_as_in_the_paper() -> None:
     """Guo et al. 2022, figure 3, every 20th digit: errors ordered as bounds; only biased guesses fall below them."""
-    try:
-        task = mnist_zero_one(components=None, scaled=False)
-    except DataNotFoundError as error:
-        pytest.skip(str(error))
+    task = real_data("mnist").mnist_zero_one(components=None, scaled=False)
     X, y, sigma = task.train_inputs, task.train_targets, 1e-5
     model = LogisticRegression(1e-2, fit_intercept=True, solver="lbfgs", device=DEVICE).fit(X, y)
     rows = np.arange(0, len(y), 20)

@@ -21,9 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, Private
 from torchfil.engine.loader import FILPoissonSampler
 from torchfil.questions import Absent, Label, Token
 from torchfil.report import load

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, grouped, relative_error
 from tests.engine.loops import SIGMA, C, assert_same_run, data, loader, network, tokens, train
-from torchfil import FILPrivacyEngine, zoo
+from torchfil import FILPrivacyEngine
 
 MODES = ("hooks", "auto")
 

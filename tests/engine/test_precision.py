@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import loader
-from torchfil import Execution, FILPrivacyEngine, Private, zoo
+from torchfil import Execution, FILPrivacyEngine, Private
 from torchfil.report import load
 
 SIGMA, C = 1e-6, 0.5  # of so little noise p.grad is the sum of clipped gradients

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper_data import small_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.cli.digits import digits
 from torchfil.planning.calibration import LeakageTarget, NoiseSearch, TargetCheck, choose_noise
 from torchfil.questions import Absent
 
@@ -251,7 +251,7 @@ def test_the_margin_covers_how_much_runs_differ() -> None:
 
 def digits_run(seed: int, **targets: Any) -> FILPrivacyEngine:
     """Eighteen epochs of a small network on 90 digits: enough for an interval of each."""
-    images, labels = digits()
+    images, labels = small_digits()
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10)).to(DEVICE)
     engine = FILPrivacyEngine()

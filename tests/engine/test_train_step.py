@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, assert_same_run, data, loader, network, tokens
-from torchfil import FILPrivacyEngine, zoo
+from torchfil import FILPrivacyEngine
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import zoo
 from tests.cases import CASES, DEVICE, build
 from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brute_force, check, norm_gradient
-from torchfil import zoo
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import product_precision, products_in

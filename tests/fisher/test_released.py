@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import zoo
 from tests.cases import CASES, DEVICE, build, relative_error
 from torchfil import Private
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients, flatten
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian, forward_pass
-from torchfil.papers import zoo
 
 CLIP = get_clip("smooth")
 

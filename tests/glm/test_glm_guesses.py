@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from torchfil.datasets import DataNotFoundError, TabularTask, iwpc
+from tests.paper_files import real_data
 from torchfil.glm import (
     Absent,
     GeneralizedLinearModel,
@@ -90,11 +90,8 @@ def test_nobody_beats_it_and_the_bayes_attacker_attains_it(name: str) -> None:
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_warfarin_patients(name: str, sigma: float) -> None:
     """All 3,855 patients, 10,000 releases, the four scales of noise of the published attack."""
-    try:
-        task: TabularTask = iwpc()
-    except DataNotFoundError as error:
-        pytest.skip(str(error))
-    found = check_attacked(task.train_inputs, task.train_targets, NominalAttribute.of_task(task, name), sigma)
+    task = real_data("iwpc").iwpc()
+    found = check_attacked(task.train_inputs, task.train_targets, task.question(name), sigma)
     assert found.answers == task.levels[name]
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from paper_data import BinaryTask
 
-from torchfil.datasets import BinaryTask, DataNotFoundError, cifar_plane_car, data_folder, mnist_zero_one
+from tests.paper_files import real_data
 from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
-
-try:
-    data_folder()
-except DataNotFoundError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +19,7 @@ def accuracy(model: LinearRegression, task: BinaryTask) -> float:
     ("load", "l2", "rows"),
     [
         pytest.param(
-            mnist_zero_one,
+            lambda: real_data("mnist").mnist_zero_one(),
             8e-4,
             {
                 "linear": (0.0405, 0.0138, 99.95, 0.0470, 99.76),
@@ -32,7 +28,7 @@ def accuracy(model: LinearRegression, task: BinaryTask) -> float:
             id="mnist",
         ),
         pytest.param(
-            cifar_plane_car,
+            lambda: real_data("cifar10").cifar_plane_car(),
             8e-5,
             {
                 "linear": (0.2485, 0.0801, 79.90, 0.2963, 80.55),
@@ -65,7 +61,7 @@ def test_table_1_of_hannun_et_al(load, l2, rows) -> None:  # type: ignore[no-unt
 
 def test_figure_2_of_guo_et_al() -> None:
     """MNIST 0/1 logistic at λ = σ = 1e-2: accurate, and every example's dFIL bound on the MSE is above 1."""
-    task = mnist_zero_one(components=None, scaled=False)
+    task = real_data("mnist").mnist_zero_one(components=None, scaled=False)
     model = LogisticRegression(l2=1e-2).fit(task.train_inputs, task.train_targets)
     assert accuracy(model, task) == pytest.approx(99.95, abs=0.011)
     bound = model.mse_bound(task.train_inputs, task.train_targets, sigma=1e-2, private_target=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.glm.guesses import NominalAttribute
 from torchfil.glm.refits import GLMView, minimiser_changes, numbers_at_once
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from torchfil.attacks.base import AttackResult, check_release, release_noise
 from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.refits import GLMView, numbers_at_once
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel

@@ -26,7 +26,7 @@ from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
 from torchfil.private import Private
 from torchfil.questions import Question
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "transcript_ratios", "true_positive_rates"]

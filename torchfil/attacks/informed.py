@@ -21,7 +21,7 @@ from torch.func import vmap
 
 from torchfil.attacks.base import AttackResult, make_generator
 from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, sum_of_others
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 _DAMPING, _DAMPING_RANGE = 1e-3, (1e-9, 1e9)
 

@@ -19,7 +19,7 @@ from torchfil.attacks.base import AttackResult, make_generator
 from torchfil.attacks.similarity import haarpsi, ssim
 from torchfil.fisher.gradients import LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 

@@ -22,7 +22,7 @@ from scipy.integrate import trapezoid
 from torch import Tensor, nn
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 Training = Callable[[Tensor, int], nn.Module]
 

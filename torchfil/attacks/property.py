@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchfil.attacks.base import make_generator
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 Attacker = Literal["logistic", "forest"]
 

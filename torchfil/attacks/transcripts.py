@@ -15,7 +15,7 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors
 
 VALUES_AT_ONCE = 2**24

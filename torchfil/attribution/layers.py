@@ -20,7 +20,7 @@ from torchfil.accounting.leakage import as_table
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.models import check_modules, check_unweighted_mean, trainable_and_constant, without_opacus
 from torchfil.private import Examples, Inputs, Private, as_call, check_finite, num_examples
-from torchfil.utils.tables import aligned
+from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
 

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FILE, Output, number, table, with_output
-from torchfil.utils.csv_files import write_csv
+from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
     from torchfil.glm import Guess
@@ -130,14 +130,13 @@ def _check_places(data: Path, out_file: Path | None, run_file: Path | None, fold
         raise ValueError(
             f"--report {folder} names a folder, in which the page is index.html; leave out {folder.suffix}"
         )
-    taken = {data.resolve(): str(data)}
+    taken = {data.resolve()}
     for option, path in (("--out", out_file), ("--save", run_file), ("--report", folder)):
         if path is None:
             continue
         if path.resolve() in taken or (path.exists() and data.exists() and path.samefile(data)):
-            what = "the data file itself" if taken.get(path.resolve(), str(data)) == str(data) else "written to already"
-            raise ValueError(f"{option} {path} is {what}, which would be lost; write to another file")
-        taken[path.resolve()] = option
+            raise ValueError(f"{option} {path} is the data file or written to already; write to another file")
+        taken.add(path.resolve())
 
 
 def _write_run(

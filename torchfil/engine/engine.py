@@ -46,7 +46,7 @@ from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
-from torchfil.utils.tables import html_table
+from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
 

@@ -29,7 +29,6 @@ from torchfil.glm.refits import Alternative, GLMView, minimiser_changes
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
-    from torchfil.datasets import TabularTask
     from torchfil.glm.model import GeneralizedLinearModel
 
 __all__ = ["Absent", "Asked", "Guess", "Label", "NominalAttribute", "Question", "Shift", "guess"]
@@ -76,12 +75,6 @@ class NominalAttribute:
     columns: Sequence[int]
     codes: np.ndarray
     names: Sequence[str] | None = None
-
-    @classmethod
-    def of_task(cls, task: TabularTask, name: str) -> NominalAttribute:
-        """A nominal attribute of a table, by its name."""
-        codes = np.stack([task.encode(name, level) for level in task.levels[name]])
-        return cls(list(task.attributes[name]), codes, task.levels[name])
 
     def levels(self, X: Any) -> np.ndarray:
         """The number of every row's level, [n].

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchfil.glm.measures import Kind
 from torchfil.glm.model import GeneralizedLinearModel
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 __all__ = ["IRFIL", "iteratively_reweighted_fil"]

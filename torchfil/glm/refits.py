@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 if TYPE_CHECKING:
     from torchfil.glm.losses import MarginLoss

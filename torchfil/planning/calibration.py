@@ -37,7 +37,7 @@ from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 __all__ = ["LeakageTarget", "NoiseChoice", "NoiseSearch", "Pilot", "Pilots", "TargetCheck", "choose_noise"]
 

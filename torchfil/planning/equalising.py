@@ -44,8 +44,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.clipping import check_clip_weights
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
-from torchfil.utils.progress import with_progress
-from torchfil.utils.tables import aligned
+from torchfil.utils.text import aligned, with_progress
 
 __all__ = ["Equalised", "Round", "equalise"]
 

@@ -20,9 +20,9 @@ from safetensors.numpy import save as to_bytes
 from torchfil.run.arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
 from torchfil.run.parts import PartWriter, open_parts, parts_named_in, remove_parts
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible
 
 __all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save"]
 

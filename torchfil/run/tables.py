@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
-from torchfil.utils.csv_files import write_csv_parts
+from torchfil.utils.text import write_csv_parts
 
 __all__ = ["columns_of", "write_leakage_csv", "write_parquet"]
 
@@ -41,7 +41,7 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
 
 
 def write_leakage_csv(run: SavedRun, path: Path) -> None:
-    """One line per example, numbers with seven significant digits; see :func:`torchfil.utils.csv_files.write_csv`.
+    """One line per example, numbers with seven significant digits; see :func:`torchfil.utils.text.write_csv`.
 
     Texts that a spreadsheet would compute get a leading apostrophe. Parquet keeps everything as it is.
     """

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from torchfil.utils.csv_files import visible
+from torchfil.utils.text import visible
 
 __all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag", "unbroken"]
 

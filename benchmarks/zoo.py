@@ -1,88 +1,24 @@
-"""The networks of the papers and tiny transformers, smooth in their inputs, for tests, benchmarks and examples."""
+"""The papers' networks, a ResNet and tiny transformers, smooth in their inputs, for benchmarks and tests."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import torch
+from networks import Activation, Size, cifar_cnn, convolutional, dense_layers, mnist_cnn, small_alexnet
 from torch import Tensor, nn
 
-Size = int | tuple[int, int]
-Activation = Callable[[], nn.Module]
-
-
-def mnist_cnn(num_classes: int = 10, *, activation: Activation = nn.Tanh) -> nn.Sequential:
-    """The MNIST network of Guo et al. 2022, Table 1: 30,762 parameters, inputs [batch, 1, 28, 28].
-
-    The table's last row is a fully connected layer of 10 units; its outputs are the logits, without a tanh, which
-    would keep the loss from falling. Far from the data, tanh saturates and the gradient no longer depends on the
-    input; ``activation=nn.GELU`` does not saturate.
-
-    Example:
-        >>> sum(p.numel() for p in mnist_cnn().parameters())
-        30762
-    """
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride=2, padding=2),
-        activation(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 3, stride=2),
-        activation(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Flatten(),
-        nn.Linear(32 * 5 * 5, 32),
-        activation(),
-        nn.Linear(32, num_classes),
-    )
-
-
-def cifar_cnn(num_classes: int = 10) -> nn.Sequential:
-    """The CIFAR-10 network of Guo et al. 2022, Table 2: three double convolutions, inputs [batch, 3, 32, 32].
-
-    The outputs are logits, as in :func:`mnist_cnn`.
-    """
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (32, 64, 128):
-        for _ in range(2):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.Tanh()]
-            channels = width
-        layers.append(nn.AvgPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(128 * 4 * 4, 128), nn.Tanh(), nn.Linear(128, num_classes)]
-    return nn.Sequential(*layers)
-
-
-def small_alexnet(
-    num_classes: int = 2,
-    in_channels: int = 3,
-    image_size: Size = (62, 47),
-    *,
-    activation: Activation = nn.Tanh,
-    pool: Literal["average", "max"] = "average",
-) -> nn.Sequential:
-    """The small AlexNet of Mo et al. 2021, A.4: convolutions of 16, 32, 64 filters, a dense layer of 256, the logits.
-
-    Each 3×3 convolution is followed by the activation and a 2×2 pooling. The paper does not state the padding; here it
-    is 1, which keeps the size. Its ReLU and max pooling (``activation=nn.ReLU, pool="max"``) have gradients that jump
-    with the input, so the smooth tanh and average pooling are the default.
-
-    Args:
-        num_classes: d_y.
-        in_channels: 3 for colour.
-        image_size: Height and width, at least 8; the default is the size of the paper's LFW faces.
-        activation: Makes one activation module.
-        pool: "average" or the paper's "max".
-
-    Example:
-        >>> sum(p.numel() for p in small_alexnet().parameters())
-        597794
-        >>> sum(p.numel() for p in small_alexnet(10, 1, 28).parameters())
-        173578
-    """
-    return _convolutional((16, 32, 64), (0, 1, 2), (256,), num_classes, in_channels, image_size, activation, pool)
+__all__ = [
+    "cifar_cnn",
+    "fcnet",
+    "mnist_cnn",
+    "resnet18",
+    "small_alexnet",
+    "token_transformer",
+    "vgg11",
+    "vit_tiny",
+]
 
 
 def vgg11(
@@ -105,7 +41,7 @@ def vgg11(
         373018
     """
     widths = (16, 16, 16, 16, 32, 32, 64, 64)
-    return _convolutional(widths, (5, 6, 7), (256, 128), num_classes, in_channels, image_size, activation, pool)
+    return convolutional(widths, (5, 6, 7), (256, 128), num_classes, in_channels, image_size, activation, pool)
 
 
 def fcnet(
@@ -126,10 +62,8 @@ def fcnet(
         >>> sum(p.numel() for p in fcnet(10, 28 * 28).parameters())
         32842
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth} leaves no layers; it must be at least 1")
     widths = (in_features, *[width] * (depth - 1), num_classes)
-    return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *_dense(widths, activation)]))
+    return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *dense_layers(widths, activation)]))
 
 
 def resnet18(
@@ -233,7 +167,7 @@ def token_transformer(
 def vit_tiny(
     num_classes: int = 10,
     in_channels: int = 3,
-    image_size: Size = 32,
+    image_size: int = 32,
     *,
     patch: int = 4,
     width: int = 192,
@@ -249,14 +183,11 @@ def vit_tiny(
         >>> sum(p.numel() for p in vit_tiny().parameters())
         5362378
     """
-    height, breadth = _height_and_width(image_size)
-    if height % patch or breadth % patch:
-        raise ValueError(f"image_size={(height, breadth)} cannot be divided into patches of {patch}×{patch} pixels")
     return nn.Sequential(
         OrderedDict(
             patches=nn.Conv2d(in_channels, width, patch, stride=patch),
             tokens=_Tokens(),
-            encoder=_Encoder((height // patch) * (breadth // patch), width, depth, heads, activation, 4 * width),
+            encoder=_Encoder((image_size // patch) ** 2, width, depth, heads, activation, 4 * width),
             head=nn.Linear(width, num_classes),
         )
     )
@@ -274,15 +205,11 @@ class _Encoder(nn.Module):
 
     def __init__(self, length: int, width: int, depth: int, heads: int, activation: Activation, hidden: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width={width} must be a multiple of heads={heads}")
         self.position = nn.Embedding(length, width)
         self.layers = nn.Sequential(*[_EncoderLayer(width, heads, activation, hidden) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
 
     def forward(self, h: Tensor) -> Tensor:
-        if h.shape[1] > self.position.num_embeddings:
-            raise ValueError(f"{h.shape[1]} tokens are more than length={self.position.num_embeddings}")
         places = torch.arange(h.shape[1], device=h.device).repeat(h.shape[0], 1)  # Opacus needs a batch, not a view
         return self.norm(self.layers(h + self.position(places))).mean(dim=1)
 
@@ -304,42 +231,3 @@ class _EncoderLayer(nn.Module):
         weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
         h = h + self.attention_output((weights @ v).transpose(1, 2).reshape(batch, length, width))
         return h + self.mlp(self.mlp_norm(h))
-
-
-def _convolutional(
-    widths: Sequence[int],
-    pooled: Sequence[int],
-    dense: Sequence[int],
-    num_classes: int,
-    in_channels: int,
-    image_size: Size,
-    activation: Activation,
-    pool: Literal["average", "max"],
-) -> nn.Sequential:
-    if pool not in ("average", "max"):
-        raise ValueError(f"pool={pool!r} must be 'average' or 'max'")
-    height, breadth = _height_and_width(image_size)
-    smallest = 2 ** len(pooled)
-    if min(height, breadth) < smallest:
-        raise ValueError(
-            f"image_size={(height, breadth)} is smaller than {smallest}, and {len(pooled)} poolings would leave nothing"
-        )
-    layers: list[tuple[str, nn.Module]] = []
-    for i, (before, width) in enumerate(pairwise((in_channels, *widths))):
-        layers += [(f"conv{i + 1}", nn.Conv2d(before, width, 3, padding=1)), (f"act{i + 1}", activation())]
-        if i in pooled:
-            layers.append((f"pool{i + 1}", nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2)))
-    features = widths[-1] * (height // smallest) * (breadth // smallest)
-    layers += [("flatten", nn.Flatten()), *_dense((features, *dense, num_classes), activation)]
-    return nn.Sequential(OrderedDict(layers))
-
-
-def _dense(widths: Sequence[int], activation: Activation) -> list[tuple[str, nn.Module]]:
-    layers: list[tuple[str, nn.Module]] = []
-    for i, (before, width) in enumerate(pairwise(widths)):
-        layers += [(f"fc{i + 1}", nn.Linear(before, width)), (f"fc{i + 1}_act", activation())]
-    return layers[:-1]
-
-
-def _height_and_width(size: Size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size

@@ -1,19 +1,21 @@
-"""Texts made harmless: no formulas in CSV files, no control characters on terminals and pages."""
+"""What people read: small tables, progress bars, CSV files, and texts without formulas or control characters."""
 
 from __future__ import annotations
 
 import csv
+import html
 import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchfil.utils.files import replaced_when_complete
 
+Item = TypeVar("Item")
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Columns = Mapping[str, Sequence[Any] | np.ndarray]
@@ -96,3 +98,49 @@ def _cell(value: Any, pattern: str) -> Any:
     if isinstance(value, float):
         return "" if math.isnan(value) else pattern % float(value)
     return value if isinstance(value, int) else inert(str(value))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Lines with aligned cells; the columns ``left`` are aligned to the left, the others to the right.
+
+    Example:
+        >>> aligned([("step", "ms"), ("1", "12.5")], left=[0])
+        ['step    ms', '1     12.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in cells))
+    return [line.rstrip() for line in lines]
+
+
+def html_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A table of texts, all of them escaped.
+
+    Example:
+        >>> html_table("a < b", [("steps", "3")])
+        '<table><caption>a &lt; b</caption><tbody><tr><td>steps</td><td>3</td></tr></tbody></table>'
+    """
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{line(header, 'th')}</thead>" if header else ""
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><caption>{html.escape(caption)}</caption>{head}<tbody>{body}</tbody></table>"
+
+
+def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
+    """The items, counted by a progress bar (tqdm) if ``progress`` is true.
+
+    Example:
+        >>> list(with_progress(range(3), False, "steps"))
+        [0, 1, 2]
+    """
+    if not progress:
+        return items
+    from tqdm.auto import tqdm
+
+    bar: Any = tqdm(items, desc=title, total=total)
+    return bar
