@@ -160,6 +160,9 @@ class TestNothingIsRepeated:
         source.normal_(torch.empty(3), 1.0)
         copies = source, copy.deepcopy(source), pickle.loads(pickle.dumps(source))
         assert unlike(*(each.normal_(torch.empty(200), 1.0) for each in copies))
+        seed = source.generator(torch.device("cpu")).initial_seed()
+        source.load_state_dict(source.state_dict())  # it resumes with fresh numbers
+        assert source.generator(torch.device("cpu")).initial_seed() != seed
         x, y = np.random.default_rng(0).normal(size=(40, 300)), np.arange(40) % 2
         model, drawn = LogisticRegression(l2=0.1).fit(x, y), []
         for _ in range(2):
