@@ -34,8 +34,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from torchfil import PLIS
-from torchfil.attacks.inversion import invert_gradients, observed_gradients
-from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
+from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, require_ssim, ssim
 
 LOSS = nn.CrossEntropyLoss()
 READINGS = {"plis": "PLIS", "gradient_signal": "‖g‖²", "relative_plis": "‖∂ log ‖g‖²/∂x‖"}

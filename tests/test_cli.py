@@ -71,15 +71,16 @@ class TestHelp:
     def test_mistakes_in_calling(self) -> None:
         assert refused("gates").startswith("torchfil: No such command 'gates'")
         assert (
-            refused("report", "x.fil") == "torchfil report: Missing option '-o' / '--out'. (see torchfil report --help)"
+            refused("report", "x.parquet")
+            == "torchfil report: Missing option '-o' / '--out'. (see torchfil report --help)"
         )
-        assert "No such option" in refused("inspect", "x.fil", "--everything")
+        assert "No such option" in refused("inspect", "x.parquet", "--everything")
         assert "Invalid value for '--epochs'" in refused("demo", "--epochs", "0")
 
 
 class TestInspect:
     def test_text_and_json(self, tmp_path: Path) -> None:
-        path = run_file(tmp_path / "run.fil")
+        path = run_file(tmp_path / "run.parquet")
         text = call("inspect", path, "--top", 2).stdout
         assert "largest 0.5" in text
         assert "2.5 at δ = 1e-05" in text
@@ -92,25 +93,25 @@ class TestInspect:
     def test_a_run_that_measured_nothing(self, tmp_path: Path) -> None:
         empty = {name: np.zeros(30) for name in ("fil", "participations", "missed")}
         columns = {**empty, "mse_bound": np.full(30, np.inf), "mse_bound_low": np.full(30, np.inf)}
-        path = run_file(tmp_path / "run.fil", columns=columns)
+        path = run_file(tmp_path / "run.parquet", columns=columns)
         assert "30 examples: not spared" in call("inspect", path).stdout
         assert json.loads(call("inspect", path, "--json").stdout)["fil"]["max"] is None
 
     def test_bad_files(self, tmp_path: Path) -> None:
-        assert "no file" in refused("inspect", tmp_path / "none.fil")
-        other = tmp_path / "other.fil"
+        assert "no file" in refused("inspect", tmp_path / "none.parquet")
+        other = tmp_path / "other.parquet"
         other.write_text("no run")
         assert "is not a saved run of torchfil" in refused("inspect", other)
         run_file(other, columns={"squared_norm": np.ones(30)})
         assert "the run has no column 'fil'; it has squared_norm" in refused("inspect", other)
-        whole = run_file(tmp_path / "run.fil").read_bytes()
+        whole = run_file(tmp_path / "run.parquet").read_bytes()
         other.write_bytes(whole[:-5])
         assert "is cut short" in refused("inspect", other)
 
 
 class TestReport:
     def test_page(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         found = call("report", run, "-o", tmp_path / "page", "--quiet")
         assert found.exit_code == 0, found.output
         page = Path(found.stdout.strip())
@@ -121,15 +122,15 @@ class TestReport:
         assert redacted == {"page": str(tmp_path / "public" / "index.html"), "redacted": True}
 
     def test_bad_input(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.txt").write_text("keep")
         assert "is not replaced" in refused("report", run, "-o", tmp_path / "mine")
         assert (tmp_path / "mine" / "thesis.txt").read_text() == "keep"
-        assert "no file" in refused("report", tmp_path / "none.fil", "-o", tmp_path / "page")
+        assert "no file" in refused("report", tmp_path / "none.parquet", "-o", tmp_path / "page")
 
     def test_a_smallest_group_means_something_on_public_pages_alone(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         told = refused("report", run, "-o", tmp_path / "page", "--min-group", 20)
         assert "--min-group 20 has no effect without --redacted; add --redacted, or leave it out" in told
         assert not (tmp_path / "page").exists()
@@ -142,7 +143,7 @@ class TestDemo:
         (tmp_path / "report").mkdir()
         (tmp_path / "report" / "thesis.txt").write_text("years of work")
         assert "thesis.txt" in refused("demo", "-o", tmp_path)
-        assert not (tmp_path / "digits.fil").exists()
+        assert not (tmp_path / "run.parquet").exists()
 
     def test_ends_with_a_report(self, tmp_path: Path) -> None:
         found = call("demo", "--epochs", 1, "-o", tmp_path / "demo")
@@ -150,7 +151,7 @@ class TestDemo:
         last = found.stdout.strip().splitlines()[-1]
         assert last == f"report: {tmp_path / 'demo' / 'report' / 'index.html'}"
         assert (tmp_path / "demo" / "report" / "index.html").exists()
-        run = load(tmp_path / "demo" / "digits.fil")
+        run = load(tmp_path / "demo" / "run.parquet")
         assert len(run) == 1797
         assert run.pictures is not None
         assert set(run.groups["digit"]) == set("0123456789")

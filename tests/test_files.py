@@ -118,7 +118,7 @@ def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.Abstra
     saves: dict[str, Callable[[Path], Any]] = {
         "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
         "folder/": lambda path: engine.save_checkpoint(path=f"{path}/", **parts),
-        "run.fil": lambda path: engine.save_run(path, **about),
+        "run.parquet": lambda path: engine.save_run(path, **about),
         "report": lambda path: engine.report(path, **about),
     }
     for name, save in saves.items():

@@ -210,7 +210,7 @@ def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
     engine.gather()
     timeline = {"steps": list(engine.state_dict()["run"]["timeline"]["steps"])}
     if folder is not None:
-        path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.fil"
+        path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.parquet"
         engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
         timeline = dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
     return replace(

@@ -107,7 +107,7 @@ class TestKnownBatches:
 
     def test_the_gate_and_rero_count_participations(self, tmp_path: Path) -> None:
         engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
-        saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
+        saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
         assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
         mechanism, rero = saved.about["mechanism"], saved.bounds["rero"]
         assert (mechanism["sample_rate"], mechanism["expected_batch_size"]) == (None, 6)

@@ -276,7 +276,7 @@ def equalised() -> Equalised:
 
 
 def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path: Path) -> None:
-    path = equalised.engine.save_run(tmp_path / "run.fil", delta=DELTA, groups={"side": SIDES}, equalised=equalised)
+    path = equalised.engine.save_run(tmp_path / "run.parquet", delta=DELTA, groups={"side": SIDES}, equalised=equalised)
     run = load(path)
     names = ("target", "met", "stopped", "epsilon_of_all_rounds")
     assert run.about["equalised"] == {"question": None, **{name: getattr(equalised, name) for name in names}}
@@ -297,9 +297,9 @@ def test_another_run_is_refused(equalised: Equalised, tmp_path: Path) -> None:
     weights = torch.full((40,), 0.5)
     other, _ = train_small(weights, 1)
     with pytest.raises(ValueError, match="other clip weights"):
-        other.save_run(tmp_path / "run.fil", delta=DELTA, equalised=equalised)
-    assert not (tmp_path / "run.fil").exists()
-    run = load(other.save_run(tmp_path / "run.fil", delta=DELTA))
+        other.save_run(tmp_path / "run.parquet", delta=DELTA, equalised=equalised)
+    assert not (tmp_path / "run.parquet").exists()
+    run = load(other.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert run.about["equalised"] is run.about["noise_choice"] is None
     assert run.rounds == {}
     begun = torchfil.equalise(train_small, target=1e-6, confidence=None, max_rounds=1, weights=weights)
@@ -314,7 +314,7 @@ def test_pilots(tmp_path: Path) -> None:
     for _ in range(2):
         for x, y in private:
             engine.train_step(x.to(DEVICE), y.to(DEVICE))
-    run, checked = load(engine.save_run(tmp_path / "run.fil", delta=DELTA)), engine.check_bound()
+    run, checked = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA)), engine.check_bound()
     assert run.about["noise_choice"] == {
         "target": "every MSE bound at least 2", "confidence": 0.95, "of": "probes",
         "num_pilots": len(engine.pilot.pilots), "headroom": checked.headroom, "measured": checked.measured,

@@ -155,11 +155,11 @@ class TestKept:
         names, columns = engine.leakage_columns([5, 2])
         assert names == [5, 2]
         assert columns["clip_weight"] == WEIGHTS[[5, 2]].tolist()
-        saved = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=0))
+        saved = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=0))
         assert saved.columns["clip_weight"].tolist() == WEIGHTS.tolist() == saved.clip_weights.tolist()
 
         plain = self.epochs(self.start(None), 1).engine
         assert "clip_weight" not in plain.leakage_columns()[1]
-        saved = load(plain.save_run(tmp_path / "plain.fil", delta=DELTA, pictures=0))
+        saved = load(plain.save_run(tmp_path / "plain.parquet", delta=DELTA, pictures=0))
         assert "clip_weight" not in saved.columns
         assert saved.clip_weights.tolist() == [1.0] * N

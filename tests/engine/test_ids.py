@@ -85,7 +85,7 @@ def test_numbers_of_tensors_and_arrays_are_plain_ones(numbers: Any, tmp_path: Pa
     engine = train(data(40), steps=2, id_of=numbers).engine
     assert engine.leakage().index.tolist() == list(range(100, 140))
     assert torch.equal(engine.get_fil([107]).value, engine.get_fil(numbers[7:8]).value)
-    assert load(engine.save_run(tmp_path / "run.fil", delta=1e-4)).ids.dtype == np.int64
+    assert load(engine.save_run(tmp_path / "run.parquet", delta=1e-4)).ids.dtype == np.int64
 
 
 class Bag:

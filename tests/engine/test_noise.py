@@ -270,7 +270,7 @@ class TestSeeding:
             assert ("subtract the noise" in caplog.text) is (kind == "seeded")
             releases(made)
             engines.append(made[0])
-            run = load(made[0].save_run(tmp_path / "run.fil", delta=1e-4))
+            run = load(made[0].save_run(tmp_path / "run.parquet", delta=1e-4))
             assert run.about["mechanism"]["noise"] == kind
             assert "seed" not in run.about
             assert run.about["probe_seed"] not in (torch.initial_seed(), 0)
@@ -280,7 +280,7 @@ class TestSeeding:
             ):
                 (verdict,) = [v for v in check(run, policy) if v.rule == "allow_seeded_noise"]
                 assert verdict.passed is passes
-        path = FILPrivacyEngine.save_merged([engines[0], engines[2]], tmp_path / "run.fil", delta=1e-4)
+        path = FILPrivacyEngine.save_merged([engines[0], engines[2]], tmp_path / "run.parquet", delta=1e-4)
         assert load(path).about["mechanism"]["noise"] == "seeded"
 
     def test_contradictions_are_refused(self) -> None:

@@ -188,7 +188,9 @@ def test_precision_of_probes(name: str, precision: str, trained_in: torch.dtype 
 
 def test_the_precision_of_probes_is_in_the_run_file(tmp_path: Path) -> None:
     _, _, engine = run("perceptron", probe_precision="bfloat16")
-    assert load(engine.save_run(tmp_path / "run.fil", delta=1e-5)).about["mechanism"]["probe_precision"] == "bfloat16"
+    assert (
+        load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)).about["mechanism"]["probe_precision"] == "bfloat16"
+    )
 
 
 def test_an_unknown_precision_of_probes_is_refused() -> None:

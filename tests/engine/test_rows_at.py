@@ -26,7 +26,7 @@ def told(engine: FILPrivacyEngine, folder: Path) -> dict[str, np.ndarray]:
     """All columns of the saved run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dict(load(engine.save_run(folder / "run.fil", delta=1e-5)).columns)
+        return dict(load(engine.save_run(folder / "run.parquet", delta=1e-5)).columns)
 
 
 def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) -> None:
@@ -168,7 +168,7 @@ class TestChosenIds:
         d = 5
         assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * d - 4) - 5 * 12 * d
 
-        saved = load(some.save_run(tmp_path / "run.fil", delta=1e-5))
+        saved = load(some.save_run(tmp_path / "run.parquet", delta=1e-5))
         assert saved.attributes is not None
         errors = np.asarray(saved.attributes.shown)
         assert np.array_equal(np.isnan(errors).all(axis=1), ~is_chosen.numpy())

@@ -233,7 +233,7 @@ def test_a_grown_ledger_goes_on_from_its_checkpoint(seen: int, tmp_path: Path) -
 
 def test_a_stream_is_saved_and_reported_but_neither_read_again_nor_a_numbered_run(tmp_path: Path) -> None:
     run = trained(passes=2, track=("diagonal",))
-    saved = load(run.engine.save_run(tmp_path / "run.fil", delta=DELTA))
+    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert saved.ids.tolist() == [f"person {row}" for row in rows_of(run)]
     assert saved.about["mechanism"]["stream"]
     assert saved.about["mechanism"]["sample_rate"] is None

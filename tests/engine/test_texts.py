@@ -234,7 +234,7 @@ def test_tables_and_run_files_hold_every_examples_own_number(tmp_path: Path) -> 
     columns = engine.leakage_columns()[1]
     own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (truth > 0).tolist(), strict=True)]
     assert columns["num_coordinates"] == own
-    run = run_file.load(engine.save_run(tmp_path / "run.fil", delta=1e-3))
+    run = run_file.load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
     assert run.columns["num_coordinates"].tolist() == own
     assert run.about["dataset"]["most_coordinates"] == max(own)
     assert "num_coordinates" not in run.about["dataset"]
@@ -290,7 +290,7 @@ def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
     options = {"collate": padded_with_mask, "track": ("diagonal",)}
     engine, traces = train(Reader(), private=Private(submodule="words", max_length=5), **options)
     words = [[f"{t}" for t in tokens.tolist()] for tokens, _ in texts()]
-    path = engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=words, hash_data=False)
+    path = engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=words, hash_data=False)
     run = run_file.load(path)
     assert run.attributes is None
     assert run.texts is not None
@@ -303,10 +303,10 @@ def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
         assert WIDTH * float((fil[: len(own)] ** 2).sum()) == pytest.approx(float(traces[row]), rel=1e-5)
     for wrong, why in ((words[:-1], "9 entries for 10"), ([[*each, *"abcde"] for each in words], "do not fit")):
         with pytest.raises(ValueError, match=why):
-            engine.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=wrong)
+            engine.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=wrong)
     untracked, _ = train(Reader(), collate=padded_with_mask, private=Private(submodule="words"))
     with pytest.raises(ValueError, match="track=\\('diagonal',\\)"):
-        untracked.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=words)
+        untracked.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=words)
 
 
 def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_both_maps_are_those_of_jacrev(how: str, tmp_path: Path) -> None:
     engine, before, after = one_step()
     strings = [[WORDS[token] for token in tokens.tolist()] for tokens, _ in texts()]
     given: Any = {"strings": strings, "tokenizer": Tokenizer(), "function": Tokenizer().decode}[how]
-    run = load(engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=given))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=given))
     check_maps(engine, before, after, run)
     assert run.texts is not None
     assert run.texts.words == [strings[row] for row in run.texts.rows]
@@ -103,7 +103,7 @@ def test_both_maps_are_those_of_jacrev(how: str, tmp_path: Path) -> None:
 def test_tokens_with_an_attention_mask(tmp_path: Path) -> None:
     """Padding is neither decoded nor shown, and ids are told from the mask by their name."""
     engine, before, after = one_step(collate=padded_with_mask)
-    run = load(engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=Tokenizer()))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=Tokenizer()))
     check_maps(engine, before, after, run)
     assert run.texts is not None
     assert all("<pad>" not in words for words in run.texts.words)

@@ -115,7 +115,7 @@ def test_tables_files_and_reports(track: tuple[str, ...], tmp_path: Path) -> Non
     numbers = table.select_dtypes("number")
     assert not numbers.isna().any().any(), "NaN says nothing"
     options: dict[str, Any] = {"delta": 1e-5, "input_range": (-1.0, 1.0), "groups": {"half": [0, 1] * 12}}
-    saved = load(engine.save_run(tmp_path / "run.fil", **options))
+    saved = load(engine.save_run(tmp_path / "run.parquet", **options))
     for name, column in saved.columns.items():
         assert not np.isnan(column).any(), name
     for name, values in saved.history.items():

@@ -52,7 +52,7 @@ def test_one_trial_is_not_testable_and_never_held(tmp_path: Path) -> None:
     record = compared.record(range(40))
     assert not record.testable
     run = made_up(attacks=[record])
-    assert not load(save(run, tmp_path / "run.fil")).attacks[0].testable
+    assert not load(save(run, tmp_path / "run.parquet")).attacks[0].testable
     page = write_report(run, tmp_path / "report").read_text()
     assert "not testable" in page
     assert "the bound held" not in page

@@ -20,14 +20,12 @@ from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Rule, Verdict, rounded_up
 from torchfil.report import write_report
 from torchfil.run.baselines import blind_errors
-from torchfil.run.records import Attributes, Spread, Yardsticks
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import Attributes, SavedRun, Spread, Yardsticks
 
 
 @pytest.fixture(autouse=True)
 def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-    monkeypatch.setattr("torchfil.run.tables.find_spec", lambda name: None)
 
 
 class FirstScreen(HTMLParser):

@@ -33,7 +33,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, found = tmp_path_factory.mktemp("first"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-        patch.setattr("torchfil.run.tables.find_spec", lambda name: None)
         for kind in KINDS:
             safe, unsafe, policy = of_kind(kind, safe=True), of_kind(kind, safe=False), POLICY
             if kind == "table":

@@ -15,7 +15,7 @@ from tests.report.test_compared_runs import quieter
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
 from torchfil.report.page.compared import render_comparison
-from torchfil.run.records import Texts
+from torchfil.run.saved_run import Texts
 
 NOTES = (
     "The patient , a retired glassblower from Murano , has had gout since the spring of 1998 and takes allopurinol .",
@@ -54,7 +54,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name].write_text(render_comparison(comparison))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-        patch.setattr("torchfil.run.tables.find_spec", lambda name: None)
         found["tokens"] = write_report(with_tokens(), folder / "tokens")
     return found
 

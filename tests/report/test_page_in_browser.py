@@ -35,7 +35,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     large = made_up(ROWS, text_ids=True, pictures=None, attributes=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-        patch.setattr("torchfil.run.tables.find_spec", lambda name: None)
         return {
             "small": write_report(small, folder / "small"),
             "public": write_report(small, folder / "public", redacted=True),

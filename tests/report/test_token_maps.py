@@ -72,7 +72,7 @@ def test_tokens_are_private(tmp_path: Path) -> None:
 
 def test_the_file_keeps_both_maps(tmp_path: Path) -> None:
     for plis in (PLIS, None):
-        texts = load(save(with_tokens(plis), tmp_path / "run.fil")).texts
+        texts = load(save(with_tokens(plis), tmp_path / "run.parquet")).texts
         assert texts is not None
         assert texts.words == [[" she", " has", " <gout>", " "], ["co", "##ld"]]
         assert np.array_equal(texts.fil, FIL, equal_nan=True)

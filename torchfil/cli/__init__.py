@@ -19,15 +19,15 @@ def main() -> None:
 
     \b
     Examples:
-      torchfil demo                                     # trains on digits, ends with a report
-      torchfil inspect run.fil                          # a saved run in the terminal
-      torchfil report run.fil -o report                 # its report; --redacted for one to share
-      torchfil gate run.fil --policy policy.toml        # exit code 1 if a threshold is broken
-      torchfil sign run.fil --key ~/.ssh/id_ed25519     # vouch for a run; torchfil verify checks who did
-      torchfil compare before.fil after.fil             # two runs: what a change did, and who moved
+      torchfil demo                                      # trains on digits, ends with a report
+      torchfil inspect run.parquet                       # a saved run in the terminal
+      torchfil report run.parquet -o report              # its report; --redacted for one to share
+      torchfil gate run.parquet --policy policy.toml     # exit code 1 if a threshold is broken
+      torchfil sign run.parquet --key ~/.ssh/id_ed25519  # vouch for a run; torchfil verify checks who did
+      torchfil compare before.parquet after.parquet      # two runs: what a change did, and who moved
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
-    A run is saved by engine.save_run("run.fil", delta=1e-5) after training with torchfil.FILPrivacyEngine.
+    A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with torchfil.FILPrivacyEngine.
     Exit codes: 0 done, 1 a policy is broken, a signature does not hold, 2 bad input.
     """
 

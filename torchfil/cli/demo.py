@@ -52,7 +52,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     with warnings.catch_warnings():  # of Opacus, about nothing that a newcomer could change
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         warnings.filterwarnings("ignore", message="Optimal order is the")
-        path = _train(directory / "digits.fil", epochs, noise, device, out)
+        path = _train(directory / "run.parquet", epochs, noise, device, out)
     saved = load(path)
     page = write_report(saved, directory / "report")
     out.say(f"\n{summary(saved, 5)[0]}\n")

@@ -48,10 +48,10 @@ def gate(
 
     \b
     Examples:
-      torchfil gate --init                        # writes policy.toml
-      torchfil gate run.fil --policy policy.toml  # stops a pipeline if a threshold is broken
-      torchfil gate run.fil --list who.csv        # whom to look at
-      torchfil gate run.fil --junit gate.xml --json-file gate.json --quiet
+      torchfil gate --init                            # writes policy.toml
+      torchfil gate run.parquet --policy policy.toml  # stops a pipeline if a threshold is broken
+      torchfil gate run.parquet --list who.csv        # whom to look at
+      torchfil gate run.parquet --junit gate.xml --json-file gate.json --quiet
     """
     if init:
         if policy.exists():

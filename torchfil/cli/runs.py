@@ -39,10 +39,10 @@ def report(
 
     \b
     Examples:
-      torchfil report run.fil -o report
-      torchfil report run.fil -o report --policy policy.toml
-      torchfil report run.fil -o report --signature run.fil.sig --allowed-signers signers
-      torchfil report run.fil -o public --redacted --min-group 20
+      torchfil report run.parquet -o report
+      torchfil report run.parquet -o report --policy policy.toml
+      torchfil report run.parquet -o report --signature run.parquet.sig --allowed-signers signers
+      torchfil report run.parquet -o public --redacted --min-group 20
     """
     from torchfil.gate.policy import load_policy
     from torchfil.report.writer import write_report
@@ -76,8 +76,8 @@ def inspect(run: Path, top: int, out: Output) -> None:
 
     \b
     Examples:
-      torchfil inspect run.fil
-      torchfil inspect run.fil --top 20 --json
+      torchfil inspect run.parquet
+      torchfil inspect run.parquet --top 20 --json
     """
     text, data = summary(load(run), top)
     out.result(text, data)
@@ -249,9 +249,9 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
 
     \b
     Examples:
-      torchfil compare before.fil after.fil
-      torchfil compare before.fil after.fil -o compared.html
-      torchfil compare before.fil after.fil -o public.html --redacted --min-group 20
+      torchfil compare before.parquet after.parquet
+      torchfil compare before.parquet after.parquet -o compared.html
+      torchfil compare before.parquet after.parquet -o public.html --redacted --min-group 20
     """
     if page is not None and page.resolve() in (before.resolve(), after.resolve()):
         raise ValueError(f"-o {page} is one of the runs, which would be lost; write to another file")
@@ -317,7 +317,7 @@ def sign(files: signatures.Files, place: Path, key: Path, out: Output) -> None:
 
     \b
     Examples:
-      torchfil sign run.fil --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
+      torchfil sign run.parquet --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
     """
     if place.resolve() in [path.resolve() for paths in (*files.values(), [key]) for path in paths]:
         raise ValueError(f"{place} is one of the files to read, which would be lost; name another with --signature")
@@ -340,7 +340,7 @@ def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path
 
     \b
     Examples:
-      torchfil verify run.fil --allowed-signers signers --weights model.pt --policy policy.toml
+      torchfil verify run.parquet --allowed-signers signers --weights model.pt --policy policy.toml
     """
     try:
         found = signatures.verify(place, trust, files)

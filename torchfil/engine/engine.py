@@ -781,7 +781,7 @@ class FILPrivacyEngine(PrivacyEngine):
         afterwards. With several processes rank 0 writes it, and the others return the path at once.
 
         Args:
-            path: The file; its suffix is .fil by convention.
+            path: The file; ``run.parquet`` by convention, a Parquet file (docs/run-file.md lists its columns).
             delta: δ for ε and for the examples' own ε.
             **options: Those that follow here.
             title: The report's title; None: the model's name and the number of examples.

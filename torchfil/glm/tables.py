@@ -30,8 +30,9 @@ import torch
 from sklearn.preprocessing import OneHotEncoder
 
 from torchfil.glm import estimators
-from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
+from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
 from torchfil.glm.model import GeneralizedLinearModel
+from torchfil.questions import Absent, Label, Question
 
 __all__ = ["FALSE_POSITIVE_RATE", "EncodedTable", "Format", "LeakageTable", "leakage_table", "read_table"]
 
@@ -429,7 +430,7 @@ class LeakageTable:
     score: float
     released_score: float
     blind_score: float
-    guesses: dict[str, Guess]
+    guesses: dict[str, BestGuess]
     model: GeneralizedLinearModel
     targets: np.ndarray
 
@@ -515,7 +516,8 @@ def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Qu
     if text == table.target:
         labels = np.unique(table.targets)
         _check_few(text, len(labels))
-        return Label(range(len(labels)) if model == "logistic" else labels.tolist(), [str(v) for v in labels])
+        values = range(len(labels)) if model == "logistic" else labels.tolist()
+        return Label(names=[str(v) for v in labels], values=values)
     if text in table.levels:
         codes = np.eye(len(table.levels[text]))[:, 1:]
         return NominalAttribute(table.attributes[text], codes, table.levels[text])

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
-from torchfil.glm.best_attacker import best_accuracy
+from torchfil.glm.guesses import best_accuracy
 from torchfil.guessing import largest_total_variation
 from torchfil.run.baselines import answer_shares
-from torchfil.run.records import QuestionRecord
+from torchfil.run.saved_run import QuestionRecord
 
 __all__ = ["PriorGuess", "largest_success_at", "prior_guess"]
 

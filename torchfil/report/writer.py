@@ -21,7 +21,7 @@ from torchfil.report.page.context import Report
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.tables import write_leakage_csv, write_parquet
+from torchfil.run.tables import write_leakage_csv
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 
 __all__ = ["check_replaceable", "write_report"]
@@ -76,11 +76,6 @@ def write_report(
             write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
             digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
-            missing = write_parquet(run, folder / "leakage.parquet")
-            if missing is None:
-                files["leakage.parquet"] = "the same, with types"
-            else:
-                notes.append(missing)
 
         # aggregates, in every report
         figures, missing = write_figures(summary, folder)

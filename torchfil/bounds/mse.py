@@ -1,4 +1,10 @@
-"""Every attacker, on average over people: the van Trees inequality.
+"""Mean squared errors of attackers: from Fisher information, from Rényi divergence, and over people.
+
+**Unbiased attackers, one record** (Theorems 2 and 1 of Guo et al. 2022): all functions up to :func:`replace_one_rdp`,
+except :func:`mse_biased`. An attacker who knows what people are like may err less, at the price of a bias; what follows
+here and :mod:`torchfil.bounds.reconstruction` bound every attacker.
+
+**Every attacker, on average over people: the van Trees inequality**
 
 Let people's values z have the density π **given everything that is public** about them (their labels, known columns),
 with Fisher information J = E ∇log π ∇log πᵀ. For **every** attacker, biased or not, who knows π, the model and all
@@ -17,17 +23,157 @@ uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from scipy import optimize
 from torch import Tensor
 
 from torchfil.fisher.results import Estimate
+from torchfil.utils.errors import require
 
 _FEW = 10  # distinct values of a column that is not continuous
+
+
+def mse_from_trace(trace: Tensor, num_coordinates: int) -> Tensor:
+    """Theorem 2 of Guo et al. 2022: MSE ≥ d / tr(I) = 1/η̄², for every unbiased attacker.
+
+    Example:
+        >>> mse_from_trace(torch.tensor([8.0, 0.0]), num_coordinates=4)
+        tensor([0.5000,    inf])
+    """
+    require(num_coordinates >= 1, f"num_coordinates={num_coordinates} must be at least 1")
+    return num_coordinates / _non_negative(trace, "trace")
+
+
+def mse_from_spectral_norm(eta_squared: Tensor) -> Tensor:
+    """Theorem 2, the looser form: MSE ≥ 1/η², η² = ‖I‖₂, for every unbiased attacker.
+
+    It also holds for the MSE in every single direction. η² must not be an underestimate: an iterated ("lower bound")
+    spectral norm gives an approximation of this bound, not the bound.
+    """
+    return 1.0 / _non_negative(eta_squared, "eta_squared")
+
+
+def mse_from_fim(fim: Tensor) -> Tensor:
+    """Theorem 2, the tightest form: MSE ≥ tr(I⁻¹)/d for every unbiased attacker; [batch] from [batch, d, d].
+
+    Eigenvalues below d·eps·λ_max cannot be distinguished from zero in floating point and are raised to it, so
+    the number stays a valid lower bound; a zero matrix gives infinity.
+
+    Example:
+        >>> mse_from_fim(torch.diag(torch.tensor([1.0, 4.0]))[None])
+        tensor([0.6250])
+    """
+    return _inverse_trace(fim, torch.eye(fim.shape[-1], dtype=fim.dtype, device=fim.device)) / fim.shape[-1]
+
+
+def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
+    """Theorem 2 in full: MSE ≥ (tr(J_μ I⁻¹ J_μᵀ) + ‖μ(z) − z‖²) / d for an attacker with mean μ(z).
+
+    Args:
+        fim: I, [batch, d, d].
+        mean_jacobian: J_μ = ∂μ/∂z, [batch, d, d] or [d, d]; the identity for an unbiased attacker.
+        bias: μ(z) − z, [batch, d] or [d].
+
+    Returns:
+        The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. With a zero matrix
+        I, the bound is the squared bias if J_μ is zero (a constant guess), and infinite otherwise.
+    """
+    d = fim.shape[-1]
+    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / d
+
+
+def attribute_error(diagonal: Tensor) -> Tensor:
+    """The standard error of an unbiased guess of one coordinate: at least 1/sqrt(I_jj), in its own unit.
+
+    The attacker may know every other coordinate. The result is elementwise, and infinite if I_jj = 0.
+
+    Example:
+        >>> attribute_error(torch.tensor([0.04, 0.0]))  # an age, in years
+        tensor([5., inf])
+    """
+    return _non_negative(diagonal, "diagonal").rsqrt()
+
+
+def mse_from_rdp(epsilon: float, diameters: Tensor | Sequence[float]) -> float:
+    """Theorem 1 of Guo et al. 2022: MSE ≥ Σ_i diam_i² / (4d (e^ε − 1)), for every unbiased attacker.
+
+    Args:
+        epsilon: The order-2 Rényi divergence between runs on data sets that differ in **the value of one
+            example**. For an accountant that adds and removes examples (Opacus), use
+            :func:`replace_one_rdp`; the paper's own reading uses the accountant's ε_RDP(2) directly, which is not a
+            theorem for such accountants.
+        diameters: The range of each private coordinate, [d].
+
+    Example:
+        The paper's example: ages in [0, 100] at ε = 2 are safe up to about ±19.
+
+        >>> round(mse_from_rdp(2.0, [100.0]) ** 0.5, 1)
+        19.8
+    """
+    squares = torch.as_tensor(diameters, dtype=torch.float64).square()
+    vector = squares.ndim == 1 and len(squares) > 0
+    require(vector, f"diameters must be one number per private coordinate, got shape {tuple(squares.shape)}")
+    require(epsilon >= 0, f"epsilon={epsilon} must be ≥ 0")
+    if epsilon == 0:
+        return math.inf
+    return squares.mean().item() / 4 * math.exp(-epsilon) / -math.expm1(-epsilon)
+
+
+def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> float:
+    """D_α between neighbours that differ in one example's value, from RDP under adding or removing one.
+
+    Both neighbours are one removal away from the data set without the example, R. For every p > 1 with
+    1/p + 1/p′ = 1 the Rényi divergence has the weak triangle inequality
+
+        D_α(P‖Q) ≤ (α − 1/p)/(α − 1) · D_{pα}(P‖R) + D_{p′(α − 1/p)}(R‖Q).
+
+    At α = 2, p = 2 this is 1.5·ε(4) + ε(3); the smallest value over p is returned.
+
+    Args:
+        rdp: α ↦ ε(α), the add/remove RDP of the whole run, from an accountant.
+        order: α.
+
+    Example:
+        For a Gaussian mechanism, ε(α) = α/2σ², at σ = 1 the true replace-one divergence D₂ is 4:
+
+        >>> bound = replace_one_rdp(lambda alpha: alpha / 2)
+        >>> 4 <= bound <= 1.5 * 4 / 2 + 3 / 2
+        True
+    """
+    require(order > 1, f"order={order} must exceed 1")
+
+    def total(p: float) -> float:
+        conjugate = p / (p - 1)
+        return (order - 1 / p) / (order - 1) * rdp(p * order) + rdp(conjugate * (order - 1 / p))
+
+    best = optimize.minimize_scalar(lambda t: total(1 + math.exp(t)), bounds=(-4.0, 4.0), method="bounded")
+    return min(float(best.fun), total(2.0))
+
+
+def _inverse_trace(fim: Tensor, factor: Tensor) -> Tensor:
+    """tr(F I⁻¹ Fᵀ), [batch], with the eigenvalues of I floored at d·eps·λ_max."""
+    square = fim.ndim == 3 and fim.shape[-1] == fim.shape[-2]
+    require(square, f"fim must have shape [batch, d, d], got {tuple(fim.shape)}")
+    if fim.shape[0] == 0:
+        return fim.new_zeros(0)
+    values, vectors = torch.linalg.eigh(fim)
+    floor = fim.shape[-1] * torch.finfo(fim.dtype).eps * values[:, -1:].clamp(min=0)
+    rotated = (factor @ vectors).square().sum(dim=-2).expand_as(values)  # [batch, d]
+    terms = rotated / torch.maximum(values, floor)
+    return torch.where(rotated == 0, torch.zeros_like(terms), terms).sum(dim=-1)
+
+
+def _non_negative(value: Tensor, name: str) -> Tensor:
+    require(not bool((value < 0).any()), f"{name} must be ≥ 0, got {value[value < 0].tolist()[:5]}")
+    return value
+
+
+# ------------------------------------------------------------------ every attacker, on average over people
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +203,10 @@ class Prior:
     def __post_init__(self) -> None:
         information = torch.as_tensor(self.information, dtype=torch.float64)
         object.__setattr__(self, "information", information)
-        if information.ndim > 1 + (self.groups is not None) or not bool((information > 0).all()):
-            raise ValueError("information must be tr J, or the eigenvalues of J, [d], and positive")
-        if not bool(information.isfinite().any()):
-            raise ValueError(
-                "the prior's information is infinite: its values are discrete, and an attacker may name them exactly. "
-                "Ask a question about them instead: torchfil.questions"
-            )
+        positive = information.ndim <= 1 + (self.groups is not None) and bool((information > 0).all())
+        require(positive, "information must be tr J, or the eigenvalues of J, [d], and positive")
+        known = "the prior's information is infinite: an attacker may name its discrete values exactly"
+        require(bool(information.isfinite().any()), f"{known}. Ask a question about them: torchfil.questions")
 
     @classmethod
     def gaussian(cls, values: Any, known: Sequence[Tensor] = (), *, allow_discrete: bool = False) -> Prior:
@@ -86,8 +229,8 @@ class Prior:
         if not given.is_floating_point() and not allow_discrete:
             raise ValueError(_discrete(f"values of dtype {given.dtype}"))
         table = given.double()
-        if table.ndim < 2 or len(table) < 2 or not bool(table.isfinite().all()):
-            raise ValueError(f"values must be [n, d], finite, n ≥ 2; got shape {tuple(table.shape)}")
+        usable = table.ndim >= 2 and len(table) >= 2 and bool(table.isfinite().all())
+        require(usable, f"values must be [n, d], finite, n ≥ 2; got shape {tuple(table.shape)}")
         table = table.reshape(len(table), -1)
         if not allow_discrete:
             _check_continuous(table)
@@ -97,11 +240,8 @@ class Prior:
         groups = labels.unique(dim=0, return_inverse=True)[1]
         parts = [groups == group for group in range(int(groups.max()) + 1)]
         variances = torch.stack([_unexplained(table[part], columns[part]) for part in parts])
-        if not bool((variances > 0).any()):
-            raise ValueError(
-                "what is public leaves nothing unknown: every label belongs to one example, or the known columns "
-                "explain all values, so no bound can be given. Ask questions instead: torchfil.questions"
-            )
+        unknown = bool((variances > 0).any())
+        require(unknown, "what is public (labels, known columns) leaves nothing unknown; ask questions instead")
         name = f"a normal law (assumed: the bound claims too much for any other) fitted to {len(table):,} examples"
         if not known:
             return cls(variances[0].reciprocal(), float(variances.mean()), name, assumed=True)
@@ -121,8 +261,8 @@ class Prior:
         """
         ends = [torch.as_tensor(end, dtype=torch.float64).expand(num_coordinates) for end in (low, high)]
         half = (ends[1] - ends[0]) / 2
-        if not bool(((half > 0) & half.isfinite()).all()):
-            raise ValueError(f"low={low} must lie below high={high} in every coordinate, both finite")
+        ordered = bool(((half > 0) & half.isfinite()).all())
+        require(ordered, f"low={low} must lie below high={high} in every coordinate, both finite")
         one = bool((ends[0] == ends[0][0]).all()) and bool((ends[1] == ends[1][0]).all())
         between = f"between {float(ends[0][0]):g} and {float(ends[1][0]):g}" if one else "between their ends"
         variance = half.square().mean() * (1 / 3 - 2 / math.pi**2)
@@ -204,15 +344,13 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
         >>> bound.bound
         Estimate(0.0721, upper bound)
     """
-    if prior.information.ndim > 0 and prior.information.shape[-1] != num_coordinates:
-        raise ValueError(
-            f"the prior has {prior.information.shape[-1]} coordinates, and {num_coordinates} are private; give a prior "
-            "for these"
-        )
+    coordinates = prior.information.shape[-1] if prior.information.ndim else num_coordinates
+    fit = f"the prior has {coordinates} coordinates, and {num_coordinates} are private; give a prior for these"
+    require(coordinates == num_coordinates, fit)
     values = trace.value.double().cpu()
     groups = torch.zeros(len(values)).long() if prior.groups is None else prior.groups.cpu()
-    if len(groups) != len(values):
-        raise ValueError(f"the prior is of {len(groups)} examples, and there are {len(values)} traces; give the same")
+    same = f"the prior is of {len(groups)} examples, and there are {len(values)} traces; give the same"
+    require(len(groups) == len(values), same)
 
     # of the mean trace: between people with the same public values, and shared by all
     information = prior.information if prior.groups is not None else prior.information[None]
@@ -237,19 +375,19 @@ def _water_filled(
 ) -> tuple[Tensor, Tensor]:
     """The bound and how fast it falls with the mean trace, both in its shape."""
     trace = torch.as_tensor(mean_trace, dtype=torch.float64)
-    if bool((trace < 0).any()) or num_coordinates < 1:
-        raise ValueError(f"mean_trace={mean_trace} must be ≥ 0 and num_coordinates={num_coordinates} at least 1")
+    possible = not bool((trace < 0).any()) and num_coordinates >= 1
+    require(possible, f"mean_trace={mean_trace} must be ≥ 0 and num_coordinates={num_coordinates} at least 1")
     information = Prior(torch.as_tensor(prior_information, dtype=torch.float64), math.nan, "").information.cpu()
     if information.ndim == 0:  # the trace alone
         bound = num_coordinates / (trace + information)
         return bound, bound.square() / num_coordinates
-    if len(information) != num_coordinates:
-        raise ValueError(f"prior_information has {len(information)} entries for {num_coordinates} coordinates")
+    count = len(information)
+    require(count == num_coordinates, f"prior_information has {count} entries for {num_coordinates} coordinates")
 
     # with the m least informed directions under water, the level is (t + Σ j)/m; take the last m with j below it
     sorted_information = information.sort().values
-    count = torch.arange(1, num_coordinates + 1, dtype=torch.float64)
-    levels = (trace[..., None].cpu() + sorted_information.cumsum(0)) / count
+    sizes = torch.arange(1, num_coordinates + 1, dtype=torch.float64)
+    levels = (trace[..., None].cpu() + sorted_information.cumsum(0)) / sizes
     reached = (sorted_information <= levels) & sorted_information.isfinite()
     under = reached.long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
     level = levels.gather(-1, (under - 1).clamp(min=0)).squeeze(-1)  # 1/θ
@@ -268,8 +406,8 @@ def _labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor,
     """Public values as labels and as columns, [n, any number] each, in float64."""
     labels, columns = [torch.zeros_like(table[:, :1])], [table[:, :0]]
     for given in known:
-        if len(given) != len(table) or not bool(given.isfinite().all()):
-            raise ValueError(f"known must be finite, [{len(table)}, …] as the values; got shape {tuple(given.shape)}")
+        usable = len(given) == len(table) and bool(given.isfinite().all())
+        require(usable, f"known must be finite, [{len(table)}, …] as the values; got shape {tuple(given.shape)}")
         flat = given.reshape(len(table), -1).to(table)
         few = (_distinct(flat) <= _FEW) | (not given.is_floating_point())
         labels, columns = [*labels, flat[:, few]], [*columns, flat[:, ~few]]
