@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchfil.run.records import Texts
+from torchfil.run.saved_run import Texts
 
 from tests.report.in_browser import (
     Keys,
