@@ -33,8 +33,7 @@ from torchfil.glm import estimators
 from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
 from torchfil.glm.model import GeneralizedLinearModel
 from torchfil.questions import Absent, Label, Question
-
-__all__ = ["FALSE_POSITIVE_RATE", "EncodedTable", "Format", "LeakageTable", "leakage_table", "read_table"]
+from torchfil.utils.errors import require
 
 MODELS: dict[str, type[Any]] = {
     "linear": estimators.LinearRegression,
@@ -154,9 +153,9 @@ def read_table(
     """
     text, encoding = _read_text(path, encoding)
     separator = _separator_of(text, path) if separator is None else {"\\t": "\t", "tab": "\t"}.get(separator, separator)
-    if len(separator) != 1 or separator in '"\r\n':
-        raise ValueError(f"--separator {separator!r} must be one character, or 'tab'")
-    table = _read_entries(path, text, separator)
+    one = len(separator) == 1 and separator not in '"\r\n'
+    require(one, f"--separator {separator!r} must be one character, or 'tab'")
+    table, lines = _read_entries(path, text, separator)
     form = Format(encoding, separator, decimal or _decimal_of(table.head(_SAMPLE), path))
     rows = len(table)
 
@@ -165,16 +164,11 @@ def read_table(
     for name in (target, *categorical, *quantity, *group, *left_out):
         _check_column(name, list(table.columns))
     inputs = [name for name in table.columns if name not in left_out and name != target]
-    if target in left_out or target in categorical:
-        raise ValueError(
-            f"{target!r} is the target; it cannot be left out (--ignore), name the rows (--id) or be categorical "
-            "(--categorical): a logistic or softmax model (--model) predicts codes"
-        )
+    lost = f"{target!r} is the target; it cannot be left out (--ignore), name the rows (--id) or be --categorical"
+    require(target not in {*left_out, *categorical}, f"{lost}: a logistic or softmax model (--model) predicts codes")
     both = sorted({*categorical} & {*quantity})
-    if both:
-        raise ValueError(f"{both[0]!r} cannot be a category (--categorical) and a quantity (--quantity)")
-    if not inputs:
-        raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
+    require(not both, f"{both} cannot be a category (--categorical) and a quantity (--quantity)")
+    require(bool(inputs), f"there is no column to predict {target!r} from: it is the only one that is not left out")
     table = _complete_rows(table, [*inputs, target], path, drop_missing)
     ids = (table.index if id_column is None else table[id_column]).tolist()
     groups = {name: _labels(table[name]) for name in group}
@@ -182,12 +176,12 @@ def read_table(
     # numbers, and the texts that become one-hot
     for name in (*inputs, target):
         if name not in categorical:
-            table[name] = _numbers_or_texts(table[name], form, text)
+            table[name] = _numbers_or_texts(table[name], form, lines)
     texts = [name for name in (*inputs, target) if table[name].dtype != float]
     counts = table[[*inputs, target]].nunique()
     _check_counts(table, counts, inputs, [name for name in texts if name != target])
-    if target in texts and counts[target] > MOST_LEVELS:
-        raise ValueError(f"the target {target!r} has more than {MOST_LEVELS:,} different texts: these are no classes")
+    classes = target not in texts or counts[target] <= MOST_LEVELS
+    require(classes, f"the target {target!r} has more than {MOST_LEVELS:,} different texts: these are no classes")
     numbers = table[[name for name in inputs if name not in texts and name not in quantity]]
     _check_no_index(numbers)
     whole = [name for name in numbers.columns if (numbers[name] % 1 == 0).all()]
@@ -202,10 +196,9 @@ def read_table(
 
 def _check_column(name: str, names: Sequence[str]) -> None:
     """Raise, with the nearest name, for a column that does not exist."""
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-        raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+    require(name in names, f"no column {name!r}; {hint} {', '.join(names)}")
 
 
 def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[str, str]:
@@ -232,11 +225,11 @@ def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[str,
 
 
 def _lines(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows as (line of the file at which the row ends, from 1; its fields), the line of names first."""
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=separator != " ", strict=True
-    )
-    return ((reader.line_num, fields) for fields in reader if "".join(fields).strip() or len(fields) > 1)
+    """The rows as (line of the file at which the row ends, from 1; its entries), the line of names first."""
+    options: dict[str, Any] = {"delimiter": separator, "skipinitialspace": separator != " ", "strict": True}
+    reader = csv.reader(io.StringIO(text, newline=""), **options)
+    rows = ([entry.strip() for entry in fields] for fields in reader)
+    return ((reader.line_num, row) for row in rows if row and (row[0] or len(row) > 1))
 
 
 def _separator_of(text: str, path: str | os.PathLike[str]) -> str:
@@ -249,49 +242,34 @@ def _separator_of(text: str, path: str | os.PathLike[str]) -> str:
             widths = [0]
         fits[separator] = (set(widths) == {widths[0]} and widths[0] > 1, widths[0])
     best = [separator for separator, fit in fits.items() if fit == max(fits.values())]
-    if len(best) > 1 and fits[best[0]][1] > 1:
-        named = " or ".join(SEPARATORS[separator] for separator in best)
-        raise ValueError(f"the columns of {path} could be separated by {named}; say by which: --separator {best[0]!r}")
+    named = " or ".join(SEPARATORS[separator] for separator in best)
+    unclear = f"the columns of {path} could be separated by {named}; say by which: --separator {best[0]!r}"
+    require(len(best) == 1 or fits[best[0]][1] <= 1, unclear)
     return best[0]
 
 
-def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> Any:
-    """All entries as texts, by row number and column name; an index saved without a name is named by its position.
+def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> tuple[Any, list[int]]:
+    """All entries as texts, by row number and column name, and the line of the file at which each row ends.
 
-    Python's parser refuses stray quotes and gives NaN in rows that are too short; the one in C takes both.
+    An index saved without a name is named by its position.
     """
-    options: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skipinitialspace": separator != " "}
+    rows, lines, pieces = _lines(text, separator), list[int](), []
     try:
-        pieces = pandas.read_csv(
-            io.StringIO(text, newline=""), sep=separator, engine="python", chunksize=_PIECE, **options
-        )
-        entries = pandas.concat(pieces)
-    except pandas.errors.EmptyDataError:
-        entries = pandas.DataFrame()
-    except pandas.errors.ParserError:
-        entries = None
-    if entries is None or entries.isna().any(axis=None):
-        raise ValueError(_damage(path, text, separator))
-    if len(entries) < 2:
-        raise ValueError(f"{path} must have a line of column names and at least one row")
-
-    for place in entries.columns:  # one after the other, which takes half the memory
-        entries[place] = entries[place].str.strip()
-    names = [name or f"unnamed {place}" for place, name in enumerate(entries.iloc[0], start=1)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{path} has the columns {twice} more than once")
-    return entries[1:].set_axis(names, axis=1).reset_index(drop=True)
-
-
-def _damage(path: str | os.PathLike[str], text: str, separator: str) -> str:
-    """What is wrong with a file that pandas does not read."""
-    try:
-        (_, names), *rows = _lines(text, separator)
+        _, names = next(rows, (0, []))
+        while piece := list(islice(rows, _PIECE)):
+            for row, (line, own) in enumerate(piece, start=len(lines) + 1):
+                short = f"{path}, line {line}: row {row} has {len(own)} entries for {len(names)} columns"
+                require(len(own) == len(names), short)
+            lines += [line for line, _ in piece]
+            pieces.append(pandas.DataFrame([own for _, own in piece], dtype=str))
     except csv.Error as error:
-        return f"{path} is not a CSV file: {error}; see to its quotes"
-    row, line, width = next((k, n, len(own)) for k, (n, own) in enumerate(rows, start=1) if len(own) != len(names))
-    return f"{path}, line {line}: row {row} has {width} entries for {len(names)} columns"
+        raise ValueError(f"{path} is not a CSV file: {error}; see to its quotes") from error
+    require(bool(pieces), f"{path} must have a line of column names and at least one row")
+
+    names = [name or f"unnamed {place}" for place, name in enumerate(names, start=1)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    require(not twice, f"{path} has the columns {twice} more than once")
+    return pandas.concat(pieces, ignore_index=True).set_axis(names, axis=1), lines
 
 
 def _decimal_of(entries: Any, path: str | os.PathLike[str]) -> str:
@@ -302,10 +280,9 @@ def _decimal_of(entries: Any, path: str | os.PathLike[str]) -> str:
     commas = sum(_DECIMAL_COMMA.fullmatch(text) is not None for text in clear)
     points = sum(_DECIMAL_POINT.fullmatch(text) is not None for text in clear)
     if unclear and not commas and not points:
-        raise ValueError(
-            f"{unclear!r} in {path} can be {unclear.replace(',', '')} or {unclear.replace(',', '.', 1)}; say that the "
-            "comma is a decimal sign (--decimal ,), or write the numbers without thousands separators"
-        )
+        both = f"{unclear.replace(',', '')} or {unclear.replace(',', '.', 1)}"
+        remedy = "say that the comma is a decimal sign (--decimal ,), or remove thousands separators"
+        raise ValueError(f"{unclear!r} in {path} can be {both}; {remedy}")
     return "," if commas > points else "."
 
 
@@ -314,17 +291,14 @@ def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[st
     missing = entries[list(used)].apply(lambda column: column.str.lower().isin(MISSING))
     if drop:
         entries = entries[~missing.any(axis=1)].copy()
-        if not len(entries):
-            raise ValueError(f"every one of the {len(missing)} rows of {path} misses an entry")
-    elif missing.any(axis=None):
-        counts = ", ".join(f"{count} in {name!r}" for name, count in missing.sum().items() if count)
-        raise ValueError(
-            f"entries are missing: {counts}. Leave out or impute these rows first (--drop-missing leaves them out)."
-        )
+        require(len(entries) > 0, f"every one of the {len(missing)} rows of {path} misses an entry")
+        return entries
+    counts = ", ".join(f"{count} in {name!r}" for name, count in missing.sum().items() if count)
+    require(not counts, f"entries are missing: {counts}. Impute these rows, or leave them out (--drop-missing).")
     return entries
 
 
-def _numbers_or_texts(column: Any, form: Format, text: str) -> Any:
+def _numbers_or_texts(column: Any, form: Format, lines: Sequence[int]) -> Any:
     """The entries as numbers, or as they are if they are categories; raises if few of them are not numbers.
 
     One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
@@ -336,14 +310,13 @@ def _numbers_or_texts(column: Any, form: Format, text: str) -> Any:
     numbers = pandas.to_numeric(plain, errors="coerce").astype(float)
     wrong = column[~np.isfinite(numbers)]
     if len(wrong) and (2 * len(wrong) < len(column) or all(map(_LIKE_NUMBERS.fullmatch, wrong))):
-        lines = [line for line, _ in _lines(text, form.separator)]
-        shown = ", ".join(f"{entry!r} in line {lines[row + 1]}" for row, entry in wrong[:3].items())
+        shown = ", ".join(f"{entry!r} in line {lines[row]}" for row, entry in wrong[:3].items())
+        shown += ", …" if len(wrong) > 3 else ""
         sign = "comma" if form.decimal == "," else "point"
         raise ValueError(
             f"column {column.name!r} holds numbers, but {len(wrong):,} of {len(column):,} entries cannot be read as "
-            f"such: {shown}{', …' if len(wrong) > 3 else ''}. Correct them (the decimal sign is a {sign}, without "
-            "separators of thousands) or, if the column holds categories, say so: --categorical "
-            f"{shlex.quote(column.name)}"
+            f"such: {shown}. Correct them (the decimal sign is a {sign}, without separators of thousands) or, if the "
+            f"column holds categories, say so: --categorical {shlex.quote(column.name)}"
         )
     return column if len(wrong) else numbers
 
@@ -351,27 +324,25 @@ def _numbers_or_texts(column: Any, form: Format, text: str) -> Any:
 def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequence[str]) -> None:
     """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in inputs if counts[name] == 1]
-    if constant:
-        shown = ", ".join(map(repr, constant))
-        raise ValueError(f"one value in every row of {shown}; leave out constant columns: --ignore {_listed(constant)}")
+    shown = ", ".join(map(repr, constant))
+    require(
+        not constant, f"one value in every row of {shown}; leave out constant columns: --ignore {_listed(constant)}"
+    )
     for name in texts:
-        if counts[name] > min(max(50, len(table) // 2), MOST_LEVELS):
-            raise ValueError(
-                f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows; it looks like a name or "
-                f"an identifier. Leave it out (--ignore {_listed([name])}), or name it as the id (--id "
-                f"{shlex.quote(name)})."
-            )
+        many = (
+            f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows; it looks like a name or an"
+        )
+        remedy = f"Leave it out (--ignore {_listed([name])}), or name it as the id (--id {shlex.quote(name)})."
+        require(counts[name] <= min(max(50, len(table) // 2), MOST_LEVELS), f"{many} identifier. {remedy}")
 
 
 def _check_no_index(numbers: Any) -> None:
     """Refuse columns that count the rows: an index saved with a table would be fitted as a quantity."""
     for name, column in numbers.items():
         if len(column) >= _FEWEST_IN_ORDER and np.ptp(column - column.index) == 0:
-            first, second = column[:2]
-            raise ValueError(
-                f"column {name!r} counts the rows ({first:g}, {second:g}, …): it looks like an index. Leave it out "
-                f"(--ignore) or name the rows by it (--id); if it is a quantity, say so: --quantity {_listed([name])}"
-            )
+            what = "column {!r} counts the rows ({:g}, {:g}, …): it looks like an index".format(name, *column[:2])
+            remedy = f"if it is a quantity, say so: --quantity {_listed([name])}"
+            raise ValueError(f"{what}. Leave it out (--ignore) or name the rows by it (--id); {remedy}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -403,8 +374,8 @@ def _one_hot(
 
 
 def _labels(column: Any) -> np.ndarray:
-    if column.nunique() > MOST_LEVELS:
-        raise ValueError(f"column {column.name!r} has more than {MOST_LEVELS:,} different entries: these are no groups")
+    few = column.nunique() <= MOST_LEVELS
+    require(few, f"column {column.name!r} has more than {MOST_LEVELS:,} different entries: these are no groups")
     return column.mask(column.str.lower().isin(MISSING), "(none)").to_numpy(dtype=object).astype(str)
 
 
@@ -462,8 +433,8 @@ def leakage_table(
     """
     for name in private:
         _check_column(name, list(table.attributes))
-    if not math.isfinite(sigma) or not sigma > 0:
-        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
+    finite = f"sigma={sigma} must be positive and finite: without noise the release gives everything away"
+    require(0 < sigma < math.inf, finite)
     asked = {text: _question_about(table, text, model) for text in questions}
 
     X, y = pandas.DataFrame(table.inputs, columns=table.columns, copy=False), _targets_for(model, table.targets)
@@ -532,17 +503,13 @@ def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Qu
     difference = re.fullmatch(r"(.+?)([+-]\d+\.?\d*(?:e[+-]?\d+)?)", text)
     name, by = (difference[1].strip(), float(difference[2])) if difference else (text, 0.0)
     _check_column(name, [*table.attributes, table.target])
-    if name in table.levels:
-        raise ValueError(f"{name!r} is one-hot, so {text!r} has no meaning; ask for {name!r}")
+    require(name not in table.levels, f"{name!r} is one-hot, so {text!r} has no meaning; ask for {name!r}")
     return Shift(by, None if name == table.target else table.attributes[name][0])
 
 
 def _check_few(name: str, values: int) -> None:
-    if values > _MOST_ANSWERS:
-        raise ValueError(
-            f"{name!r} has {values} different values, a question at most {_MOST_ANSWERS} answers; ask for a "
-            f"difference, e.g. --question {name}+1"
-        )
+    many = f"{name!r} has {values} different values, a question at most {_MOST_ANSWERS} answers"
+    require(values <= _MOST_ANSWERS, f"{many}; ask for a difference, e.g. --question {name}+1")
 
 
 def _fil_columns(
@@ -563,13 +530,11 @@ def _fil_columns(
 
 def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:
     labels = np.unique(targets)
-    if model == "softmax":
-        return targets
     if model == "logistic":
-        if len(labels) != 2:
-            shown = ", ".join(map(str, labels[:4])) + (", …" if len(labels) > 4 else "")
-            raise ValueError(f"a logistic model needs a target with two values, this one has {len(labels)}: {shown}")
+        shown = ", ".join(map(str, labels[:4])) + (", …" if len(labels) > 4 else "")
+        two = f"a logistic model needs a target with two values, this one has {len(labels)}: {shown}"
+        require(len(labels) == 2, two)
         return (targets == labels[1]).astype(float)
-    if targets.dtype.kind != "f":
-        raise ValueError(f"a {model} model needs a target of numbers, got e.g. {str(labels[0])!r}; use logistic?")
+    fits = model == "softmax" or targets.dtype.kind == "f"
+    require(fits, f"a {model} model needs a target of numbers, got e.g. {str(labels[0])!r}; use logistic?")
     return targets
