@@ -214,7 +214,7 @@ class TestGlm:
         before = patients.read_bytes()
         (tmp_path / "link.csv").symlink_to(patients)
         for out in (patients, tmp_path / "link.csv"):
-            assert "is the data file" in refused_glm(patients, "--target", "dose", "--out", out)
+            assert "would overwrite" in refused_glm(patients, "--target", "dose", "--out", out)
         assert patients.read_bytes() == before
 
     def test_on_the_warfarin_data(self) -> None:

@@ -105,10 +105,10 @@ class TestSavedRuns:
 
     def test_mistakes(self, table: Path, tmp_path: Path) -> None:
         common = (table, "--target", "dose", "--id", "name")
-        assert "is the data file" in refused_glm(*common, "--save", table)
-        assert "is the data file" in refused_glm(*common, "--report", table)
+        assert "would overwrite" in refused_glm(*common, "--save", table)
+        assert "would overwrite" in refused_glm(*common, "--report", table)
         twice = (*common, "--save", tmp_path / "x", "--out", tmp_path / "x")
-        assert "written to already" in refused_glm(*twice)
+        assert "would overwrite" in refused_glm(*twice)
         assert "names a folder" in refused_glm(*common, "--report", tmp_path / "page.html")
         assert "no column 'seks'; did you mean 'sex'" in refused_glm(*common, "--group", "seks")
         assert not (tmp_path / "run.parquet").exists()

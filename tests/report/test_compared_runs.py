@@ -258,7 +258,7 @@ class TestCommand:
         assert "Zoë" not in page.read_text() + found.stdout
 
     def test_mistakes_take_one_line(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
-        assert "is one of the runs" in refused("compare", *runs, "-o", runs[0])
+        assert "would overwrite" in refused("compare", *runs, "-o", runs[0])
         assert "no file" in refused("compare", runs[0], tmp_path / "none.parquet")
         other = save(made_up(), tmp_path / "other.parquet")
         assert "share no ids" in refused("compare", runs[0], other)

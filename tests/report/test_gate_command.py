@@ -70,7 +70,7 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
     before = run.read_bytes()
     for options in (["--list", run], ["--junit", policy], ["--json-file", tmp_path / "a", "--junit", tmp_path / "a"]):
-        assert "is written to, but it is" in refused("gate", run, "--policy", policy, *options)
+        assert "would overwrite" in refused("gate", run, "--policy", policy, *options)
     assert run.read_bytes() == before
     assert not (tmp_path / "a").exists()
     run_file(run, columns={"fil": np.ones(30)})

@@ -256,7 +256,7 @@ def test_nothing_of_one_row_is_public(tmp_path: Path) -> None:
         ({"sigma": 0.0}, "must be positive"),
         ({"sigma": None}, "must be positive"),
         ({"ids": [1]}, "ids has 1 entries for 60 rows"),
-        ({"groups": {"sex": ["f"]}}, "'sex' has 1 labels for 60 rows"),
+        ({"groups": {"sex": ["f"]}}, "'sex' has 1 entries for 60 rows"),
         ({"attributes": {}}, "nothing would be private"),
         ({"scales": [1.0]}, "4 positive numbers"),
         ({"scales": "range"}, "must be 'deviation'"),

@@ -25,9 +25,9 @@ from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
+from torchfil.run.columns import StoredArray
 from torchfil.run.file import _CHECKSUM_SIZE
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.stored import StoredArray
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 
@@ -182,7 +182,7 @@ class TestWriting:
 
     def test_what_cannot_be_kept_is_refused(self, tmp_path: Path) -> None:
         attack = made_up().attacks[0]
-        with pytest.raises(RunFileError, match="4,194,304 are allowed; shorten the title"):
+        with pytest.raises(RunFileError, match="4,194,304 allowed; shorten the title"):
             save(made_up(about={"title": "x" * 2**22}), tmp_path / "run.parquet")
         with pytest.raises(ValueError, match="several results for one example"):
             save(made_up(attacks=[dataclasses.replace(attack, rows=np.array([1, 2, 1]))]), tmp_path / "run.parquet")

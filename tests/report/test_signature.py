@@ -108,7 +108,7 @@ def test_all_that_was_signed_must_be_compared_and_nothing_else(folder: Path) -> 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, signers = folder / "run.parquet", folder / "signers"
     assert "cannot be used" in refused("sign", run, "--key", folder / "none")
-    assert "which would be lost" in refused("sign", run, "--key", folder / "alice", "--signature", run)
+    assert "would overwrite" in refused("sign", run, "--key", folder / "alice", "--signature", run)
     assert "none: No such file" in refused("verify", run, "--allowed-signers", folder / "none")
     run.write_bytes(run.read_bytes()[:-1])
     assert "is cut short" in refused("sign", run, "--key", folder / "alice")

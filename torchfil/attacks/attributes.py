@@ -39,6 +39,7 @@ class _Inversion:
         self.attribute = attribute
         self.progress = progress
         self.truth = torch.as_tensor(attribute.levels(X), device=self.view.X.device)
+        self._prepare()
 
     def run(
         self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
@@ -59,6 +60,10 @@ class _Inversion:
         parts = noise.split(max(1, numbers // (len(self.truth) * len(self.attribute.codes))))
         guesses = [self._best(part) for part in with_progress(parts, self.progress, "releases")]
         return _accuracies(self.name, self.threat_model, torch.cat(guesses, dim=1), self.truth)
+
+    def _prepare(self) -> None:
+        """What is computed once for all releases."""
+        raise NotImplementedError
 
     def _best(self, noise: Tensor) -> Tensor:
         """The level that fits each release best, [n, part], for noise [part, p]."""
@@ -82,16 +87,11 @@ class WhiteBoxInversion(_Inversion):
     """
 
     name = "white-box attribute inversion"
-    threat_model = (
-        "knows the released weights, the training procedure and all training data except the attribute of the example "
-        "under attack"
-    )
+    threat_model = "knows the released weights, the training and all training data but the attribute under attack"
 
-    def __init__(
-        self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
-    ) -> None:
-        super().__init__(model, X, y, attribute, progress=progress)
-        self.changes = minimiser_changes(self.view, ask(attribute, self.view).alternatives, progress=progress)
+    def _prepare(self) -> None:
+        alternatives = ask(self.attribute, self.view).alternatives
+        self.changes = minimiser_changes(self.view, alternatives, progress=self.progress)
         self._squares = self.changes.square().sum(dim=2)  # of changes [n, k, p]
 
     def _best(self, noise: Tensor) -> Tensor:
@@ -117,19 +117,13 @@ class BlackBoxInversion(_Inversion):
     """
 
     name = "black-box attribute inversion"
-    threat_model = (
-        "knows the rest of the example and its target, the attribute's distribution, and the model's predictions and "
-        "performance statistics"
-    )
+    threat_model = "knows the rest of the example, the attribute's distribution, the model's predictions and statistics"
 
-    def __init__(
-        self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
-    ) -> None:
-        super().__init__(model, X, y, attribute, progress=progress)
+    def _prepare(self) -> None:
         loss = self.view.loss.name
         known = loss in ("squared", "logistic")
         require(known, f"the {loss} loss has no performance statistic; use LinearRegression or LogisticRegression")
-        counts = torch.bincount(self.truth, self.view.sample_weight, minlength=len(attribute.codes))
+        counts = torch.bincount(self.truth, self.view.sample_weight, minlength=len(self.attribute.codes))
         self._log_prior = (counts / counts.sum()).log()
 
     def _best(self, noise: Tensor) -> Tensor:

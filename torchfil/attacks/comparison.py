@@ -235,9 +235,7 @@ def _bounds(
         source = [float(source[key]) for key in attack.ids]
 
     if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
-        takes = (
-            "a FILPrivacyEngine or its leakage, a fitted linear model, bounds by id, or one for each attacked example"
-        )
+        takes = "a FILPrivacyEngine or its leakage, a fitted linear model, or bounds, by id or one for each example"
         raise TypeError(f"a {type(source).__name__} gives no bounds; compare_with_bounds(…) takes {takes}")
     values, count = as_array(source).astype(np.float64), len(attack.ids)
     require(values.shape == (count,), f"{list(values.shape)} bounds for {count} attacked examples; give one for each")

@@ -49,16 +49,11 @@ class Inversion:
         shapes = [list(each.shape) for each in (truth, self.images)]
         require(measure in judges, f"measure={measure!r} must be one of {', '.join(judges)}")
         require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
-        return AttackResult(
-            "gradient inversion",
-            "sees one example's gradient (noisy or not), knows the weights and the label",
-            range(len(truth)),
-            as_array(judges[measure](self.images, truth)),
-            measure,
-            trials=1,
-            guesses=as_array(self.images),
-            blind=as_array(judges["mse"](truth.mean(dim=0), truth)) if measure == "mse" else None,
-        )
+        threat_model = "sees one example's gradient (noisy or not), knows the weights and the label"
+        achieved = as_array(judges[measure](self.images, truth))
+        blind = as_array(judges["mse"](truth.mean(dim=0), truth)) if measure == "mse" else None
+        more: dict[str, Any] = {"trials": 1, "guesses": as_array(self.images), "blind": blind}
+        return AttackResult("gradient inversion", threat_model, range(len(truth)), achieved, measure, **more)
 
 
 def observed_gradients(

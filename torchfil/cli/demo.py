@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -22,9 +23,7 @@ _GLYPHS = (
 
 
 @click.command()
-@click.option(
-    "-o", "--out", "directory", type=FILE, default=Path("out/demo"), show_default=True, help="Folder to write."
-)
+@click.option("-o", "--out", "directory", type=FILE, default="out/demo", show_default=True, help="Folder to write.")
 @click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")
 @click.option("--device", default="cpu", show_default=True)
@@ -71,13 +70,9 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
     network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(network.to(device).parameters(), lr=1.0, momentum=0.5)
     engine = FILPrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        network,
-        optimizer,
-        DataLoader(TensorDataset(images, labels), batch_size=128),
-        noise_multiplier=noise_multiplier,
-        track=("diagonal",),
-    )
+    loader = DataLoader(TensorDataset(images, labels), batch_size=128)
+    options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "track": ("diagonal",)}
+    model, optimizer, loader = engine.make_private(network, optimizer, loader, **options)
     for epoch in out.progress(range(epochs), desc="epochs"):
         for x, y in loader:
             optimizer.zero_grad()

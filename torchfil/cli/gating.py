@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import click
 import numpy as np
 
-from torchfil.cli.output import FAILED, FILE, Output, plain, table, with_output
+from torchfil.cli.output import FAILED, FILE, Output, check_places, plain, table, with_output
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
@@ -61,7 +61,7 @@ def gate(
         return
     if run is None:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
-    _check_places([run, policy], [list_file, junit_file, json_file])
+    check_places([run, policy], {"--list": list_file, "--junit": junit_file, "--json-file": json_file})
 
     saved = load(run)
     verdicts, remarks = check(saved, load_policy(policy)), notes(saved)
@@ -85,15 +85,6 @@ def gate(
         )
     out.result("\n".join([*lines, _in_short(verdicts)]), data)
     ctx.exit(0 if passed else FAILED)
-
-
-def _check_places(read: list[Path], written: list[Path | None]) -> None:
-    """Refuse to write over what is read, or two things into one file."""
-    places = [path for path in written if path is not None]
-    for number, path in enumerate(places):
-        for other in [*read, *places[:number]]:
-            if path.resolve() == other.resolve():
-                raise ValueError(f"{path} is written to, but it is {other} too; name another file")
 
 
 def _in_short(verdicts: list[Verdict]) -> str:

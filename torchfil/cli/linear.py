@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from torchfil.cli.output import FILE, Output, number, table, with_output
+from torchfil.cli.output import FILE, Output, check_places, number, table, with_output
+from torchfil.report.writer import write_report
+from torchfil.run.file import save
+from torchfil.run.saved_run import SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
@@ -38,9 +42,7 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 @click.option("--private", callback=_names, default="", help="Columns an attacker wants, e.g. vkorc1,age; none: all.")
 @click.option("--question", callback=_names, default="", help="What to guess, e.g. vkorc1,age+10,absent.")
 @click.option("--categorical", callback=_names, default="", help="Columns whose numbers are codes, e.g. cyp2c9.")
-@click.option(
-    "--quantity", callback=_names, default="", help="Columns of numbers that only look like codes or indices."
-)
+@click.option("--quantity", callback=_names, default="", help="Columns of numbers that look like codes or indices.")
 @click.option("--ignore", callback=_names, default="", help="Columns to leave out.")
 @click.option("--id", "id_column", help="The column that names the rows; without it, rows are numbered from 0.")
 @click.option("--drop-missing", is_flag=True, help="Leave out rows that miss an entry in a used column.")
@@ -95,16 +97,20 @@ def glm(
         from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
     except ImportError as error:
         raise ImportError("linear models need pandas and scikit-learn: pip install 'torchfil[glm]'") from error
-    _check_places(data, out_file, run_file, folder)
-    if target in private:
-        raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
+    page_named = folder is not None and folder.suffix.lower() in (".html", ".htm")
+    require(not page_named, f"--report {folder} names a folder, in which the page is index.html; leave out the suffix")
+    check_places([data], {"--out": out_file, "--save": run_file, "--report": folder})
+    require(target not in private, f"{target!r} is the target; it counts as private where --private is left out")
     rows = read_table(data, target, **reading)
     leakage = leakage_table(rows, private, questions=question, model=model, l2=l2, sigma=sigma, intercept=intercept)
     if out_file is not None:
         write_csv(out_file, {"id": rows.ids, **leakage.columns})
     page = None
     if run_file is not None or folder is not None:
-        page = _write_run(leakage, rows, private, sigma, f"{target} of {data.name}", run_file, folder)
+        run = _run(leakage, rows, private, sigma, f"{target} of {data.name}")
+        if run_file is not None:
+            save(run, run_file)
+        page = None if folder is None else write_report(run, folder)
 
     # what was made of the table: a column taken for something else changes every number
     one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
@@ -124,52 +130,15 @@ def glm(
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
-def _check_places(data: Path, out_file: Path | None, run_file: Path | None, folder: Path | None) -> None:
-    """Refuse to write over what is read, or two things into one place."""
-    if folder is not None and folder.suffix.lower() in (".html", ".htm"):
-        raise ValueError(
-            f"--report {folder} names a folder, in which the page is index.html; leave out {folder.suffix}"
-        )
-    taken = {data.resolve()}
-    for option, path in (("--out", out_file), ("--save", run_file), ("--report", folder)):
-        if path is None:
-            continue
-        if path.resolve() in taken or (path.exists() and data.exists() and path.samefile(data)):
-            raise ValueError(f"{option} {path} is the data file or written to already; write to another file")
-        taken.add(path.resolve())
-
-
-def _write_run(
-    leakage: LeakageTable,
-    rows: EncodedTable,
-    private: list[str],
-    sigma: float,
-    title: str,
-    run_file: Path | None,
-    folder: Path | None,
-) -> Path | None:
-    """The run as a file and as a page, as far as they are wanted; the page's path."""
-    from torchfil.report.writer import write_report
-    from torchfil.run.file import save
+def _run(leakage: LeakageTable, rows: EncodedTable, private: list[str], sigma: float, title: str) -> SavedRun:
+    """The release as a run, to save and to report."""
     from torchfil.run.linear_run import linear_run
 
-    run = linear_run(
-        leakage.model,
-        rows.inputs,
-        leakage.targets,
-        sigma,
-        ids=rows.ids,
-        title=title,
-        attributes={name: columns for name, columns in rows.attributes.items() if not private or name in private},
-        private_target=not private,
-        target=rows.target,
-        groups=rows.groups,
-        questions=leakage.guesses,
-        scores={name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")},
-    )
-    if run_file is not None:
-        save(run, run_file)
-    return None if folder is None else write_report(run, folder)
+    scores = {name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")}
+    given: dict[str, Any] = {"ids": rows.ids, "title": title, "target": rows.target, "groups": rows.groups}
+    given["attributes"] = {name: own for name, own in rows.attributes.items() if not private or name in private}
+    given |= {"private_target": not private, "questions": leakage.guesses, "scores": scores}
+    return linear_run(leakage.model, rows.inputs, leakage.targets, sigma, **given)
 
 
 def _notes(rows: EncodedTable) -> list[str]:
@@ -190,10 +159,9 @@ def _notes(rows: EncodedTable) -> list[str]:
 
 def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
     """The model's score without noise, and with it; what the columns mean, and whom they bind."""
-    text = (
-        f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
-        f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} "
-        f"(median over the noise; {SCORES[model]})"
+    text = f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\nscore without noise "
+    text += (
+        f"{leakage.score:.3f}, as released {number(leakage.released_score)} (median over the noise; {SCORES[model]})"
     )
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
@@ -243,9 +211,7 @@ def _exposure(
         for name, values in columns.items()
     }
     lines = [[str(ids[row]), *(number(float(values[row])) for values in columns.values())] for row in order]
-    lines += [
-        [f"({part} of {len(ids):,})", *(number(column[part]) for column in summary.values())]
-        for part in ("max", "median", "min")
-    ]
+    for part in ("max", "median", "min"):
+        lines.append([f"({part} of {len(ids):,})", *(number(column[part]) for column in summary.values())])
     exposed = [{"id": str(ids[row]), **{name: values[row] for name, values in columns.items()}} for row in order]
     return table([name_of_ids, *columns], lines), {"summary": summary, "most_exposed": exposed}

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import click
 import numpy as np
 from tqdm import tqdm
 
+from torchfil.utils.errors import require
 from torchfil.utils.text import aligned, visible
 
 FAILED, BAD_INPUT = 1, 2
@@ -30,6 +31,18 @@ def checked_min_group(given: int | None, *, redacted: bool) -> int:
     if given is not None and not redacted:
         raise ValueError(f"--min-group {given} has no effect without --redacted; add --redacted, or leave it out")
     return 10 if given is None else given
+
+
+def check_places(read: Iterable[Path], written: Mapping[str, Path | None]) -> None:
+    """Refuse to write over what is read, or two things into one place; ``written`` is by option."""
+    taken = list(read)
+    for option, path in written.items():
+        if path is None:
+            continue
+        for other in taken:
+            same = path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
+            require(not same, f"{option} {path} would overwrite {other}; name another place")
+        taken.append(path)
 
 
 class BadInputError(click.ClickException):

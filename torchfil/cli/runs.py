@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_group_option, number, table, with_output
+from torchfil.cli.output import (
+    FAILED,
+    FILE,
+    Output,
+    check_places,
+    checked_min_group,
+    min_group_option,
+    number,
+    table,
+    with_output,
+)
+from torchfil.gate.policy import load_policy
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
 from torchfil.report.page import render_comparison
+from torchfil.report.writer import write_report
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
+from torchfil.utils.errors import require
 from torchfil.utils.files import write_bytes
 from torchfil.utils.text import visible
 
@@ -45,13 +58,10 @@ def report(
       torchfil report run.parquet -o report --signature run.parquet.sig --allowed-signers signers
       torchfil report run.parquet -o public --redacted --min-group 20
     """
-    from torchfil.gate.policy import load_policy
-    from torchfil.report.writer import write_report
-
     smallest = checked_min_group(min_group, redacted=redacted)
     policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
-    if (signature is None) != (trust is None):
-        raise ValueError("--signature and --allowed-signers belong together; give both or neither")
+    together = (signature is None) == (trust is None)
+    require(together, "--signature and --allowed-signers belong together; give both or neither")
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
@@ -64,13 +74,7 @@ def report(
 
 @click.command()
 @click.argument("run", type=FILE)
-@click.option(
-    "--top",
-    type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
-    help="How many of the most exposed examples to name.",
-)
+@click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, help="How many examples to name.")
 @with_output
 def inspect(run: Path, top: int, out: Output) -> None:
     """Summarise a saved run in the terminal.
@@ -80,8 +84,7 @@ def inspect(run: Path, top: int, out: Output) -> None:
       torchfil inspect run.parquet
       torchfil inspect run.parquet --top 20 --json
     """
-    text, data = summary(load(run), top)
-    out.result(text, data)
+    out.result(*summary(load(run), top))
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
@@ -98,6 +101,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
     order = measured[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
+    exposed = exposed_examples(run)
 
     return {
         "about": run.about,
@@ -106,41 +110,30 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             "not_measured": int((status == NOT_MEASURED).sum()),
             "lower_bounds_only": int((status == LOWER_BOUND).sum()),
             "spared": int(is_spared(run).sum()),
-            "exposed": None if (exposed := exposed_examples(run)) is None else int(exposed.sum()),
+            "exposed": None if exposed is None else int(exposed.sum()),
         },
         "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
         "smallest_mse_bound": float(low.min()) if len(low) else None,
-        "most_exposed": [
-            {"id": run.ids[row], **{name: values[row] for name, values in run.columns.items()}} for row in order
-        ],
+        "most_exposed": [{"id": run.ids[i], **{name: own[i] for name, own in run.columns.items()}} for i in order],
         "groups": {name: len(run.coded_group(name)[0]) for name in run.groups},
         "attributes": len(run.attributes.names) if run.attributes is not None else 0,
         "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
-        "questions": {
-            question.name: float(np.max(question.rate()[measured], initial=0.0)) for question in run.questions
-        },
+        "questions": {each.name: float(np.max(each.rate()[measured], initial=0.0)) for each in run.questions},
         "attacks": [
-            {
-                "name": attack.name,
-                "violated": int(attack.violated.sum()),
-                "testable": attack.testable,
-                "untestable": attack.untestable or ("" if attack.testable else "one trial"),
-            }
-            for attack in run.attacks
+            {"name": each.name, "violated": int(each.violated.sum()), "testable": each.testable}
+            | {"untestable": each.untestable or ("" if each.testable else "one trial")}
+            for each in run.attacks
         ],
     }
 
 
 def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     about, examples, fil = run.about, data["examples"], data["fil"]
-    model = about.get("model", {})
+    model, digest = about.get("model", {}), about.get("dataset", {}).get("data_sha256") or "not taken"
     lines = [
         ["", str(about.get("title", "a saved run"))],
         ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],
-        [
-            "data",
-            f"{examples['total']:,} examples, SHA-256 {about.get('dataset', {}).get('data_sha256') or 'not taken'}",
-        ],
+        ["data", f"{examples['total']:,} examples, SHA-256 {digest}"],
         *(_release_lines(about) if about.get("kind") == "linear" else _training_lines(about)),
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
         *_bound_lines(about, data["smallest_mse_bound"]),
@@ -150,16 +143,14 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     if examples["exposed"] is not None:
         blind = number(blind_error_of_inputs(run))
         means = f"an unbiased guess may come closer to them than a blind one, ± {blind} an input"
-        text = f"{examples['exposed']:,} examples ({means})"
-        lines.append(["exposed", text])
-    if examples["not_measured"]:
-        lines.append(
-            ["not measured", f"{examples['not_measured']:,} examples: not spared, the run says nothing of them"]
-        )
-    if examples["lower_bounds_only"]:
-        lines.append(["in part", f"{examples['lower_bounds_only']:,} examples: some of their steps were not measured"])
-    if examples["spared"]:
-        lines.append(["spared", f"{examples['spared']:,} examples: trained with a smaller weight, held fixed here"])
+        lines.append(["exposed", f"{examples['exposed']:,} examples ({means})"])
+    for kind, name, text in (
+        ("not_measured", "not measured", "not spared, the run says nothing of them"),
+        ("lower_bounds_only", "in part", "some of their steps were not measured"),
+        ("spared", "spared", "trained with a smaller weight, held fixed here"),
+    ):
+        if examples[kind]:
+            lines.append([name, f"{examples[kind]:,} examples: {text}"])
     if run.groups:
         lines.append(["groups", ", ".join(f"{name} ({count})" for name, count in data["groups"].items())])
     if run.attributes is not None:
@@ -187,12 +178,10 @@ def _training_lines(about: dict[str, Any]) -> list[list[str]]:
     target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
     drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
     probed = "no probes" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
+    noise = f"σ = {mechanism.get('noise_multiplier')}, C = {mechanism.get('max_grad_norm')}"
+    steps, rate = number(mechanism.get("steps")), number(mechanism.get("sample_rate"))
     lines = [
-        [
-            "training",
-            f"{number(mechanism.get('steps'))} steps, σ = {mechanism.get('noise_multiplier')}, "
-            f"C = {mechanism.get('max_grad_norm')}, sampling rate {number(mechanism.get('sample_rate'))}, {probed}",
-        ],
+        ["training", f"{steps} steps, {noise}, sampling rate {rate}, {probed}"],
         ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
     ]
     if runs is not None:
@@ -213,16 +202,12 @@ def _release_lines(about: dict[str, Any]) -> list[list[str]]:
 
 
 def _bound_lines(about: dict[str, Any], smallest: float | None) -> list[list[str]]:
+    of_all, otherwise = "the smallest lower end (95 %, each example by itself)", "; 0: one run does not tell"
     if about.get("kind") == "linear":
         unit = f" ({about['unit_of_inputs']}, squared)" if about.get("unit_of_inputs") else ""
-        return [
-            ["MSE bound", f"{number(smallest)}, the smallest{unit}, in closed form:"],
-            ["", "unbiased attackers err by at least this on average over the noise, biased ones may err less"],
-        ]
-    return [
-        ["MSE bound", f"{number(smallest)}, the smallest lower end (95 %, each example by itself):"],
-        ["", "unbiased attackers err by at least this on average, biased ones may err less; 0: one run does not tell"],
-    ]
+        of_all, otherwise = f"the smallest{unit}, in closed form", ""
+    means = "unbiased attackers err by at least this on average, biased ones may err less"
+    return [["MSE bound", f"{number(smallest)}, {of_all}:"], ["", means + otherwise]]
 
 
 def _origin(about: dict[str, Any]) -> str:
@@ -254,16 +239,17 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
       torchfil compare before.parquet after.parquet -o compared.html
       torchfil compare before.parquet after.parquet -o public.html --redacted --min-group 20
     """
-    if page is not None and page.resolve() in (before.resolve(), after.resolve()):
-        raise ValueError(f"-o {page} is one of the runs, which would be lost; write to another file")
+    check_places([before, after], {"-o": page})
     smallest = checked_min_group(min_group, redacted=redacted)
     comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=smallest)
     if page is not None:
         write_bytes(page, render_comparison(comparison).encode("utf-8", "replace"))
 
-    out.result(
-        _comparison_text(comparison), {**_comparison_data(comparison), "page": None if page is None else str(page)}
-    )
+    # without the table of all examples, of which the most moved are in the page
+    data = {**asdict(replace(comparison, moves=None)), "page": page}
+    data["settings"] = {name: {"before": one, "after": other} for name, one, other in comparison.settings}
+    del data["moves"]
+    out.result(_comparison_text(comparison), data)
     if page is not None:
         out.say(f"\npage: {page}")
     if not redacted:
@@ -279,19 +265,6 @@ def _comparison_text(comparison: Comparison) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else number(value)
-
-
-def _comparison_data(comparison: Comparison) -> dict[str, Any]:
-    """For JSON: without the table of all examples, of which the most moved are in the page."""
-    names = [name for name in comparison.__dataclass_fields__ if name != "moves"]
-    values = {name: getattr(comparison, name) for name in names}
-    for name in ("before", "after"):
-        values[name] = asdict(values[name])
-    values["settings"] = {name: {"before": one, "after": other} for name, one, other in comparison.settings}
-    for name in ("attributes", "questions"):
-        values[name] = [asdict(pair) for pair in values[name]]
-    values["groups"] = {name: [asdict(pair) for pair in pairs] for name, pairs in comparison.groups.items()}
-    return values
 
 
 def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,8 +293,7 @@ def sign(files: signatures.Files, place: Path, key: Path, out: Output) -> None:
     Examples:
       torchfil sign run.parquet --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
     """
-    if place.resolve() in [path.resolve() for paths in (*files.values(), [key]) for path in paths]:
-        raise ValueError(f"{place} is one of the files to read, which would be lost; name another with --signature")
+    check_places([key, *(path for paths in files.values() for path in paths)], {"--signature": place})
     load(files["run"][0])  # nobody should sign a damaged file
     write_bytes(place, signatures.sign(files, key.expanduser()).encode())
     out.result(str(place), {"signature": str(place)})
@@ -329,9 +301,7 @@ def sign(files: signatures.Files, place: Path, key: Path, out: Output) -> None:
 
 @click.command()
 @_with_files
-@click.option(
-    "--allowed-signers", "trust", type=FILE, required=True, help="Keys you trust: man ssh-keygen describes it."
-)
+@click.option("--allowed-signers", "trust", type=FILE, required=True, help="Keys you trust; see man ssh-keygen.")
 @click.pass_context
 @with_output
 def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path, out: Output) -> None:

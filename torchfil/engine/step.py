@@ -36,8 +36,6 @@ from torchfil.questions import Alternative, Question
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Step", "private_without_labels"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "ModelFacts", "differentiable_twice", "flatten"]
-
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
 

@@ -34,8 +34,6 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.amplification import Amplification, NoAmplification, agreed_rate, check_rate, get_amplification
 from torchfil.utils.errors import require
 
-__all__ = ["Mechanism", "step_divergence"]
-
 _REACH = 9.0  # of the nodes, in standard deviations of ξ
 _NODES = 129
 _TINY = 1e-8  # of ‖u‖² and ‖v‖²: below, KL is q²‖u − v‖²/2 to eight digits

@@ -38,8 +38,6 @@ from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 
-__all__ = ["ClippedJacobian", "Jacobian", "safe_reciprocal"]
-
 
 class Jacobian:
     """What an estimator receives: norms of every example's gradient, and products of J̃ᵀ with vectors of length p.

@@ -15,8 +15,6 @@ from torchfil.report.leaks import Leaks
 from torchfil.run.baselines import NOT_MEASURED, is_exposed, status_of
 from torchfil.run.saved_run import SavedRun
 
-__all__ = ["Advice", "advise"]
-
 FEW = 0.1  # up to this share of the examples, sparing them is better than noise for all
 
 

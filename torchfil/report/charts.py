@@ -16,8 +16,6 @@ from torchfil.report.summary import AttributeSummary, Summary
 from torchfil.run.baselines import share_in_words, share_of_blind_guess
 from torchfil.run.saved_run import AttackRecord
 
-__all__ = ["attack_points", "charts_of", "comparison_chart", "levels_shown", "pixels_of", "rdp_bounds", "rero_points"]
-
 FEWEST_PIXELS = 16
 MOST_POINTS = 1000  # of an attack
 MOST_COMPARED = 2000  # of two runs

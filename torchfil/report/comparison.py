@@ -30,8 +30,6 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.utils.text import visible
 
-__all__ = ["Comparison", "Moves", "Pair", "Side", "changes", "compare_runs", "in_short"]
-
 SETTINGS = {
     "kind": "kind of run",
     "model.name": "model",

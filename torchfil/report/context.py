@@ -20,8 +20,6 @@ from torchfil.report.summary import Summary
 from torchfil.run.baselines import blind_error_of_inputs, exposed_examples
 from torchfil.run.saved_run import SavedRun
 
-__all__ = ["Report", "named_level"]
-
 
 @dataclass(frozen=True)
 class Report:

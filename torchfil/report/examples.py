@@ -17,20 +17,6 @@ from torchfil.report.formats import number, plus_minus
 from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
 
-__all__ = [
-    "Ends",
-    "Named",
-    "Spared",
-    "Token",
-    "as_data_url",
-    "most_and_least_exposed",
-    "overlay",
-    "shares_of",
-    "spared_examples",
-    "thumbnail",
-    "tokens_of",
-]
-
 CARDS, LINES, SPARED, NAMED, SAMPLE = 12, 8, 20, 4, 10_000
 ORANGE, PURPLE = np.array([179, 88, 6]), np.array([84, 39, 136])  # the ends of ColorBrewer's PuOr
 NUMBERED = 3  # tokens of a text, by their share

@@ -32,8 +32,6 @@ from torchfil.run.statistics import (
     rounded_count,
 )
 
-__all__ = ["GroupSummary", "Grouping", "Split", "joined", "split_beside", "summarise_groups"]
-
 MOST_GROUPS = 60
 
 

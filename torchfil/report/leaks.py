@@ -45,8 +45,6 @@ from torchfil.run.baselines import (
 )
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
-__all__ = ["Leak", "Leaks", "PriorGuess", "largest_success_at", "prior_guess", "unprotected"]
-
 GAIN = 0.1  # above one half: what the template of a policy allows
 
 

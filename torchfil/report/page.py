@@ -38,8 +38,6 @@ from torchfil.utils.text import visible
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["PrivateContext", "PublicContext", "asset", "label_of", "register_section", "render", "render_comparison"]
-
 MOST_ATTRIBUTES, MOST_MOVED = 24, 10
 
 

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from torchfil.utils.files import sha256
 
-__all__ = ["NAMESPACE", "Signature", "SignatureError", "SignedFile", "sign", "verify"]
-
 NAMESPACE = "torchfil-run"
 _BEGIN = "-----BEGIN SSH SIGNATURE-----"
 _LARGEST = 2**20  # bytes of a signature file

@@ -32,16 +32,6 @@ from torchfil.run.statistics import (
     windows,
 )
 
-__all__ = [
-    "FALSE_POSITIVE_RATE",
-    "AttackSummary",
-    "AttributeSummary",
-    "Exposure",
-    "QuestionSummary",
-    "Summary",
-    "summarise",
-]
-
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {

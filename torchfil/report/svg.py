@@ -19,25 +19,6 @@ from torchfil.report.formats import number
 from torchfil.run.statistics import round_step
 from torchfil.utils.text import visible
 
-__all__ = [
-    "NARROW",
-    "STEPS",
-    "WIDE",
-    "Chart",
-    "Line",
-    "Mark",
-    "Row",
-    "Scale",
-    "grid_of_shares",
-    "histogram",
-    "intervals",
-    "lines",
-    "maps_of_shares",
-    "scatter",
-    "standalone",
-    "step_of",
-]
-
 WIDE, NARROW = 680, 350
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
 TONES = ("", " exposed", " quiet")

@@ -15,8 +15,6 @@ from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
-__all__ = ["Table", "table_of"]
-
 MOST_ROWS = 10_000  # of a run with more examples the page has the most exposed
 MOST_CELLS = 500_000  # of attributes, so that the page stays small
 INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as ∞

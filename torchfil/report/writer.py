@@ -21,13 +21,14 @@ from torchfil.report.page import asset, label_of, render
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
 from torchfil.report.svg import standalone
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.tables import write_leakage_csv
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
-
-__all__ = ["check_replaceable", "write_report"]
+from torchfil.utils.text import write_csv_parts
 
 PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
+_STATUS = np.array(["measured", "lower bound", "not measured"])
+_AT_ONCE = 2**18  # rows of leakage.csv that are written together
 
 
 def write_report(
@@ -76,7 +77,7 @@ def write_report(
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
-            write_leakage_csv(run, folder / "leakage.csv")
+            write_csv_parts(folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7)
             files["leakage.csv"] = "every example"
             digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
@@ -104,6 +105,26 @@ def write_report(
         # the page comes last: it names the files beside it
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
+
+
+def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
+    """The columns of leakage.csv, [n] each: id, status, the run's columns, groups, "least error of" every attribute.
+
+    That is the lower end of the error's interval, or the error itself where the end is not known. What was not
+    measured is NaN (an empty cell), not zero.
+    """
+    status = status_of(run)
+    unknown = status == NOT_MEASURED
+    table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": _STATUS[status]}
+    for name, values in run.columns.items():
+        blank = name in BLANK_WHERE_UNKNOWN
+        table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
+    table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
+    if run.attributes is not None:
+        for j, name in enumerate(run.attributes.names):
+            errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
+            table[f"least error of {name}"] = np.where(unknown, np.nan, errors)
+    return table
 
 
 @contextlib.contextmanager

@@ -18,8 +18,6 @@ from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import replaced_when_complete, sha256, update_digest
 from torchfil.utils.text import visible
 
-__all__ = ["ROWS_AT_ONCE", "load", "save"]
-
 ROWS_AT_ONCE = 2**18  # examples of a row group; a file of one row group is read into memory
 _MAGIC, _CHECKSUM = b"PAR1", b"torchfil-sha256:"
 _CHECKSUM_SIZE = len(_CHECKSUM) + 64
@@ -87,10 +85,8 @@ def _read(where: Path) -> SavedRun:
     if facts is None:
         raise RunFileError(f"{where} {_FOREIGN}")
     if facts.get("version") != VERSION:
-        raise RunFileError(
-            f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}. "
-            "Install the torchfil that wrote it, or save the run again with this one."
-        )
+        other = f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}"
+        raise RunFileError(f"{other}. Install the torchfil that wrote it, or save the run again with this one.")
     return read_run(file, facts)
 
 

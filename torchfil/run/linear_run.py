@@ -31,15 +31,13 @@ from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import IRFIL, Composition, GeneralizedLinearModel, Question
 
-__all__ = ["linear_run", "save_linear_run"]
-
 Columns = Sequence[Any] | slice
-TARGET = "target"
 
 
 def save_linear_run(
@@ -69,7 +67,7 @@ def linear_run(
     attributes: Mapping[str, Columns] | None = None,
     attribute_units: Mapping[str, str] | None = None,
     private_target: bool | None = None,
-    target: str = TARGET,
+    target: str = "target",
     groups: Mapping[str, Any] | None = None,
     questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
@@ -114,7 +112,9 @@ def linear_run(
     width, coordinates = first.n_features_in_, parts[0].sensitivity.num_coordinates
     names = _attribute_columns(first, attributes)
     if with_target:
-        names[_free_name(target, names)] = list(range(width, coordinates))
+        while target in names:
+            target += " (target)"
+        names[target] = list(range(width, coordinates))
     private = sorted({column for own in names.values() for column in own})
     values = _values(X, y, coordinates)
     spread = _scales(scales, values.std)
@@ -127,26 +127,27 @@ def linear_run(
             square[rows] = (information * spread**2)[:, private].mean(axis=1)
             for place, own in enumerate(names.values()):
                 error[rows, place] = 1 / np.sqrt(information[:, own].mean(axis=1))
-        columns = _columns(np.sqrt(square), 1 / square)
+        bound = 1 / square
+    # nothing was missed, and nothing is estimated
+    columns = {"fil": np.sqrt(square), "mse_bound": bound, "mse_bound_low": bound, "missed": np.zeros(n, np.int64)}
     if reweighted is not None:
         columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
         columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
 
-    units = attribute_units or {}
-    labels = {name: _labels(name, given, n) for name, given in (groups or {}).items()}
+    units, labels = attribute_units or {}, groups or {}
+    for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
+        count = n if given is None else len(given)
+        require(count == n, f"{what} has {count} entries for {n} rows; give one each, in order")
     about = _about(releases, n, len(private), scaled=scales is not None, hashed=(X, y) if hash_data else None)
     about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
-    about["linear"] |= {
-        "private": list(names),
-        "reweighted": reweighted is not None,
-        **{name: float(value) for name, value in (scores or {}).items()},
-    }
+    known = {name: float(value) for name, value in (scores or {}).items()}
+    about["linear"] |= {"private": list(names), "reweighted": reweighted is not None, **known}
     return SavedRun(
         about=about,
-        ids=_ids(ids, n),
+        ids=_ids(range(n) if ids is None else ids),
         columns=columns,
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
-        groups=labels,
+        groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
         yardsticks=_yardsticks(values, spread, private, names, n),
     )
@@ -155,8 +156,7 @@ def linear_run(
 def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]], np.ndarray | None]:
     """Models with the σ of their release, and the weights that were chosen from the data, where there are such."""
     if hasattr(model, "releases"):  # a composition
-        if sigma is not None:
-            raise ValueError(f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
+        require(sigma is None, f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
         return list(model.releases), None
     if sigma is None or not 0 < sigma < float("inf"):
         raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
@@ -170,13 +170,8 @@ def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> 
     if attributes is None:
         names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
         return {str(name): [j] for j, name in enumerate(names)}
-    if not attributes:
-        raise ValueError("attributes is empty: nothing would be private; None makes every column private")
+    require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
     return {name: model.column_numbers(part) for name, part in attributes.items()}
-
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    return name if name not in taken else _free_name(f"{name} (target)", taken)
 
 
 def _values(X: Any, y: Any, coordinates: int) -> Spread:
@@ -198,15 +193,12 @@ def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
     if scales is None:
         return np.ones_like(deviations)
     if isinstance(scales, str):
-        if scales != "deviation":
-            raise ValueError(f"scales={scales!r} must be 'deviation', numbers or None")
+        require(scales == "deviation", f"scales={scales!r} must be 'deviation', numbers or None")
         # a column with one value has nothing to guess: it counts as it is
         return np.where(deviations > 0, deviations, 1.0)
     given = np.asarray(scales, dtype=float)
-    if given.shape != deviations.shape or not bool(((given > 0) & np.isfinite(given)).all()):
-        raise ValueError(
-            f"scales must be {len(deviations)} positive numbers, one for each private coordinate, targets last"
-        )
+    fit = given.shape == deviations.shape and bool(((given > 0) & np.isfinite(given)).all())
+    require(fit, f"scales must be {len(deviations)} positive numbers, one for each private coordinate, targets last")
     return given
 
 
@@ -235,16 +227,6 @@ def _target_spread(y: np.ndarray, coordinates: int) -> float:
     return float(np.sqrt((shares * (1 - shares)).sum() / max(1, coordinates)))
 
 
-def _columns(fil: np.ndarray, bound: np.ndarray) -> dict[str, np.ndarray]:
-    """What a run keeps of every example; nothing was missed, and nothing is estimated."""
-    return {
-        "fil": fil,
-        "mse_bound": bound,
-        "mse_bound_low": bound,
-        "missed": np.zeros(len(fil), dtype=np.int64),
-    }
-
-
 def _before(
     model: Any, X: Any, y: Any, sigma: float, private: list[int], spread: np.ndarray, private_target: bool
 ) -> np.ndarray:
@@ -257,17 +239,7 @@ def _before(
     return np.sqrt(np.concatenate(parts))
 
 
-def _labels(name: str, given: Any, n: int) -> np.ndarray:
-    if len(given) != n:
-        raise ValueError(f"grouping {name!r} has {len(given)} labels for {n} rows; give one each, in order")
-    return np.asarray([str(label) for label in given], dtype=str)
-
-
-def _ids(given: Sequence[Hashable] | None, n: int) -> np.ndarray:
-    if given is None:
-        return np.arange(n)
-    if len(given) != n:
-        raise ValueError(f"ids has {len(given)} entries for {n} rows; give one each, in order")
+def _ids(given: Sequence[Hashable]) -> np.ndarray:
     whole = all(isinstance(entry, int | np.integer) for entry in given)
     return np.asarray(given, dtype=np.int64) if whole else np.asarray([str(entry) for entry in given], dtype=str)
 
@@ -275,8 +247,8 @@ def _ids(given: Sequence[Hashable] | None, n: int) -> np.ndarray:
 def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
-        if len(releases) > 1:
-            raise ValueError(f"question {name!r}: questions are answered for one release, not for {len(releases)}")
+        alone = len(releases) == 1
+        require(alone, f"question {name!r}: questions are answered for one release, not for {len(releases)}")
         asked = guess(releases[0][0], X, y, asked, releases[0][1])
     answers, divergence = list(asked.answers), asked.divergence
 
@@ -292,23 +264,15 @@ def _about(
     releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, scaled: bool, hashed: tuple[Any, Any] | None
 ) -> dict[str, Any]:
     model, sigma = releases[0]
-    names = [type(each).__name__ for each, _ in releases]
-    alone = len(releases) == 1
+    names = ", ".join(type(each).__name__ for each, _ in releases)
+    sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
+    digest, alone = None if hashed is None else _digest(*hashed), len(releases) == 1
 
     # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
     return {
         "kind": "linear",
-        "model": {
-            "name": names[0] if alone else ", ".join(names),
-            "num_parameters": sum(
-                np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases
-            ),
-        },
-        "dataset": {
-            "num_examples": n,
-            "num_coordinates": coordinates,
-            "data_sha256": _digest(*hashed) if hashed is not None else None,
-        },
+        "model": {"name": names, "num_parameters": sum(sizes)},
+        "dataset": {"num_examples": n, "num_coordinates": coordinates, "data_sha256": digest},
         "mechanism": {
             "sigma": sigma if alone else None,
             "sigmas": None if alone else [scale for _, scale in releases],
@@ -317,9 +281,7 @@ def _about(
         },
         "linear": {"scaled": scaled},
         "unit_of_inputs": "standard deviations of the column" if scaled else "",
-        "epsilon": None,
-        "delta": None,
-        "accountant": None,
+        **dict.fromkeys(("epsilon", "delta", "accountant")),
         "versions": {"torchfil": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": True,

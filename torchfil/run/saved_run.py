@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Union
 
@@ -13,23 +13,10 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
-from torchfil.utils.errors import RunFileError
+from torchfil.utils.errors import RunFileError, require
 
 if TYPE_CHECKING:
-    from torchfil.run.stored import StoredArray
-
-__all__ = [
-    "AttackRecord",
-    "Attributes",
-    "ByExample",
-    "Pictures",
-    "QuestionRecord",
-    "SavedRun",
-    "Spread",
-    "Texts",
-    "Yardsticks",
-]
-
+    from torchfil.run.columns import StoredArray
 
 ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
 
@@ -54,14 +41,11 @@ class Attributes:
     pixels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (*self.names, *self.units)):
-            raise ValueError("names and units of attributes must be texts")
+        texts = all(isinstance(text, str) for text in (*self.names, *self.units))
+        require(texts, "names and units of attributes must be texts")
         for name, count in Counter(self.names).most_common(1):
-            if count > 1:
-                raise ValueError(
-                    f"attribute {name!r} is named {count} times; names must differ, such as '{name} = …' for each "
-                    "level of a one-hot attribute"
-                )
+            remedy = f"names must differ, such as '{name} = …' for each level of a one-hot attribute"
+            require(count == 1, f"attribute {name!r} is named {count} times; {remedy}")
 
     @property
     def shown(self) -> ByExample:
@@ -248,26 +232,22 @@ class SavedRun:
     yardsticks: Yardsticks | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
-            raise ValueError("about and bounds must be dicts")
+        dicts = isinstance(self.about, dict) and isinstance(self.bounds, dict)
+        require(dicts, "about and bounds must be dicts")
         _check_kinds(self.about)
-        if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
-            raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
+        named = self.ids.ndim == 1 and self.ids.dtype.kind in "iU"
+        require(named, f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         text = [name for name, values in _unread(self.columns).items() if values.dtype.kind not in "biuf"]
-        if text:
-            raise ValueError(f"columns {text} hold no numbers; put labels into groups")
+        require(not text, f"columns {text} hold no numbers; put labels into groups")
         for what, found, expected in self._shapes():
-            if found != expected:
-                raise ValueError(f"{what} has shape {list(found)}, and not {list(expected)}")
+            require(found == expected, f"{what} has shape {list(found)}, and not {list(expected)}")
         for what, part, _ in self._of_some():
-            rows = part.rows
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-                ends = f"{int(rows.min())} … {int(rows.max())}"
-                raise ValueError(f"{what}: rows must lie in 0 … {len(self) - 1}, got {ends}")
+            first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
+            inside = not len(part.rows) or 0 <= first <= last < len(self)
+            require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
         if self.yardsticks is not None:
             strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
-            if strange:
-                raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
+            require(not strange, f"yardsticks: levels of {sorted(strange)}, which are no attributes")
         self._check_values()
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -321,16 +301,16 @@ class SavedRun:
         """
         places = np.arange(len(self))[rows]
 
-        def some(values: Any) -> Any:
-            return None if values is None else values[rows]
+        def some(record: Any, names: Sequence[str], rows: Any = rows) -> dict[str, Any]:
+            parts = {name: getattr(record, name) for name in names}
+            return {name: values[rows] for name, values in parts.items() if values is not None}
 
         attributes, attacks = self.attributes, []
         if attributes is not None:
-            attributes = replace(attributes, error=some(attributes.error), error_low=some(attributes.error_low))
+            attributes = replace(attributes, **some(attributes, ("error", "error_low")))
         for attack in self.attacks:
             inside = np.isin(attack.rows, places)
-            parts = {name: getattr(attack, name) for name in ("predicted", "achieved", "violated", "blind")}
-            kept = {name: values[inside] for name, values in parts.items() if values is not None}
+            kept = some(attack, ("predicted", "achieved", "violated", "blind"), inside)
             attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept))
         return replace(
             self,
@@ -341,10 +321,7 @@ class SavedRun:
             pictures=None,
             texts=None,
             attacks=attacks,
-            questions=[
-                replace(each, divergence=some(each.divergence), divergence_high=some(each.divergence_high))
-                for each in self.questions
-            ],
+            questions=[replace(each, **some(each, ("divergence", "divergence_high"))) for each in self.questions],
         )
 
     def slices(self, size: int) -> Iterator[SavedRun]:
@@ -354,7 +331,7 @@ class SavedRun:
 
     def coded_group(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """A grouping's different labels, sorted, and the place of each example's among them, [n]."""
-        from torchfil.run.stored import coded  # needs pyarrow
+        from torchfil.run.columns import coded  # needs pyarrow
 
         return coded(_unread(self.groups)[name])
 
@@ -416,5 +393,4 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
             fits = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
         if fits and name in _NUMBERS and value is not None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
-        if not fits:
-            raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")
+        require(fits, f"about: {name!r} is {value!r}, which is not {expected}")

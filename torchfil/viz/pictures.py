@@ -84,8 +84,9 @@ def show_map(
         >>> figure.axes[0].images[-1].get_clim()
         (-3.0, 3.0)
     """
-    known = len(views) > 0 and set(views) <= {"image", "map", "overlay"}
-    require(known, f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
+    titles = {"image": "image", "map": f"|{label}|" if mode == "absolute" else label, "overlay": "overlay"}
+    known = len(views) > 0 and set(views) <= titles.keys()
+    require(known, f"views={views!r} must name one or more of {', '.join(titles)}")
     _check_look(mode, alpha)
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
@@ -100,9 +101,8 @@ def show_map(
         require(len(drawn) == len(views), f"axes has {len(drawn)} axes for {len(views)} views; give one per view")
         figure = drawn[0].figure.figure
 
-    name = f"|{label}|" if mode == "absolute" else label
     for axis, view in zip(drawn, views, strict=True):
-        axis.set_title({"image": "image", "map": name, "overlay": "overlay"}[view])
+        axis.set_title(titles[view])
         _bare(axis)
         if view == "image":
             _draw_image(axis, picture)
@@ -115,7 +115,7 @@ def show_map(
 
     maps = [axis for axis, view in zip(drawn, views, strict=True) if view != "image"]
     if colour_bar and maps:
-        _draw_colour_bar(figure, maps, heat, mode, scale, name)
+        _draw_colour_bar(figure, maps, heat, mode, scale, titles["map"])
     return figure
 
 
@@ -426,9 +426,7 @@ def distribution(
     with contextlib.suppress(TypeError):  # sorted if they can be compared
         kinds.sort()
     most = len(COLOURS) * len(STYLES)
-    require(
-        len(kinds) <= most, f"{len(kinds)} groups cannot be drawn in distinct styles; merge them into {most} or fewer"
-    )
+    require(len(kinds) <= most, f"{len(kinds)} groups are too many for distinct styles; merge them to {most} or fewer")
 
     figure = new_figure(6.4, 4.0, "constrained")
     axis = figure.subplots()
@@ -463,11 +461,8 @@ def _check_distribution(
     place = "has no place on a logarithmic axis; pass log=False"
     require(not log or bool((scores >= 0).all()), f"values holds {scores.min():g}, which {place}")
     require(not log or threshold is None or threshold > 0, f"threshold={threshold} {place}")
-    zeros, infinite = int((scores == 0).sum()), int(np.isinf(scores).sum())
-    nothing = (
-        f"no value can be drawn: of {len(scores)}, {zeros} are zero (log=False draws them) and {infinite} infinite"
-    )
-    require(bool(drawable.any()), nothing)
+    zeros = int((scores == 0).sum())
+    require(bool(drawable.any()), f"no value can be drawn: {zeros} are zero (log=False draws them), others infinite")
 
 
 def _curve(
@@ -488,13 +483,9 @@ def _curve(
 
 
 def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
-    legend = figure.legend(
-        [handle for handle, _ in entries],
-        [str(i) for i in range(len(entries))],
-        loc="outside right upper" if len(entries) > 4 else "outside upper left",
-        frameon=False,
-        fontsize="small",
-    )
+    handles, numbers = [handle for handle, _ in entries], [str(i) for i in range(len(entries))]
+    place: Any = "outside right upper" if len(entries) > 4 else "outside upper left"
+    legend = figure.legend(handles, numbers, loc=place, frameon=False, fontsize="small")
     for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
         text.set_parse_math(False)
         text.set_text(content)  # set afterwards: matplotlib hides labels that start with an underscore
