@@ -53,8 +53,11 @@ def survives(mutation: Mutation, copy: Path) -> bool:
     try:
         for folder in mutation.tests:
             tests = [*command, "-m", "not slow and not long", f"tests/{folder}"]
-            if subprocess.run(tests, cwd=copy, env=environment, capture_output=True).returncode == 1:
+            run = subprocess.run(tests, cwd=copy, env=environment, capture_output=True, text=True)
+            if run.returncode in (1, 2) and "\nFAILED " in run.stdout:  # 2: xdist stopped at the first failure
                 return False
+            if run.returncode != 0:
+                sys.exit(f"the tests cannot run: {run.stdout[-2000:]}{run.stderr[-2000:]}")
         return True
     finally:
         path.write_text(text)

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 # A module imports from its own folder and from rows above; what stands in one row does not know of each other.
@@ -28,7 +30,8 @@ OPACUS = {
     "torchfil.engine": "is built on it",
     "torchfil.cli.timing": "times a step of it",
 }
-MOST_LINES = 60
+MOST_LINES = 60  # of a function
+MOST_MODULES = 50  # of a folder
 
 # To be emptied: what does not keep to the rules yet. A rule that is kept has to be taken off the list.
 KNOWN_CYCLES: set[frozenset[str]] = set()
@@ -112,6 +115,21 @@ def test_imports_point_one_way() -> None:
         if name != "torchfil" and (module == "torchfil" or points_back(module, name))
     }
     assert wrong_ways == KNOWN_WRONG_WAYS
+
+
+def test_modules_and_imports_by_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints them (``pytest -s``): modules, imports inside of the folder, and imports from other folders."""
+    counts = {folder: [0, 0, 0] for folder in sorted({folder_of(name) for name in TREES if name != "torchfil"})}
+    for name, modules in IMPORTS.items():
+        if name != "torchfil":
+            own = counts[folder_of(name)]
+            inside = sum(folder_of(module) == folder_of(name) for module in modules & TREES.keys() - {"torchfil"})
+            own[:] = own[0] + 1, own[1] + inside, own[2] + len(modules & TREES.keys()) - inside
+    with capsys.disabled():
+        print(f"\n{'folder':16}{'modules':>8}{'imports inside':>16}{'from others':>13}")
+        for folder, (modules, inside, others) in counts.items():
+            print(f"{folder:16}{modules:8}{inside:16}{others:13}")
+    assert all(modules <= MOST_MODULES for modules, *_ in counts.values())
 
 
 def test_only_the_engine_knows_opacus() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 
 from tests.report.in_browser import opened, started
-from torchfil.gate.policy import TEMPLATE, load_policy
+from torchfil.gate.gate import template
+from torchfil.gate.policy import load_policy
 from torchfil.report import write_report
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 
@@ -108,7 +109,7 @@ def main() -> None:
     """Draw all of them anew."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "policy.toml").write_text(TEMPLATE)
+        (folder / "policy.toml").write_text(template())
         policy = load_policy(folder / "policy.toml")
         fails = write_report(patients(), folder / "fails", policy=policy)
         passes = write_report(patients(3.5), folder / "passes", policy=policy)

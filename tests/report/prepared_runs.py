@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from tests.report.run_cases import made_up
 from torchfil.gate.policy import Policy
@@ -17,7 +18,7 @@ from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, QuestionR
 N = 200
 KINDS = ("image", "table", "text", "linear")
 POLICY = Policy(min_error_share=0.5, max_share_exposed=0.05, max_share_not_measured=0.01)
-WHOLE = dataclasses.replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.1)
+WHOLE = replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.1)
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ def ten() -> list[Case]:
     """Five that may be released and five that may not, each for another reason."""
     spread = bare("Attributes", 2.0, attributes=attributes(some(2.0, 0.1, [9])))
     told = bare("Questions", 2.0, questions=[question("genotype", some(0.001, 1.0, [1, 2, 7]))])
-    few = dataclasses.replace(POLICY, min_error_share=0.05)
+    few = replace(POLICY, min_error_share=0.05)
     return [
         *(Case(f"safe {kind}", of_kind(kind, safe=True), POLICY, "PASS") for kind in KINDS),
         Case("few exposed, as the policy allows", of_kind("table", safe=False), few, "PASS"),
         Case("one person", bare("One", some(2.0, 0.01, [17])), POLICY, "FAIL", "person"),
-        Case("an attribute", spread, dataclasses.replace(POLICY, min_attribute_error_share=0.5), "FAIL", "attribute"),
-        Case("a question", told, dataclasses.replace(POLICY, max_gain_over_guessing=0.1), "FAIL", "question"),
-        Case("groups", disparate(), dataclasses.replace(POLICY, max_group_disparity=2.0), "FAIL", "groups"),
-        Case("an attack", attacked_once(), dataclasses.replace(POLICY, min_attacks=1), "FAIL", "attacks"),
+        Case("an attribute", spread, replace(POLICY, min_attribute_error_share=0.5), "FAIL", "attribute"),
+        Case("a question", told, replace(POLICY, max_gain_over_guessing=0.1), "FAIL", "question"),
+        Case("groups", disparate(), replace(POLICY, max_group_disparity=2.0), "FAIL", "groups"),
+        Case("an attack", attacked_once(), replace(POLICY, min_attacks=1), "FAIL", "attacks"),
     ]

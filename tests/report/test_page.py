@@ -17,8 +17,8 @@ from torchfil.report import SavedRun, register_section, write_report
 from torchfil.report.page import sections as chapters
 from torchfil.report.page.html import number, tag
 from torchfil.report.summary import summarise
-from torchfil.run.aggregates import rounded_count
-from torchfil.run.status import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
+from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
+from torchfil.run.statistics import rounded_count
 
 pytestmark = pytest.mark.usefixtures("no_png")
 

@@ -20,8 +20,8 @@ from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
-from torchfil.run.aggregates import histogram, windows
 from torchfil.run.saved_run import QuestionRecord
+from torchfil.run.statistics import histogram, windows
 
 N = 240
 

@@ -19,9 +19,9 @@ from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
+from torchfil.run.baselines import NOT_MEASURED, status_of
 from torchfil.run.parted import PartedArray, PartedColumns, PartedTexts
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 

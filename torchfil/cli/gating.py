@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import click
 import numpy as np
 
 from torchfil.cli.output import FAILED, FILE, Output, plain, table, with_output
-from torchfil.gate.gate import check, notes
-from torchfil.gate.policy import TEMPLATE, load_policy
-from torchfil.gate.verdict import Verdict, told_apart
+from torchfil.gate.gate import check, notes, template
+from torchfil.gate.policy import load_policy
+from torchfil.gate.rules import Verdict, told_apart
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
 
-CONFIDENTIAL = "These numbers depend on private data: keep them confidential."
+_COLUMNS = ("rule", "what", "limit", "found", "examples")
 
 
 @click.command()
@@ -57,7 +56,7 @@ def gate(
     if init:
         if policy.exists():
             raise FileExistsError(f"{policy} exists already and is not overwritten; name another with --policy")
-        write_bytes(policy, TEMPLATE.encode())
+        write_bytes(policy, template().encode())
         out.result(f"wrote {policy}; edit it, then: torchfil gate RUN --policy {policy}", {"policy": str(policy)})
         return
     if run is None:
@@ -77,10 +76,14 @@ def gate(
     _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
-    remarked = [] if out.quiet else [f"note: {visible(remark)}" for remark in remarks]
-    whom = f"whom the broken rules concern: {list_file}" if not passed else f"no rule is broken: {list_file} is empty"
-    listed = [] if out.quiet or list_file is None else [whom]
-    out.result("\n".join([*_table(shown), *remarked, *listed, _in_short(verdicts)]), data)
+    lines = [table(["", *_COLUMNS], _rows(shown), left=3)] if shown else []
+    if not out.quiet:
+        lines += [f"note: {visible(remark)}" for remark in remarks]
+    if list_file is not None and not out.quiet:
+        lines.append(
+            f"no rule is broken: {list_file} is empty" if passed else f"whom the broken rules concern: {list_file}"
+        )
+    out.result("\n".join([*lines, _in_short(verdicts)]), data)
     ctx.exit(0 if passed else FAILED)
 
 
@@ -100,20 +103,9 @@ def _in_short(verdicts: list[Verdict]) -> str:
 
 def _rows(verdicts: list[Verdict]) -> list[list[str]]:
     return [
-        [
-            "pass" if verdict.passed else "FAIL",
-            verdict.rule,
-            verdict.detail,
-            *told_apart(verdict.limit, verdict.found),
-            f"{verdict.offending:,}",
-        ]
-        for verdict in verdicts
+        ["pass" if v.passed else "FAIL", v.rule, v.detail, *told_apart(v.limit, v.found), f"{v.offending:,}"]
+        for v in verdicts
     ]
-
-
-def _table(verdicts: list[Verdict]) -> list[str]:
-    names = ["", "rule", "what", "limit", "found", "examples"]
-    return [table(names, _rows(verdicts), left=3)] if verdicts else []
 
 
 def _write_list(path: Path, run: SavedRun, verdicts: list[Verdict]) -> None:
@@ -142,24 +134,16 @@ def _add_to_step_summary(title: str, verdicts: list[Verdict], remarks: list[str]
     where = os.environ.get("GITHUB_STEP_SUMMARY")
     if not where:
         return
-    rows = [["verdict", "rule", "what", "limit", "found", "examples"], ["---"] * 6, *_rows(verdicts)]
-    lines = [
-        f"### torchfil gate, {_marked(title)}: {_in_short(verdicts)}",
-        "",
-        *(f"| {' | '.join(map(_marked, row))} |" for row in rows),
-        "",
-        *(f"* {_marked(remark)}" for remark in remarks),
-        "",
-        CONFIDENTIAL,
-        "",
-    ]
+    rows = [[_marked(cell) for cell in row] for row in _rows(verdicts)]
+    lines = [f"| {' | '.join(row)} |" for row in [["verdict", *_COLUMNS], ["---"] * 6, *rows]]
+    notes_listed = [f"* {_marked(remark)}" for remark in remarks]
+    heading = f"### torchfil gate, {_marked(title)}: {_in_short(verdicts)}"
+    confidential = "These numbers depend on private data: keep them confidential."
     with open(where, "a", encoding="utf-8", errors="replace") as file:
-        file.write("\n".join(lines))
+        file.write("\n".join([heading, "", *lines, "", *notes_listed, "", confidential, ""]))
 
 
-def _marked(text: Any) -> str:
+def _marked(text: str) -> str:
     """Text that Markdown does not read as its own signs."""
-    if text == "---":
-        return text
-    flat = visible(" ".join(str(text).split()))
+    flat = visible(" ".join(text.split()))
     return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~&" else sign for sign in flat)

@@ -15,11 +15,10 @@ from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_gro
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import Comparison, compare_runs
 from torchfil.report.page.compared import changes, in_short, render_comparison
-from torchfil.run.baselines import blind_error_of_inputs, exposed_examples
+from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.spared import is_spared
-from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.run.statistics import is_spared
 from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
 

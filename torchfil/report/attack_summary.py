@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchfil.run.aggregates import levels_of, published_count, rounded_count
 from torchfil.run.saved_run import AttackRecord
+from torchfil.run.statistics import levels_of, published_count, rounded_count
 
 __all__ = ["AttackSummary", "summarise_attack"]
 

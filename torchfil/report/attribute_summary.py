@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchfil.run.aggregates import levels_of, published_count
 from torchfil.run.baselines import blind_errors, is_exposed, share_of_blind_guess
 from torchfil.run.saved_run import SavedRun
+from torchfil.run.statistics import levels_of, published_count
 
 __all__ = ["AttributeSummary", "pixels_of", "summarise_attributes"]
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.matching import check_alike, check_enough, matched_rows, setting
-from torchfil.run.aggregates import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.run.baselines import blind_error_of_inputs
 from torchfil.run.saved_run import SavedRun
+from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 
 __all__ = ["Comparison", "Moves", "Pair", "Side", "compare_runs"]
 

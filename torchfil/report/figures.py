@@ -11,7 +11,7 @@ import numpy as np
 from torchfil.report.group_summary import Grouping
 from torchfil.report.page.html import number
 from torchfil.report.summary import Summary
-from torchfil.run.aggregates import Histogram
+from torchfil.run.statistics import Histogram
 from torchfil.utils.csv_files import visible
 from torchfil.viz.common import new_figure
 

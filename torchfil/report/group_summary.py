@@ -9,16 +9,19 @@ import numpy as np
 from scipy import stats
 
 from torchfil.report.disclosure import Split, joined, split_beside
-from torchfil.run.aggregates import capped, geometric_mean, rounded, rounded_count
-from torchfil.run.disparity import (
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.statistics import (
     SMALLEST_EFFECT,
     SMALLEST_GROUP,
     Disparity,
+    capped,
     disparity_of,
+    geometric_mean,
     group_levels,
     positive_fil,
+    rounded,
+    rounded_count,
 )
-from torchfil.run.saved_run import SavedRun
 
 __all__ = ["GroupSummary", "Grouping", "summarise_groups"]
 
@@ -30,7 +33,7 @@ class GroupSummary:
     """η̄ of a group: geometric mean and its simultaneous 95 % interval.
 
     ``compared`` is "more" or "less" where the interval lies above or below all examples' mean and the two differ by
-    the factor :data:`~torchfil.run.disparity.SMALLEST_EFFECT` or more, otherwise "". ``fil_before`` is of a run
+    the factor :data:`~torchfil.run.statistics.SMALLEST_EFFECT` or more, otherwise "". ``fil_before`` is of a run
     without clip weights; None: not known.
     """
 
@@ -54,7 +57,7 @@ class Grouping:
         groups: The most exposed first.
         merged: How many small groups stand together in one row.
         left_out: How many groups are not shown.
-        disparity: The statistic that the gate judges (:mod:`torchfil.run.disparity`), of groups of
+        disparity: The statistic that the gate judges (:mod:`torchfil.run.statistics`), of groups of
             ``SMALLEST_GROUP`` measured examples or more; None: fewer than two.
         disparity_before: The same in a run without clip weights; None: not known.
         withheld: Whether it is not shown because of the groupings before it.

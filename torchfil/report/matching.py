@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from torchfil.run.baselines import NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 from torchfil.utils.csv_files import visible
 
 __all__ = ["check_alike", "check_enough", "matched_rows", "setting"]

@@ -11,19 +11,26 @@ import numpy as np
 from torchfil.report.attack_summary import AttackSummary, summarise_attack
 from torchfil.report.attribute_summary import AttributeSummary, summarise_attributes
 from torchfil.report.group_summary import Grouping, summarise_groups
-from torchfil.run.aggregates import (
+from torchfil.run.baselines import (
+    LOWER_BOUND,
+    NOT_MEASURED,
+    blind_error_of_inputs,
+    is_exposed,
+    share_of_blind_guess,
+    status_of,
+)
+from torchfil.run.saved_run import QuestionRecord, SavedRun
+from torchfil.run.statistics import (
     Histogram,
+    SparedSummary,
     geometric_mean,
     histogram,
     levels_of,
     published_count,
     rounded,
+    summarise_spared,
     windows,
 )
-from torchfil.run.baselines import blind_error_of_inputs, is_exposed, share_of_blind_guess
-from torchfil.run.saved_run import QuestionRecord, SavedRun
-from torchfil.run.spared import SparedSummary, summarise_spared
-from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["FALSE_POSITIVE_RATE", "Exposure", "QuestionSummary", "Summary", "summarise"]
 

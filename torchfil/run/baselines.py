@@ -19,6 +19,7 @@ None of the three: None, and no share is told. The spread is made from private d
 pages, which may show shares of many examples together.
 
 ========================================  ==========================================================================
+:func:`status_of`                         whom the run measured: no leakage and no measurement look alike
 :func:`blind_error_of_inputs`             what a blind guess of one input errs by; None: not known
 :func:`blind_errors`                      the same of every attribute, [k]; NaN: not known
 :func:`share_of_blind_guess`              errors over it, capped at 1
@@ -42,23 +43,29 @@ import numpy as np
 
 from torchfil.run.records import QuestionRecord, Spread
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import NOT_MEASURED, status_of
 
-__all__ = [
-    "answer_shares",
-    "attribute_exposure",
-    "blind_error_of_inputs",
-    "blind_errors",
-    "counted_spread",
-    "exposed_examples",
-    "gain_over_guessing",
-    "is_exposed",
-    "level_shares",
-    "range_error",
-    "share_in_words",
-    "share_of_blind_guess",
-    "spread_of",
-]
+MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
+BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
+
+
+def status_of(run: SavedRun) -> np.ndarray:
+    """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
+
+    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
+    """
+    columns = run.columns
+    fil = np.asarray(columns["fil"], dtype=np.float64)
+    unknown = np.isnan(fil)
+    missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
+    if "participations" in columns:
+        unknown |= np.asarray(columns["participations"]) - missed <= 0
+    if "sampling_error" in columns:
+        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
+    mechanism = run.about.get("mechanism", {})
+    rate = mechanism.get("fil_rate")
+    if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
+        unknown |= fil == 0
+    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)
 
 
 def range_error(about: Mapping[str, Any]) -> float | None:

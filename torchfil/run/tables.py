@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.utils.csv_files import write_csv_parts
 
 __all__ = ["columns_of", "write_leakage_csv", "write_parquet"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 
-from torchfil.fisher.models import REDUCED, product_precision, products_in
+from torchfil.fisher.models import REDUCED, convolutions_in_tf32, product_precision, products_in
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +250,7 @@ def convolution_precision(tensor: Tensor) -> str:
     A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
     matrix products.
     """
-    in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return "tf32" if in_tf32 else product_precision()
+    return "tf32" if tensor.is_cuda and convolutions_in_tf32() else product_precision()
 
 
 _of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution

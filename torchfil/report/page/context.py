@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfil.gate.policy import Policy
-from torchfil.gate.verdict import Verdict
+from torchfil.gate.rules import Verdict
 from torchfil.report.page.html import Markup, tag
 from torchfil.report.signature import Signature
 from torchfil.report.summary import Summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchfil.run.aggregates import round_step
+from torchfil.run.statistics import round_step
 
 __all__ = ["Scale"]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchfil.gate.remedies import divergence_of_gain, worst_divergence
-from torchfil.gate.verdict import told_apart
+from torchfil.gate.rules import divergence_of_gain, told_apart, worst_divergence
 from torchfil.guessing import divergence_of_rate
 from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report
@@ -21,14 +20,15 @@ from torchfil.report.page.html import count, percent, plus_minus
 from torchfil.report.prior_guesses import PriorGuess, prior_guess
 from torchfil.report.summary import FALSE_POSITIVE_RATE
 from torchfil.run.baselines import (
+    NOT_MEASURED,
     attribute_exposure,
     blind_error_of_inputs,
     blind_errors,
     exposed_examples,
     gain_over_guessing,
     share_in_words,
+    status_of,
 )
-from torchfil.run.status import NOT_MEASURED, status_of
 
 __all__ = ["Leaks", "blind_error", "exposed_count", "unprotected"]
 

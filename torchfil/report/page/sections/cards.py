@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from torchfil.gate.wording import concerned
+from torchfil.gate.gate import concerned
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, tag
 from torchfil.report.page.sections.groups import headline

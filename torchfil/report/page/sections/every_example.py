@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.gate.wording import concerned
+from torchfil.gate.gate import concerned
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.page.sections import exposed, spared
 from torchfil.report.page.wording import is_linear, origin, tabled_run
 from torchfil.report.page.worst import blind_error
-from torchfil.run.baselines import exposed_examples
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, exposed_examples, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.spared import is_spared
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
+from torchfil.run.statistics import is_spared
 
 __all__ = ["render"]
 

@@ -10,8 +10,8 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.page.wording import is_linear, origin, tabled_run
+from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["render", "shown_rows"]
 

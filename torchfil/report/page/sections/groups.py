@@ -10,7 +10,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.page.wording import is_linear
 from torchfil.run.baselines import share_in_words, share_of_blind_guess
-from torchfil.run.disparity import SMALLEST_EFFECT, SMALLEST_GROUP
+from torchfil.run.statistics import SMALLEST_EFFECT, SMALLEST_GROUP
 
 __all__ = ["headline", "render"]
 

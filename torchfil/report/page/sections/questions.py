@@ -7,7 +7,7 @@ from torchfil.report.page.html import Markup, join, percent, table, tag
 from torchfil.report.page.wording import is_linear, randomness
 from torchfil.report.prior_guesses import prior_guess
 from torchfil.report.summary import FALSE_POSITIVE_RATE, QuestionSummary
-from torchfil.run.status import NOT_MEASURED, status_of
+from torchfil.run.baselines import NOT_MEASURED, status_of
 
 __all__ = ["render"]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, percent, table, tag
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.status import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["render", "shown_rows"]
 

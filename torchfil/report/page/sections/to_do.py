@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchfil.gate.policy import Policy
-from torchfil.gate.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
-from torchfil.gate.verdict import Verdict
-from torchfil.gate.wording import concerned, kind_and_subject
+from torchfil.gate.gate import concerned, factor_for_all
+from torchfil.gate.rules import RULES, Verdict, lower_ends, rounded_up, worst_divergence
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, number, percent, tag
 from torchfil.report.page.wording import is_linear
 from torchfil.report.page.worst import blind_error, exposed_count, unprotected
-from torchfil.run.baselines import exposed_examples, is_exposed
-from torchfil.run.status import NOT_MEASURED, status_of
+from torchfil.run.baselines import NOT_MEASURED, exposed_examples, is_exposed, status_of
 
 __all__ = ["Advice", "advice"]
 
@@ -27,17 +24,6 @@ EXTRAPOLATED = (
 )
 EXACT = "The noise is added once, to the fitted weights: bounds grow as σ², for the attackers named beside."
 NOTHING = "It says what the measured numbers ask for, no more: unbiased attackers, or every attacker where said so."
-OF_BOUNDS = ("min_error_share", "max_share_exposed", "min_mse_bound", "max_share_of_concern")
-OF_QUESTIONS = ("max_gain_over_guessing", "max_true_positive_rate")
-REMEDIES = {
-    "max_group_disparity": "Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
-    "min_attacks": "Run an attack that sees the model, in several trials, and save the run with it.",
-    "max_violated_bounds": "Find out why an attack beat a bound before anything else.",
-    "max_share_not_measured": "Train longer, or average over runs, so that every example is drawn and measured.",
-    "max_examples_missed": "Train again and measure every step.",
-    "allow_seeded_noise": "Train again without noise_seed= and noise_generator=.",
-    "max_share_spared": "Spare fewer examples: more noise or fewer steps instead of weights.",
-}
 
 
 @dataclass(frozen=True)
@@ -51,10 +37,10 @@ class Advice:
 
 def advice(report: Report) -> Advice:
     """What would keep the policy where it is broken; otherwise what could be better, or that nothing need be done."""
-    run, policy, verdicts = report.run, report.policy, report.verdicts
-    if run is not None and policy is not None and verdicts is not None and not all(v.passed for v in verdicts):
-        factor, others = factor_for_all(verdicts, run, policy, blind_error(report))
-        return _for_policy(report, policy, [v for v in verdicts if not v.passed], factor, others)
+    verdicts = report.verdicts
+    if verdicts is not None and not all(v.passed for v in verdicts):
+        factor, others = factor_for_all(verdicts)
+        return _for_policy(report, [v for v in verdicts if not v.passed], factor, others)
 
     exposed, _ = exposed_count(report)
     kept = "By the policy nothing need be done." if verdicts is not None else ""
@@ -70,9 +56,7 @@ def advice(report: Report) -> Advice:
     return _for_everybody(report, leaks.factor, kept)
 
 
-def _for_policy(
-    report: Report, policy: Policy, broken: list[Verdict], factor: float | None, others: list[Verdict]
-) -> Advice:
+def _for_policy(report: Report, broken: list[Verdict], factor: float | None, others: list[Verdict]) -> Advice:
     """The σ that would keep the rules that noise helps with, and what helps with the others."""
     lines, figure = list[Markup](), "Not noise alone" if factor is None else "More noise"
     sigma = _sigma(report)
@@ -84,7 +68,8 @@ def _for_policy(
             figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
         lines.append(join(_noise(report, factor), f", {which}", _given(report, factor), "."))
         lines += _sparing(report, broken, factor)
-    lines += dict.fromkeys(_other_remedy(verdict, policy) for verdict in others)  # one remedy may serve several rules
+    remedies = dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in others)  # one may serve several rules
+    lines += [join(remedy) for remedy in remedies]
     return Advice(figure, lines, _basis(report) if factor is not None else NOTHING)
 
 
@@ -165,34 +150,19 @@ def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Marku
         return []
 
     # bounds and questions can be spared by name; attributes only as part of their example
-    kinds = dict(kind_and_subject(verdict.rule) for verdict in broken)
-    codes = ["torchfil.glm.iteratively_reweighted_fil(…)"] * is_linear(report)
-    if codes:
-        kinds = {}
-    elif not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
-        codes.append(f"torchfil.equalise(target={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
-    codes += [f'torchfil.equalise(question="{kinds[kind]}", target=…)' for kind in OF_QUESTIONS if kind in kinds]
+    aims = {RULES[verdict.key].equalise for verdict in broken}
+    questions = {verdict.key: verdict.subject for verdict in broken if RULES[verdict.key].equalise == "question"}
+    if is_linear(report):
+        codes = ["torchfil.glm.iteratively_reweighted_fil(…)"]
+    else:
+        target = number(float(f"{factor * lower_ends(run)[0]:.2g}"))
+        codes = [f"torchfil.equalise(target={target})"] * (not broken or "bound" in aims)
+        codes += [f'torchfil.equalise(question="{name}", target=…)' for name in questions.values()]
     if not codes:
         return []
     who = "one example needs" if some == 1 else f"{some:,} examples need"
     listed = [[" and " * (place > 0), tag("code", code)] for place, code in enumerate(codes)]
     return [join(f"Or spare the few: only {who} it. ", listed, ".")]
-
-
-def _other_remedy(verdict: Verdict, policy: Policy) -> Markup:
-    """What helps with a rule that more noise is not known to keep."""
-    kind, _ = kind_and_subject(verdict.rule)
-    if kind == "max_epsilon" and verdict.found is not None:
-        return join(
-            "Choose σ for ε: ", tag("code", f"make_private_with_epsilon(target_epsilon={verdict.limit:g}, …)"), "."
-        )
-    if verdict.found is None:
-        return join(f"{verdict.detail[:1].upper()}{verdict.detail[1:]}.")
-    if kind in REMEDIES:
-        return join(REMEDIES[kind])
-    if verdict.found == 0:
-        return join("Measure more (every step, more probes, a longer run): a low end of 0 tells nothing.")
-    return join(f"More noise or fewer steps, by trial: {verdict.rule}.")
 
 
 def _in_general(report: Report) -> list[Markup]:

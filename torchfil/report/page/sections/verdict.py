@@ -5,8 +5,8 @@ The first screen tells broken rules in plain words; the chapter has every rule w
 
 from __future__ import annotations
 
-from torchfil.gate.verdict import Verdict, told_apart
-from torchfil.gate.wording import in_words
+from torchfil.gate.gate import in_words
+from torchfil.gate.rules import Verdict, told_apart
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 

@@ -1,4 +1,4 @@
-"""Numbers about many examples that do not give away one of them.
+"""Statistics of many examples: what may be published of them, how differently groups leak, who was down-weighted.
 
 ``smallest`` is the least number of examples that a published number rests on. With ``smallest=1`` every function gives
 the plain statistic: order statistics, exact counts, unrounded values.
@@ -6,31 +6,26 @@ the plain statistic: order statistics, exact counts, unrounded values.
 Who knows all members of a mean but one can compute the last from it. Published means are therefore winsorised: no value
 counts for more than ten times, or less than a tenth of, the median of those it is averaged with, so that a mean says of
 the last one, at most, where between these limits it lies, or that it lies beyond one.
+
+The level of a group is the geometric mean of its members' η̄, and the disparity of a grouping the largest level over the
+smallest. Geometric means carry over to errors exactly (the typical 1/η̄ is one over the typical η̄), they are what the
+page's intervals are about, and every member moves them, where a median says nothing of a group's exposed half. The page
+shows this statistic, and the gate judges it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = [
-    "Histogram",
-    "capped",
-    "geometric_mean",
-    "histogram",
-    "levels_of",
-    "published_count",
-    "round_step",
-    "rounded",
-    "rounded_count",
-    "windows",
-]
-
+from torchfil.run.saved_run import SavedRun
 
 LARGEST_FACTOR = 10.0  # from the median to a value of a published mean
+SMALLEST_EFFECT = 1.1  # levels that differ by a smaller factor are not called different
+SMALLEST_GROUP = 10  # a level of fewer is mostly theirs, not the group's
 
 
 @dataclass(frozen=True)
@@ -177,9 +172,8 @@ def histogram(
     width = abs(origin) if origin and smallest > 1 else float(np.ptp(typical))
     step = 1 / fineness if log else round_step(width / (5 * fineness))
     step *= max(1, math.ceil(float(np.ptp(typical)) / step / 400))
-    places = (
-        np.ceil((scaled - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
-    )  # closed at the right
+    # bins are closed at the right
+    places = np.ceil((scaled - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
     places = np.clip(places, np.median(places) - 400, np.median(places) + 400).astype(np.int64)
     edges, merged = _merged_bins(places, smallest)
 
@@ -222,3 +216,123 @@ def round_step(step: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-12))
+
+
+@dataclass(frozen=True)
+class Disparity:
+    """The most and the least exposed of some groups, and how far they are apart.
+
+    Attributes:
+        ratio: The largest level over the smallest, at least 1; infinite where one is 0 or one has no noise.
+        most: The group with the largest level.
+        least: The group with the smallest.
+    """
+
+    ratio: float
+    most: str
+    least: str
+
+
+def positive_fil(fil: np.ndarray) -> np.ndarray:
+    """η̄ with zeros as the least that was measured: log 0 would take a whole group's mean with it.
+
+    Example:
+        >>> positive_fil(np.array([0.0, 0.2, 0.5])).tolist()
+        [0.2, 0.2, 0.5]
+    """
+    values = np.asarray(fil, dtype=np.float64)
+    positive = values[values > 0]
+    return np.maximum(values, positive.min() if len(positive) else 1.0)
+
+
+def group_levels(
+    fil: np.ndarray, codes: np.ndarray, names: list[str], smallest: int = SMALLEST_GROUP, *, public: bool = False
+) -> dict[str, float]:
+    """The level of every group of ``smallest`` members or more: the geometric mean of :func:`positive_fil`.
+
+    A group in which nothing leaked at all has level 0.
+
+    Args:
+        fil: η̄ of the measured examples, [n].
+        codes: The place of each one's group among ``names``, [n].
+        names: The groups.
+        smallest: The least size of a group.
+        public: Whether values are :func:`capped`.
+
+    Example:
+        >>> group_levels(np.array([1.0, 4.0, 3.0]), np.array([0, 0, 1]), ["a", "b"], 2)
+        {'a': 2.0}
+    """
+    values, levels = positive_fil(fil), {}
+    order = np.argsort(codes, kind="stable")
+    starts = np.searchsorted(codes[order], np.arange(len(names) + 1))
+    for code, name in enumerate(names):
+        members = order[starts[code] : starts[code + 1]]
+        if len(members) >= max(smallest, 1):
+            level = geometric_mean(values[members], smallest if public else 1)
+            levels[name] = level if fil[members].any() else 0.0
+    return levels
+
+
+def disparity_of(levels: Mapping[str, float]) -> Disparity | None:
+    """The disparity of groups by their levels; None for fewer than two.
+
+    Example:
+        >>> disparity_of({"a": 2.0, "b": 3.0, "c": 2.5})
+        Disparity(ratio=1.5, most='b', least='a')
+    """
+    if len(levels) < 2:
+        return None
+    most, least = max(levels, key=levels.__getitem__), min(levels, key=levels.__getitem__)
+    if levels[most] == levels[least]:  # as 0 and infinity may be
+        return Disparity(1.0, most, least)
+    return Disparity(levels[most] / levels[least] if levels[least] > 0 else math.inf, most, least)
+
+
+@dataclass(frozen=True)
+class SparedSummary:
+    """How many examples had ω < 1, and the rounds of training that chose the weights.
+
+    Attributes:
+        examples: How many.
+        smallest_weight: The smallest ω; None in a redacted summary, for it is one example's.
+        rounds: The columns of ``SavedRun.rounds``; of a redacted summary only how many were spared, rounded as all
+            counts are: the worst bound is one example's, a mean over a group may be, and what a score is made from is
+            not known.
+    """
+
+    examples: int | str
+    smallest_weight: float | None
+    rounds: dict[str, list[float | int | str | bool]]
+
+
+def is_spared(run: SavedRun) -> np.ndarray:
+    """Which examples were trained with ω < 1, [n] booleans.
+
+    Example:
+        >>> run = SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": np.array([1.0, 0.5, 1.0])})
+        >>> is_spared(run).tolist()
+        [False, True, False]
+    """
+    return np.asarray(run.clip_weights, dtype=np.float64) < 1
+
+
+def summarise_spared(run: SavedRun, smallest: int) -> SparedSummary | None:
+    """The summary; None where no weights were given.
+
+    Args:
+        run: A saved run.
+        smallest: The least number of examples that a number rests on; 1: not redacted.
+    """
+    if "clip_weight" not in run.columns and not run.rounds:
+        return None
+    redacted = smallest > 1
+    kept = [name for name in run.rounds if not redacted or name in ("num_spared", "fresh")]
+    rounds = {name: run.rounds[name].tolist() for name in kept}
+    if "num_spared" in rounds:
+        rounds["num_spared"] = [published_count(int(count), smallest) for count in rounds["num_spared"]]
+    return SparedSummary(
+        examples=published_count(int(is_spared(run).sum()), smallest),
+        smallest_weight=None if redacted else float(np.min(run.clip_weights, initial=1.0)),
+        rounds=rounds,
+    )

@@ -1,0 +1,666 @@
+"""Every key of a policy in one place: what it asks for, how it is measured, what a broken rule means, what helps.
+
+A measuring function is named for its key. Its docstring is the explanation, whose first line says what is compared; the
+decorator has the rest. They stand in the order of the template. Gate, page, documentation and template are made from
+:data:`RULES`.
+
+Rules on single examples take the conservative end of every 95 % interval, and what the run does not tell fails: an
+example that was never drawn, or whose steps were not all measured, has rules of its own.
+
+**Remedies.** At fixed gradients the Fisher information of a Gaussian release is proportional to 1/σ². With σ' for σ and
+f = (σ'/σ)², an MSE bound b becomes f·b, the error of a guess √f times as large, and a question's divergence D/f
+(exactly where batches are known; about, where they are drawn in secret). T/f of T steps that leak alike do the same.
+This is an **extrapolation**: another training takes other gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import getdoc
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtri
+
+from torchfil.gate.policy import Policy, PolicyError, nearest
+from torchfil.guessing import divergence_of_rate
+from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, blind_errors, exposed_examples, status_of
+from torchfil.run.saved_run import SavedRun
+from torchfil.run.statistics import disparity_of, group_levels, is_spared
+
+_AT_ONCE = 2**16  # rows whose attributes are in memory together
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What one rule found.
+
+    Attributes:
+        key: Its key in the policy.
+        passed: Whether it holds.
+        limit: The threshold.
+        found: The value that is compared with it; None where the run does not tell.
+        rows: The places in ``ids`` of the examples that break it, [m].
+        detail: What was compared; where ``found`` is None, what is missing and how to get it.
+        subject: The attribute, question or grouping that it is about; "" where there is none.
+        note: What is known besides, such as the worst attribute.
+        noise: f = (σ'/σ)² at which the rule would be kept; None where more noise does not help, or nobody knows how
+            much.
+    """
+
+    key: str
+    passed: bool
+    limit: float
+    found: float | None
+    rows: np.ndarray
+    detail: str
+    subject: str = ""
+    note: str = ""
+    noise: float | None = None
+
+    @property
+    def rule(self) -> str:
+        """The key with its subject, as the policy writes it."""
+        if not self.subject:
+            return self.key
+        table = isinstance(RULES[self.key].default, dict)
+        return f"{self.key}.{self.subject}" if table else f"{self.key} ({self.subject})"
+
+    @property
+    def offending(self) -> int:
+        """How many examples break it."""
+        return len(self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: without the examples, of which the number is told."""
+        names = ("rule", "passed", "limit", "found", "offending", "detail")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a policy asks of a run by one rule, and the verdicts that may come of it."""
+
+    rule: Rule
+    run: SavedRun
+    policy: Policy
+    limit: Any
+    subject: str = ""
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """Which examples the run says something about, [n] booleans."""
+        self.run.column("fil")
+        return status_of(self.run) != NOT_MEASURED
+
+    def smallest(self, values: np.ndarray, power: int, note: str = "") -> Verdict:
+        """No measured example's value is below the limit; [n] values, of which f makes f^(1/power) as much."""
+        wrong = np.flatnonzero(self.measured & ~(values >= self.limit))
+        return self.at_least(float(np.min(values[self.measured], initial=math.inf)), wrong, power, note)
+
+    def at_least(self, least: float, wrong: np.ndarray, power: int, note: str = "") -> Verdict:
+        """The smallest value, and the places of those that are too small."""
+        return self.verdict(not len(wrong), least, wrong, note, noise=_quotient(self.limit, least) ** power)
+
+    def largest(self, values: np.ndarray, known: np.ndarray, subject: str = "", allowed: float = math.nan) -> Verdict:
+        """No known example's value is above the limit; [n] values. A question's D may be as large as ``allowed``."""
+        wrong = np.flatnonzero(known & ~(values <= self.limit))
+        noise = _quotient(worst_divergence(self.run, subject or self.subject), allowed)
+        return self.verdict(not len(wrong), float(np.max(values[known], initial=0.0)), wrong, "", subject, noise)
+
+    def share(self, which: np.ndarray, total: int, note: str = "", bound: float = math.nan) -> Verdict:
+        """At most this share of so many examples; [n] booleans. They are those whose MSE bound is under ``bound``."""
+        rows = np.flatnonzero(which)
+        share = len(rows) / max(1, total)
+        if share <= self.limit or math.isnan(bound):
+            return self.verdict(share <= self.limit, share, rows, note)
+        low = lower_ends(self.run)
+        place = min(math.floor(self.limit * len(low) + 1e-9), len(low) - 1)  # whose end has to reach the bound
+        return self.verdict(False, share, rows, note, noise=_quotient(bound, float(low[place])))
+
+    def unknown(self, missing: str) -> Verdict:
+        """The run does not tell, so that nobody keeps the rule."""
+        return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), missing, self.subject)
+
+    def verdict(
+        self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "", noise: float = math.nan
+    ) -> Verdict:
+        """Any other."""
+        detail = f"{self.rule.compared}; {note}" if note else self.rule.compared
+        factor = noise if 0 < noise < math.inf else None
+        return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note, factor)
+
+
+Measuring = Callable[[Asked], Iterable[Verdict]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A key of a policy: a rule, or a setting that rules read.
+
+    Attributes:
+        key: Its name.
+        section: Of the template.
+        help: What it asks for: the comment in the template and the entry of the documentation.
+        example: Its value in the template; of a table a name and its value.
+        off: Whether it stands there as a comment.
+        compared: What is compared with the limit, in half a sentence.
+        find: Measures it; None for a setting.
+        words: What a broken rule means, for readers without training in machine learning: whom it concerns, what was
+            found and which attacker is bound. The fields are those of :meth:`sentence`, which adds what the policy says
+            where no period ends them, and tells numbers before a % in per cent.
+        above: What limit and value are told above of.
+        baseline: What needs no model and the value is measured against, in words; "" where it is a number by itself.
+        advice: What helps where more noise does not.
+        equalise: What :func:`torchfil.equalise` would aim at: "bound", "question", or "" where it does not help.
+    """
+
+    key: str
+    section: str
+    help: str
+    example: Any
+    off: bool
+    compared: str = ""
+    find: Measuring | None = None
+    words: str = ""
+    above: float = 0.0
+    baseline: str = ""
+    advice: str = ""
+    equalise: str = ""
+
+    @property
+    def default(self) -> Any:
+        """What holds where a policy leaves it out; None or an empty table: it is not asked for."""
+        return getattr(Policy(), self.key)
+
+    def measure(self, run: SavedRun, policy: Policy) -> list[Verdict]:
+        """What the rule finds, for every attribute or question that the policy names; nothing where it asks nothing."""
+        limit = getattr(policy, self.key)
+        if self.find is None or limit is None:
+            return []
+        limits = limit if isinstance(limit, dict) else {"": limit}
+        asked = [Asked(self, run, policy, each, name) for name, each in limits.items()]
+        return [verdict for each in asked for verdict in self.find(each)]
+
+    def sentence(self, verdict: Verdict) -> str:
+        """A broken rule in words."""
+        if verdict.found is None:
+            return f"Failed: this run cannot answer the rule {verdict.rule}."
+        limit, found = verdict.limit, verdict.found
+        if "{found} %" in self.words:
+            limit, found = 100 * (limit + self.above), 100 * (found + self.above)
+        limit_shown, found_shown = told_apart(limit, found)
+        words = self.words.format(
+            found=found_shown,
+            count=f"{verdict.offending:,}",
+            who=f"{verdict.offending:,} example{'s' * (verdict.offending != 1)}",
+            subject=verdict.subject,
+            note=f" ({verdict.note})" * bool(verdict.note),
+            worst=", in the worst case" * (verdict.offending > 1),  # the number is one example's, not everybody's
+            untold=" (a lower end of 0: not enough draws to tell how close)" * (found == 0),
+        )
+        if words.endswith("."):
+            return words
+        asks = "asks for" if self.key.startswith("min_") else "allows"
+        return f"{words}; the policy {asks} {limit_shown}{' %' * ('{found} %' in self.words)}."
+
+    def remedy(self, verdict: Verdict) -> str:
+        """What helps, in a sentence, where more noise is not known to."""
+        if verdict.found is None:
+            return f"{verdict.detail[:1].upper()}{verdict.detail[1:]}."
+        if self.advice:
+            return self.advice.format(limit=f"{verdict.limit:g}")
+        if verdict.found == 0:
+            return "Measure more (every step, more probes, a longer run): a lower end of 0 tells nothing."
+        return f"More noise or fewer steps, by trial: {verdict.rule}."
+
+
+RULES: dict[str, Rule] = {}  # every key, in the order of the template
+
+
+class _Section:
+    """A heading of the template and the keys below it. ``example``: a value that it sets; ``off``: one in a comment."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def setting(self, key: str, text: str, *, example: Any = None, off: Any = None) -> None:
+        RULES[key] = Rule(key, self.title, text, off if example is None else example, example is None)
+
+    def rule(self, words: str, *, example: Any = None, off: Any = None, **more: Any) -> Callable[[Measuring], Rule]:
+        def register(find: Measuring) -> Rule:
+            key, text = find.__name__.removeprefix("_"), getdoc(find) or ""
+            self.setting(key, " ".join(text.split()), example=example, off=off)
+            first = text.partition("\n")[0].removeprefix("The ").rstrip(".")
+            RULES[key] = replace(RULES[key], compared=first[:1].lower() + first[1:], find=find, words=words, **more)
+            return RULES[key]
+
+        return register
+
+
+_BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
+_BLIND_ERROR = "the error of a blind guess"
+_NO_BLIND_ERROR = "what a blind guess errs by is not known: save_run(input_range=…) or the policy’s blind_error tells"
+
+
+@_BLIND_GUESS.rule(
+    "An unbiased estimate of {who} could come as close as {found} % of a blind guess's error{worst}{untold}",
+    example=0.5,
+    baseline=_BLIND_ERROR,
+    equalise="bound",
+)
+def _min_error_share(asked: Asked) -> Iterable[Verdict]:
+    """The least error of an unbiased guess (lower end) over that of a blind guess.
+
+    Unbiased is an attacker whose guesses are right on average over repeated trainings, and who knows everything else.
+    1: no better than guessing; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
+    closer.
+    """
+    blind = blind_error_of_inputs(asked.run, asked.policy.blind_error)
+    if blind is None:
+        return [asked.unknown(_NO_BLIND_ERROR)]
+    shares = np.sqrt(asked.run.column("mse_bound_low")) / blind
+    return [asked.smallest(shares, 2, f"a blind guess errs by {blind:.3g}")]
+
+
+@_BLIND_GUESS.rule(
+    "{found} % of the examples could be estimated more closely than by a blind guess (without prior beliefs)",
+    example=0.05,
+    baseline=_BLIND_ERROR,
+    equalise="bound",
+)
+def _max_share_exposed(asked: Asked) -> Iterable[Verdict]:
+    """The share of the measured examples whose least error (lower end) is under a blind guess's.
+
+    They are exposed: an unbiased guess of them can beat a blind one.
+    """
+    asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
+    blind = blind_error_of_inputs(asked.run, asked.policy.blind_error)
+    exposed = exposed_examples(asked.run, blind)
+    if blind is None or exposed is None:
+        return [asked.unknown(_NO_BLIND_ERROR)]
+    return [asked.share(exposed, int(asked.measured.sum()), f"a blind guess errs by {blind:.3g}", blind**2)]
+
+
+_BLIND_GUESS.setting(
+    "blind_error",
+    "What a blind guess of one input is off by. Left out, it is the standard deviation of the data, which the run file "
+    "keeps; in files without it the run's input_range [a, b] gives (b - a)/2.",
+    off=1.0,
+)
+
+
+@_BLIND_GUESS.rule(
+    "An unbiased estimate of an attribute of {who} could come as close as {found} % of a blind guess's error"
+    "{worst}{note}",
+    example=0.5,
+    baseline=_BLIND_ERROR,
+)
+def _min_attribute_error_share(asked: Asked) -> Iterable[Verdict]:
+    """The least error of an unbiased guess of an attribute (lower end) over that of a blind guess.
+
+    As min_error_share, for every attribute that the run tracked (make_private(track=("diagonal",))).
+    """
+    attributes, policy = asked.run.attributes, asked.policy
+    if attributes is None or attributes.error_low is None:
+        missing = "attributes were not tracked" if attributes is None else "how far attributes are off is not known"
+        return [asked.unknown(f"{missing}: make_private(track=('diagonal',)), or take the rule out")]
+    for name in policy.attribute_spread:
+        if name not in attributes.names:
+            raise PolicyError(f"attribute_spread: the run has no attribute {name!r}{nearest(name, attributes.names)}")
+
+    # by attribute its own spread; one without fails, for nobody knows what its error means
+    blind = blind_errors(asked.run, policy.attribute_spread, policy.blind_error)
+    for name, error in zip(attributes.names, blind, strict=True):
+        if math.isnan(error):
+            how = "attribute_spread in the policy, or save_run(input_range=…)"
+            return [asked.unknown(f"the spread of {name!r} is not known: {how}")]
+
+    least, wrong = np.full(len(blind), math.inf), np.zeros(len(asked.run), dtype=bool)
+    for start in range(0, len(asked.run), _AT_ONCE):
+        known = np.flatnonzero(asked.measured[start : start + _AT_ONCE])
+        errors = np.asarray(attributes.error_low[start : start + _AT_ONCE], dtype=np.float64)[known]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares = np.where(blind == 0, math.inf, errors / blind)  # [rows, k]; nothing is left to guess at 0
+        wrong[known + start] = ~(shares >= asked.limit).all(axis=1)
+        least = np.minimum(least, shares.min(axis=0, initial=math.inf))
+    worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
+    note = f"the worst is {attributes.names[worst]!r}"
+    return [asked.at_least(float(least[worst]), np.flatnonzero(wrong), 2, note)]
+
+
+@_BLIND_GUESS.rule(
+    "Any attacker may guess “{subject}” of {who} right up to {found} % of the time instead of 50 % "
+    "(between two equally likely answers)",
+    example=0.1,
+    above=0.5,
+    baseline="a coin, which is right half of the time",
+    equalise="question",
+)
+def _max_gain_over_guessing(asked: Asked) -> Iterable[Verdict]:
+    """How much more often than 50 % any attacker tells the true answer from another, equally likely one (upper end).
+
+    For every attacker, whatever it knows except which steps drew the example, and every question that the run kept
+    (make_private(…, questions={…})). 0.1: 60 % instead of 50 %.
+    """
+    if not asked.run.questions:
+        yield asked.unknown("the run kept no question: make_private(…, questions={…}) keeps them, or take the rule out")
+    for question in asked.run.questions:
+        allowed = divergence_of_gain(asked.limit, question.law) if asked.limit > 0 else math.nan
+        yield asked.largest(question.success() - 0.5, asked.measured, question.name, allowed)
+
+
+_PRIVACY = _Section("Differential privacy")
+
+
+@_PRIVACY.rule(
+    "ε, which binds every attacker, is {found}",
+    example=8.0,
+    advice="Choose σ for ε: make_private_with_epsilon(target_epsilon={limit}, …).",
+)
+def _max_epsilon(asked: Asked) -> Iterable[Verdict]:
+    """The run's ε, for everybody.
+
+    It binds every attacker, at the δ that the run was saved with.
+    """
+    about = asked.run.about
+    epsilon = about.get("epsilon")
+    if epsilon is None:
+        linear = "a linear model's release has no accountant's ε: take the rule out for it"
+        return [asked.unknown(linear if about.get("kind") == "linear" else "the run's ε is not known")]
+    rows = np.arange(0 if epsilon <= asked.limit else len(asked.run))
+    return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}")]
+
+
+@_PRIVACY.rule("The largest individual ε is {found}, an estimate", off=4.0)
+def _max_individual_epsilon(asked: Asked) -> Iterable[Verdict]:
+    """The largest individual ε (an estimate for these outputs).
+
+    It belongs to this run's outputs, and is no guarantee; train with Accounting(norm_refresh=…) before you rely on it.
+    """
+    values = asked.run.columns.get("epsilon")
+    if values is None:
+        return [asked.unknown("individual ε was not computed")]
+    return [asked.largest(values, np.ones(len(values), dtype=bool))]
+
+
+_UNIT = _Section("In the data's own unit")
+
+
+@_UNIT.rule(
+    "The MSE bound of {who} (unbiased attackers) is too small, {found} at the least{untold}", off=0.01, equalise="bound"
+)
+def _min_mse_bound(asked: Asked) -> Iterable[Verdict]:
+    """The smallest MSE bound of unbiased attackers, lower end of its interval.
+
+    Per private coordinate, in the squared unit of the inputs: an unbiased attacker who knows everything else guesses a
+    coordinate with at least this mean squared error, on average.
+    """
+    return [asked.smallest(asked.run.column("mse_bound_low"), 1)]
+
+
+_UNIT.setting("mse_bound_of_concern", "The MSE bound below which max_share_of_concern counts an example.", off=0.05)
+
+
+@_UNIT.rule("{found} % of the examples have an MSE bound of concern (unbiased attackers)", off=0.05, equalise="bound")
+def _max_share_of_concern(asked: Asked) -> Iterable[Verdict]:
+    """The share of the measured examples whose MSE bound (lower end) is under mse_bound_of_concern."""
+    bound = asked.policy.mse_bound_of_concern
+    assert bound is not None
+    wrong = asked.measured & ~(asked.run.column("mse_bound_low") >= bound)
+    return [asked.share(wrong, int(asked.measured.sum()), f"here {bound:g}", bound)]
+
+
+_GROUPS = _Section("Groups")
+
+
+@_GROUPS.rule(
+    "By {subject}, groups leak unequally, by a factor of {found}{note}",
+    off=2.0,
+    advice="Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
+)
+def _max_group_disparity(asked: Asked) -> Iterable[Verdict]:
+    """The typical FIL (geometric mean) of one group over that of another, in every grouping that was saved.
+
+    Fails where there is none, or where a grouping has fewer than two groups to compare.
+    """
+    run, limit, size = asked.run, asked.limit, asked.policy.min_group_size
+    if not run.groups:
+        yield replace(asked.unknown("the run was saved without groups"), rows=np.arange(0))
+    for grouping in run.groups:
+        names, codes = run.coded_group(grouping)
+        levels = group_levels(run.column("fil")[asked.measured], codes[asked.measured], names.tolist(), size)
+        found = disparity_of(levels)
+        if found is None:
+            missing = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
+            yield replace(asked.unknown(missing), rows=np.arange(0), subject=grouping)
+            continue
+
+        # compared as products: a group with level 0 has no quotient
+        worse = [label for label, level in levels.items() if not level <= limit * levels[found.least]]
+        worse = [] if found.ratio == 1 and limit >= 1 else worse  # all alike, also where all are infinite
+        rows = np.flatnonzero(np.isin(codes, [names.tolist().index(label) for label in worse]))
+        note = f"{found.most!r} over {found.least!r}, of groups of at least {size} measured examples"
+        yield asked.verdict(not worse, found.ratio, rows, note, grouping)
+
+
+_GROUPS.setting("min_group_size", "Groups with fewer measured examples are not compared.", example=10)
+_ATTACKS = _Section("Attacks")
+
+
+@_ATTACKS.rule(
+    "{found} attacks tested the bounds{note}",
+    example=0,
+    advice="Run an attack that sees the model, in several trials, and save the run with it.",
+)
+def _min_attacks(asked: Asked) -> Iterable[Verdict]:
+    """The number of attacks that saw the model, several times, and so could have broken a bound."""
+    if asked.limit == 0:
+        return []
+    testable = sum(attack.testable for attack in asked.run.attacks)
+    why = [f"{each.name}: {each.untestable or 'one trial'}" for each in asked.run.attacks if not each.testable]
+    note = f"not testable: {', '.join(why)}" if why else ""
+    return [asked.verdict(testable >= asked.limit, testable, np.arange(0), note)]
+
+
+@_ATTACKS.rule(
+    "An attack beat the bound of {who}{note}: do not rely on any number here before the cause is found.",
+    example=0,
+    advice="Find out why an attack beat a bound before anything else.",
+)
+def _max_violated_bounds(asked: Asked) -> Iterable[Verdict]:
+    """The number of examples whose bound an attack beat beyond chance.
+
+    More than 0: look into it.
+    """
+    tested = [attack for attack in asked.run.attacks if attack.testable]
+    beaten = [attack.rows[np.asarray(attack.violated, dtype=bool)] for attack in tested]
+    rows = np.unique(np.concatenate([np.arange(0), *beaten]))
+    names = [attack.name for attack in tested if attack.violated.any()]
+    return [asked.verdict(len(rows) <= asked.limit, len(rows), rows, ", ".join(names))]
+
+
+_UNTOLD = _Section("What the run does not tell")
+
+
+@_UNTOLD.rule(
+    "{found} % of the examples were trained with a smaller weight",
+    off=0.01,
+    advice="Down-weight fewer examples: more noise or fewer steps instead of weights.",
+)
+def _max_share_spared(asked: Asked) -> Iterable[Verdict]:
+    """The share of the examples that were trained with a smaller weight (make_private(…, clip_weights=…)).
+
+    Bounds and ε take the weights as fixed; the more examples have one, the more the weights themselves may tell.
+    """
+    return [asked.share(is_spared(asked.run), len(asked.run))]
+
+
+@_UNTOLD.rule(
+    "{found} % of the examples ({count}) were not measured: the run says nothing about them",
+    example=0.01,
+    advice="Train longer, or average over runs, so that every example is drawn and measured.",
+)
+def _max_share_not_measured(asked: Asked) -> Iterable[Verdict]:
+    """The share of the examples about which the run says nothing (never drawn): not measured, which is not safe.
+
+    Poisson sampling at rate q leaves out a share of (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
+    """
+    return [asked.share(~asked.measured, len(asked.run))]
+
+
+@_UNTOLD.rule(
+    "{who} took part in steps that were not measured and leak more than shown",
+    example=0,
+    advice="Train again and measure every step.",
+)
+def _max_examples_missed(asked: Asked) -> Iterable[Verdict]:
+    """The number of examples in steps that were not measured (engine.paused): their bounds are no guarantees."""
+    missed = asked.run.columns.get("missed")
+    rows = np.flatnonzero(missed > 0) if missed is not None else np.arange(len(asked.run))
+    return [asked.verdict(len(rows) <= asked.limit, len(rows), rows)]
+
+
+@_UNTOLD.rule(
+    "The noise was seeded, as for a test: whoever has the seed or a checkpoint can subtract it, and then nothing here "
+    "holds. Train again without noise_seed= and noise_generator=.",
+    example=False,
+    advice="Train again without noise_seed= and noise_generator=.",
+)
+def _allow_seeded_noise(asked: Asked) -> Iterable[Verdict]:
+    """Whether noise and draws were seeded (noise_seed=, noise_generator=), as for a test.
+
+    Whoever has the seed or a checkpoint can subtract the noise, and then no bound holds.
+    """
+    noise = (asked.run.about.get("mechanism") or {}).get("noise")
+    if noise is None:
+        return []
+    rows = np.arange(len(asked.run) if noise == "seeded" and not asked.limit else 0)
+    found = asked.verdict(not len(rows), int(noise == "seeded"), rows, f"here: {noise}")
+    return [replace(found, limit=int(asked.limit))]
+
+
+_UNTOLD.setting("at_false_positive_rate", "The false-positive rate of max_true_positive_rate.", example=0.01)
+_BY_NAME = _Section("By name; these tables stand at the end of the file")
+_BY_NAME.setting(
+    "attribute_spread",
+    "What a blind guess of an attribute is off by, in its own unit. Left out, it is the attribute's standard deviation "
+    "in the data, which the run file keeps; in files without it the inputs' (blind_error, input_range).",
+    off=("age", 15.0),
+)
+
+
+@_BY_NAME.rule("For {who}, “{subject}” could be estimated to ± {found}{note}{worst}", off=("age", 5.0))
+def _min_attribute_error(asked: Asked) -> Iterable[Verdict]:
+    """The smallest average error (root mean square) of unbiased guesses of an attribute, lower end of its interval.
+
+    In the attribute's own unit, by the names given to save_run.
+    """
+    attributes = asked.run.attributes
+    if attributes is None:
+        return [asked.unknown("attributes were not tracked: make_private(track=('diagonal',))")]
+    if asked.subject not in attributes.names:
+        raise PolicyError(f"the run has no attribute {asked.subject!r}{nearest(asked.subject, attributes.names)}")
+    if attributes.error_low is None:
+        return [asked.unknown("how far the errors of guesses are off is not known: make_private(track=('diagonal',))")]
+    place = attributes.names.index(asked.subject)
+    unit = f"in {attributes.units[place]}" if attributes.units[place] else ""
+    return [asked.smallest(attributes.error_low[:, place], 2, unit)]
+
+
+@_BY_NAME.rule(
+    "Any attacker may tell “{subject}” of {who} rightly in up to {found} % of the runs, with few false alarms",
+    off=("member", 0.05),
+    baseline="the false-positive rate, at which a blind guess is right",
+    equalise="question",
+)
+def _max_true_positive_rate(asked: Asked) -> Iterable[Verdict]:
+    """The largest true-positive rate of any attacker at the false-positive rate at_false_positive_rate, upper end.
+
+    How often it may say rightly that an example has its true answer to a question (not the other). For every attacker,
+    whatever it knows except which steps drew the example. By the names of make_private(…, questions={…}).
+    """
+    by_name = {question.name: question for question in asked.run.questions}
+    if asked.subject not in by_name:
+        how = nearest(asked.subject, list(by_name)) or ": make_private(…, questions={…}) keeps them"
+        raise PolicyError(f"the run has no question {asked.subject!r}{how}")
+    question, alpha, allowed = by_name[asked.subject], asked.policy.at_false_positive_rate, math.nan
+    if alpha < asked.limit < 1:
+        normal = float((ndtri(asked.limit) - ndtri(alpha)) ** 2 / 2)
+        allowed = normal if question.law == "normal" else float(divergence_of_rate(asked.limit, alpha))
+    return [asked.largest(question.rate(alpha), asked.measured, allowed=allowed)]
+
+
+def lower_ends(run: SavedRun) -> np.ndarray:
+    """The lower ends of the measured examples' MSE bounds, ascending; the bounds where ends are not known."""
+    low = np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)
+    return np.sort(low[status_of(run) != NOT_MEASURED])
+
+
+def worst_divergence(run: SavedRun, name: str) -> float | None:
+    """The largest D (upper end) of a question over measured examples and answers; None where there is none."""
+    for question in run.questions:
+        if question.name == name:
+            high = np.asarray(question.divergence_high, dtype=np.float64)[status_of(run) != NOT_MEASURED]
+            return float(np.max(high, initial=0.0))
+    return None
+
+
+def divergence_of_gain(gain: float, law: str = "any") -> float:
+    """The D at which any attacker tells two equally likely answers apart in 1/2 + gain of the cases at most.
+
+    The inverse of :meth:`QuestionRecord.success`: of :func:`torchfil.guessing.largest_success` at a prior of 1/2, total
+    variation 2·gain, or of Φ(sqrt(D/2)) between normal laws.
+
+    Example:
+        >>> from torchfil.guessing import largest_success
+        >>> largest_success([divergence_of_gain(0.1), divergence_of_gain(0.4)], 0.5)
+        tensor([0.6000, 0.9000], dtype=torch.float64)
+    """
+    if law == "normal":
+        return float(2 * ndtri(min(0.5 + gain, 1.0)) ** 2)
+    variation = min(2 * gain, 1.0)
+    return max(2 * variation**2, -math.log1p(-(variation**2)) if variation < 1 else math.inf)
+
+
+def _quotient(a: float | None, b: float) -> float:
+    """a / b; NaN where one is not known, infinite for b = 0."""
+    if a is None or math.isnan(b):
+        return math.nan
+    return a / b if b > 0 else math.inf
+
+
+def rounded_up(value: float, digits: int = 3) -> float:
+    """The least number of so many significant digits that is not smaller.
+
+    Example:
+        >>> rounded_up(1.2301), rounded_up(2.0), rounded_up(0.010001, 2)
+        (1.24, 2.0, 0.011)
+    """
+    if not 0 < value < math.inf:
+        return value
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return float(f"{math.ceil(value / step - 1e-9) * step:.{digits + 2}g}")
+
+
+def told_apart(limit: float | None, value: float | None, digits: int = 3) -> tuple[str, str]:
+    """Two numbers as texts of so many digits, or of as many as it takes to see which is larger.
+
+    Example:
+        >>> told_apart(1.05, 1.0499), told_apart(1.05, 2.0), told_apart(1.05, None)
+        (('1.05', '1.0499'), ('1.05', '2'), ('1.05', 'not known'))
+    """
+
+    def shown(number: float | None) -> str:
+        if number is None:
+            return "not known"
+        if math.isinf(number):
+            return "∞" if number > 0 else "−∞"
+        return f"{number:,}" if isinstance(number, int) else f"{number:.{digits}g}"
+
+    while None not in (limit, value) and digits < 17 and limit != value and shown(limit) == shown(value):
+        digits += 1
+    return shown(limit), shown(value)
