@@ -280,9 +280,8 @@ def test_single_precision() -> None:
     ],
 )
 def test_weight_probes_are_unbiased_and_their_errors_true(build: Any, dataset: Any, options: dict[str, Any]) -> None:
-    run = make(
-        build().double(), dataset(), estimator="weight-probes", num_probes=200, noise_multiplier=SIGMA, **options
-    )
+    options = {"estimator": "weight-probes", "num_probes": 200, "noise_multiplier": SIGMA, **options}
+    run = make(build().double(), dataset(8), **options)
     truth = Truth(train(run, steps=2))
     assert_released(run, truth.sums)
     trace, seen = run.engine.totals.get_trace(), truth.trace > 0

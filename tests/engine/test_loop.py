@@ -92,13 +92,13 @@ class Tokens(nn.Module):
 
 def test_inputs_that_need_a_word_are_told() -> None:
     with pytest.raises(ValueError, match="batch_to_inputs="):
-        engine, model, optimizer, loader = start(Keywords(), rows(), "auto")
+        engine, model, optimizer, loader = start(Keywords(), rows(), "auto", criterion=None)
         batch = next(iter(loader))
         step(engine, model, optimizer, *split(batch), "auto")
-    tokens = TensorDataset(torch.randint(11, (20, 4)), torch.randint(3, (20,)))
-    module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(16, 3)).double()
+    tokens, kinds = torch.randint(11, (4, 4)), torch.randint(3, (4,))
+    module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(16, 3))
     with pytest.raises(ValueError, match="submodule="):
-        trained(*start(module, tokens, "auto"))
+        reference.exact_fim(module, LOSS, tokens, kinds, max_grad_norm=1.0, noise_multiplier=1.0)
 
 
 def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> None:
@@ -124,23 +124,31 @@ def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> Non
 
 
 def several(self: Any, x: Tensor) -> dict[str, Any]:
-    """Outputs that are made from one another, with a temperature of no dimension, as CLIP has."""
+    """Outputs that are made from one another."""
     hidden = self.body(x).tanh()
-    logits = self.scale * self.head(hidden)
+    logits = self.head(hidden)
     parts = {"logits": logits, "again": logits, "probabilities": logits.softmax(dim=1), "hidden": hidden * 1}
     return {**parts, "count": torch.arange(len(x)), "name": None, "size": 3}
 
 
 def of_several(outputs: Any, y: Tensor) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return LOSS(outputs, y)
     return F.cross_entropy(2 * outputs["logits"], y) + outputs["hidden"].square().mean(dim=1).mean()
 
 
-def test_several_outputs() -> None:
+def with_scalar(self: Any, x: Tensor) -> Tensor:
+    """A temperature of no dimension, as CLIP has."""
+    return torch.as_tensor(self.scale * self.body(x))
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_several_outputs_and_scalar_parameters(scalar: bool) -> None:
     runs = []
     for way in WAYS:
         torch.manual_seed(0)
-        scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-        module = Calling(several, body=network(), head=nn.Linear(3, 3).double(), scale=scale)
+        parts = {"scale": nn.Parameter(torch.tensor(1.5).double())} if scalar else {"head": nn.Linear(3, 3).double()}
+        module = Calling(with_scalar if scalar else several, body=network(), **parts)
         noise = torch.Generator(DEVICE).manual_seed(2)
         options = {"criterion": of_several, "seed": 1, "noise_generator": noise, "lr": 0.3}
         runs.append((trained(*start(module, data(12), way, **options), way, of_several), module))

@@ -60,14 +60,14 @@ def assert_fil(engine: FILPrivacyEngine, fim: Tensor, rtol: float = 1e-7) -> Non
 
 
 def run(model: nn.Module, dataset: Any, step: Any, **options: Any) -> FILPrivacyEngine:
-    """One pass over everything in batches of five, exactly accounted for; step: a batch's loss, or "train_step"."""
+    """One pass over everything in batches of five, exactly accounted for; step: a batch's loss, "train_step", or that of inputs alone."""
     dataset = TensorDataset(*dataset) if isinstance(dataset, tuple) else dataset
     given = {**SETTINGS, "criterion": None, "estimator": "exact", "amplification": "none", "track": ("diagonal",)}
     engine, private, optimizer, loader = start(model, dataset, "auto", batch=5, **{**given, **options})
     for batch in loader:
         optimizer.zero_grad()
-        if step == "train_step":
-            engine.train_step(batch[0], batch[-1])
+        if isinstance(step, str):
+            engine.train_step(batch[0], *batch[-1:] if step == "train_step" else ())
             continue
         step(private, batch).backward()
         optimizer.step()
@@ -211,15 +211,18 @@ def test_a_loss_of_the_outputs_alone_is_identified(of_batch: Any, of_one: Any) -
 
 @pytest.mark.parametrize("loss", [lambda out, _: out.square().sum(), lambda out, _: out.sum()])
 def test_a_criterion_of_the_outputs_alone(loss: Any) -> None:
-    """Each example's own gradient is clipped, not B times it, and a sum is released as the sum of them."""
     x = numbers()
     expected = truth(autoencoder(), lambda model, z: loss(model(z), None), x)
-    assert_fil(run(autoencoder(), (x,), lambda model, batch: loss(model(batch[0]), None), criterion=loss), expected)
-    model, plain = autoencoder(), autoencoder()
-    options = {"noise_multiplier": 0.0, "max_grad_norm": 1e3, "clip": "hard", "lr": 1.0, "track": ()}
+    assert_fil(run(autoencoder(), (x,), "inputs alone", criterion=loss), expected)
+
+
+def test_a_sum_is_released_as_the_sum_of_clipped_gradients() -> None:
+    """Each example's own gradient is clipped, not B times it."""
+    x, model, plain = numbers(), autoencoder(), autoencoder()
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 100.0, "clip": "hard", "lr": 1.0, "track": ()}
     with pytest.warns(UserWarning, match="no privacy"):
-        run(model, (x,), lambda private, batch: loss(private(batch[0]), None), criterion=loss, **options)
-    loss(plain(x), None).backward()
+        run(model, (x,), lambda private, batch: private(batch[0]).sum(), **options)
+    plain(x).sum().backward()
     slope = torch.cat([p.grad.flatten() for p in plain.parameters()])
     torch.testing.assert_close(weights_of(autoencoder()) - weights_of(model), slope / 5)
 
