@@ -29,8 +29,9 @@ from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks import zoo
 from benchmarks.measuring import reason_of, synchronize, tidy
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, Private
 
 UNIT = "Opacus, hooks"
 METHODS = {

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paper_data import small_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import simulated_runs
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.cli.digits import digits
 from torchfil.questions import Absent, Change
 
 __all__ = ["Readings", "main", "readings_of"]
@@ -106,7 +106,7 @@ def readings_of(
     lr: float, runs: int, *, participations: tuple[int, ...] = PARTICIPATIONS, **accounting: Any
 ) -> dict[int, Readings]:
     """Runs of a tanh network from the same weights (σ = C = 1), read after given expected participations."""
-    x, y = digits()
+    x, y = small_digits()
     data = TensorDataset(x[:EXAMPLES], y[:EXAMPLES])
     steps = {round(count * EXAMPLES / BATCH): count for count in participations}
     readings = {count: Readings() for count in participations}

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from opacus import PrivacyEngine
+from paper_data import ResidentDataset
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks import zoo
 from benchmarks.loops import digits
 from benchmarks.measuring import synchronize
-from torchfil import Accounting, Execution, FILPrivacyEngine, zoo
-from torchfil.datasets import ResidentDataset
+from torchfil import Accounting, Execution, FILPrivacyEngine
 
 __all__ = ["whole_run"]
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks import zoo
 from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, random_images
 from benchmarks.measuring import attempt, line, peak_gigabytes, power, seconds_in_turns
-from torchfil import zoo
 
 __all__ = ["growth"]
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
+from paper_data import real_data
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import Accounting, Execution, FILPrivacyEngine, Private, zoo
-from torchfil.datasets import DataNotFoundError, cifar10, mnist
+from benchmarks import zoo
+from torchfil import Accounting, Execution, FILPrivacyEngine, Private
 from torchfil.questions import Change
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
@@ -72,7 +73,7 @@ def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
     def data(count: int) -> tuple[Tensor, Tensor]:
         try:
             images, labels = load()
-        except DataNotFoundError:
+        except FileNotFoundError:
             return otherwise(count)
         rows = torch.arange(count) % len(images)
         return images[rows], labels[rows]
@@ -82,14 +83,14 @@ def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
 
 def _photographs() -> tuple[Tensor, Tensor]:
     """Examples of CIFAR-10, equally many of every class, in random order."""
-    images, labels = cifar10()
+    images, labels = real_data("cifar10").cifar10()
     each = int(labels.bincount().min())
     rows = torch.cat([(labels == label).nonzero()[:each, 0] for label in labels.unique()])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     return images[rows], labels[rows]
 
 
-digits = at_hand(mnist, random_images(1, 28))
+digits = at_hand(lambda: real_data("mnist").mnist(), random_images(1, 28))
 photographs = at_hand(_photographs, random_images(3, 32))
 
 

@@ -62,7 +62,7 @@ def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str,
     result: dict[str, Any] = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            run, policy = Path(folder, "run.fil"), Path(folder, "policy.toml")
+            run, policy = Path(folder, "run.parquet"), Path(folder, "policy.toml")
             policy.write_text(POLICY)
             tool = [sys.executable, "-m", "torchfil"]
             commands = (
@@ -78,8 +78,7 @@ def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str,
                 if stage == STAGES[0]:
                     result["details"].append(json.loads(output.splitlines()[-1]))
                 print(f"{size:,} {stage}: {seconds:.1f} s, {peak:.2f} GB", flush=True)
-            files = [run, *Path(f"{run}.parts").rglob("*.part")]
-            result["details"][-1]["file_gb"] = sum(file.stat().st_size for file in files) / 1e9
+            result["details"][-1]["file_gb"] = run.stat().st_size / 1e9
             result["details"][-1]["page_mb"] = Path(folder, "report", "index.html").stat().st_size / 1e6
     if len(sizes) > 1:
         result["power"] = {stage: power(sizes, seconds) for stage, seconds in result["seconds"].items()}

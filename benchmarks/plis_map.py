@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchfil import PLIS, zoo
+from benchmarks import zoo
+from torchfil import PLIS
 
 
 def seconds(work: dict[str, Callable[[], object]], device: str, repeats: int = 15) -> dict[str, float]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from paper_data import small_digits
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import Conditions, additions
-from torchfil.cli.digits import digits
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
@@ -96,7 +96,7 @@ def _data(setting: Setting) -> tuple[Tensor, Tensor, int]:
     """Inputs [n, d], one-hot labels [n, c], and the width of the hidden layer."""
     count = setting.num_examples
     if setting.data == "digits":
-        x, y = digits()
+        x, y = small_digits()
         return x[:count].flatten(1), functional.one_hot(y[:count], 10).float(), 12
     source = torch.Generator().manual_seed(0)
     x, rule = torch.randn(count, 6, generator=source), torch.randn(6, 3, generator=source)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paper_data import ResidentDataset, real_data, small_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchfil import Accounting, FILPrivacyEngine, zoo
-from torchfil.cli.digits import digits
-from torchfil.datasets import ResidentDataset, mnist
+from benchmarks import zoo
+from torchfil import Accounting, FILPrivacyEngine
 from torchfil.questions import Absent
 from torchfil.utils.files import replaced_when_complete
 
@@ -48,7 +48,7 @@ class Task:
 
 def digits_task(count: int) -> Task:
     """A tanh network on a number of scikit-learn's digits."""
-    images, labels = digits()
+    images, labels = small_digits()
     data = images[:count].flatten(1), labels[:count]
     network = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
     return Task(data, data, network, 60, 0.5, 0.0, 1.0, "smooth", Accounting())
@@ -56,10 +56,11 @@ def digits_task(count: int) -> Task:
 
 def mnist_task(count: int) -> Task:
     """The paper's CNN on a number of MNIST digits."""
-    images, labels = mnist()
+    data = real_data("mnist")
+    images, labels = data.mnist()
     accounting = Accounting(num_probes=1, extra_probes=8)
     return Task(
-        (images[:count], labels[:count]), mnist("test"), zoo.mnist_cnn(), 2048, 1.5, 0.9, 0.1, "rsqrt", accounting
+        (images[:count], labels[:count]), data.mnist("test"), zoo.mnist_cnn(), 2048, 1.5, 0.9, 0.1, "rsqrt", accounting
     )
 
 

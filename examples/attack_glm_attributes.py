@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from paper_data import PaperData, TabularTask
 
 from torchfil.attacks import (
     BlackBoxInversion,
@@ -27,7 +28,6 @@ from torchfil.attacks import (
     ideal_inversion,
     prior_inversion,
 )
-from torchfil.datasets import TabularTask, real_or_stand_in
 from torchfil.glm import GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
 
 matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--logistic", action="store_true", help="also Adult by logistic regression (minutes)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data = real_or_stand_in("iwpc", "adult")
+    data = PaperData("iwpc", "adult")
     patients, people = data.iwpc(), data.adult()
 
     signs = 2 * people.train_targets - 1
@@ -62,7 +62,7 @@ def main() -> None:
 
     figure, axes = pyplot.subplots(len(settings), 2, figsize=(10, 3.6 * len(settings)), constrained_layout=True)
     for row, (title, task, model, y, name) in zip(axes, settings, strict=True):
-        attribute = NominalAttribute.of_task(task, name)
+        attribute = task.question(name)
         print(f"{title}: {name}, {len(y):,} examples, {len(attribute.codes)} levels")
         over_noise(row[0], title, model, task.train_inputs, y, attribute, options.trials)
         rounds = sorted({0, min(2, options.rounds), options.rounds})

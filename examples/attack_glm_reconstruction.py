@@ -19,12 +19,12 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from paper_data import PaperData
 from scipy import stats
 
 import torchfil
 from torchfil.attacks import BiasedBound, GLMReconstruction, biased_bound
 from torchfil.attacks.glm_reconstruction import LabelIs
-from torchfil.datasets import real_or_stand_in
 from torchfil.glm import LogisticRegression
 
 matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data = real_or_stand_in("mnist")
+    data = PaperData("mnist")
     if data.made:  # half a minute on two cores
         options.trials, options.sample = min(options.trials, 200), min(options.sample, 20)
         options.sample_trials = min(options.sample_trials, 1000)

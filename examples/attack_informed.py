@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from torchfil import bounds
-from torchfil.attacks.informed import expected_information, informed_reconstruction, mean_jacobian
-from torchfil.attacks.transcripts import record_dpsgd
+from torchfil.attacks.transcripts import expected_information, informed_reconstruction, mean_jacobian, record_dpsgd
 
 NOISE = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8)
 EXAMPLES, STEPS, ROW = 20, 10, 0

@@ -28,14 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from networks import mnist_cnn
+from paper_data import PaperData
 from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from torchfil import PLIS
-from torchfil.attacks.inversion import invert_gradients, observed_gradients
-from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
-from torchfil.datasets import real_or_stand_in
-from torchfil.papers.zoo import mnist_cnn
+from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, require_ssim, ssim
 
 LOSS = nn.CrossEntropyLoss()
 READINGS = {"plis": "PLIS", "gradient_signal": "‖g‖²", "relative_plis": "‖∂ log ‖g‖²/∂x‖"}
@@ -185,7 +184,7 @@ def main() -> None:
         parser.error(f"--noisy-images {options.noisy_images} must lie between 3 and --images {options.images}")
     require_ssim()
 
-    images, labels = real_or_stand_in("pneumoniamnist").chest_xrays()
+    images, labels = PaperData("pneumoniamnist").chest_xrays()
     torch.backends.cudnn.allow_tf32 = False  # gradients of ten bits would be another, weaker attack
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[: options.images]
     images, labels = images[rows].to(options.device), labels[rows].to(options.device)

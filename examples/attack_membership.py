@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from paper_data import PaperData
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.attacks.membership import MembershipResult, membership_inference, shadow_runs
-from torchfil.datasets import real_or_stand_in
 
 DELTA = 1e-5
 ATTACKED = 16
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    data = real_or_stand_in("mnist")
+    data = PaperData("mnist")
     images, digits = data.mnist()
     if data.made:  # a minute on two cores
         options.runs, options.examples = min(options.runs, 24), min(options.examples, 500)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from networks import small_alexnet
+from paper_data import PaperData
 from scipy.stats import spearmanr
 from torch import nn
 
 from torchfil.attacks.property import Client, federated_gradients, property_inference
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.datasets import real_or_stand_in
-from torchfil.papers.zoo import small_alexnet
 
 
 def planted(images: torch.Tensor, digits: torch.Tensor, strength: float, seed: int) -> Client:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--measured", type=int, default=400, help="the victim's examples for V-information")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    data = real_or_stand_in("mnist")
+    data = PaperData("mnist")
     images, digits = data.mnist()
     if data.made:  # half a minute on two cores
         options.rounds, options.measured = min(options.rounds, 30), min(options.measured, 150)

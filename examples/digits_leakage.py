@@ -11,14 +11,14 @@ import time
 import warnings
 
 import torch
+from paper_data import small_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
-from torchfil.cli.digits import DELTA, digits, digits_network
-from torchfil.datasets.stand_ins import small_digits_in_words
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
+DELTA = 1e-4
 SHADES = " .:-=+*#%@"
 
 
@@ -36,10 +36,12 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    images, labels = digits()  # [1797, 1, 8, 8] in [0, 1], [1797]
-    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
+    images, labels = small_digits()  # [1797, 1, 8, 8] in [0, 1], [1797]
+    print("Data: scikit-learn's 1,797 handwritten digits; nothing is downloaded.")
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
-    model = digits_network().to(options.device)
+    model: nn.Module = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    ).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
 
     engine = FILPrivacyEngine()

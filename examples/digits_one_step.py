@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 import torch
+from paper_data import small_digits
 from torch import Tensor, nn
 
 from torchfil import bounds, fisher
-from torchfil.datasets.stand_ins import small_digits, small_digits_in_words
 
 SIGMA, C, Q = 1.0, 1.0, 0.05
 
@@ -29,7 +29,7 @@ def main() -> None:
     """Print the table."""
     torch.manual_seed(0)
     images, labels = small_digits()  # [1797, 1, 8, 8], pixels in [0, 1]
-    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
+    print("Data: scikit-learn's 1,797 handwritten digits; nothing is downloaded.")
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
     train(model, images, labels)
     print(f"One step of DP-SGD on small digits: noise multiplier {SIGMA}, gradients clipped to {C}.")

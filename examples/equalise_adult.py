@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from paper_data import PaperData, ResidentDataset, TabularTask
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import torchfil
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.datasets import ResidentDataset, TabularTask, real_or_stand_in
 from torchfil.engine import Equalised
 from torchfil.questions import OneHot
 
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    data = real_or_stand_in("adult")
+    data = PaperData("adult")
     if options.quick or data.made:
         options.examples, options.steps, options.batch = min(options.examples, 600), min(options.steps, 40), 60
 

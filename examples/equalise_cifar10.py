@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 
 import torch
+from networks import cifar_cnn
+from paper_data import PaperData, ResidentDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import torchfil
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.datasets import ResidentDataset, real_or_stand_in
-from torchfil.papers.zoo import cifar_cnn
 
 
 def balanced(labels: Tensor, count: int) -> Tensor:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="largest number of trainings")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    data_sets = real_or_stand_in("cifar10")
+    data_sets = PaperData("cifar10")
     if data_sets.made:  # a minute on two cores
         options.examples, options.steps, options.batch = min(options.examples, 300), min(options.steps, 20), 60
     (images, labels), (test_images, test_labels) = data_sets.cifar10("train"), data_sets.cifar10("test")

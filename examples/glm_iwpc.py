@@ -17,8 +17,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from paper_data import PaperData, TabularTask
 
-from torchfil.datasets import TabularTask, real_or_stand_in
 from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
 
 matplotlib.use("Agg")
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of reweighting")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data = real_or_stand_in("iwpc", "adult")
+    data = PaperData("iwpc", "adult")
     patients, people = data.iwpc(), data.adult()
 
     y = people.train_targets

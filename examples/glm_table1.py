@@ -13,8 +13,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from paper_data import PaperData
 
-from torchfil.datasets import Readers, real_or_stand_in
 from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
 
 matplotlib.use("Agg")
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data_sets = real_or_stand_in("mnist", "cifar10")
+    data_sets = PaperData("mnist", "cifar10")
     tasks = {"MNIST": (data_sets.mnist_zero_one(), 8e-4), "CIFAR": (data_sets.cifar_plane_car(), 8e-5)}
 
     settings: dict[str, Setting] = {}
@@ -92,7 +92,7 @@ def _histograms(settings: dict[str, Setting], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def _extremes(settings: dict[str, Setting], data_sets: Readers, path: Path, count: int = 8) -> None:
+def _extremes(settings: dict[str, Setting], data_sets: PaperData, path: Path, count: int = 8) -> None:
     """The images with the smallest and largest η; rows have the same order with and without projection."""
     pixels = {
         "MNIST": data_sets.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28),

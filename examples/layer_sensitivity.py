@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from networks import small_alexnet
+from paper_data import PaperData
 from torch import Tensor, nn
 
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.datasets import Readers, real_or_stand_in
-from torchfil.papers.zoo import small_alexnet
 
 TRAINED, SENSITIVITY_EXAMPLES, ATTACKED = 2500, 100, 300
 
 
-def xrays(data: Readers, split: str) -> tuple[Tensor, Tensor, Tensor]:
+def xrays(data: PaperData, split: str) -> tuple[Tensor, Tensor, Tensor]:
     """Images [n, 1, 28, 28] in [0, 1], half of them mirrored; which are mirrored; which show pneumonia."""
     images, pneumonia = data.chest_xrays(split)
     order = torch.randperm(len(images))  # the file is sorted by diagnosis
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
-    data = real_or_stand_in("pneumoniamnist")
+    data = PaperData("pneumoniamnist")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     images, mirrored, _ = xrays(data, "train")

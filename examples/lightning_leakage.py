@@ -11,10 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from paper_data import small_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil.datasets.stand_ins import small_digits, small_digits_in_words
 from torchfil.integrations.lightning import FILCallback
 
 DELTA = 1e-4
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--path", default=None, help="where to write the table, as CSV (confidential)")
     options = parser.parse_args()
 
-    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
+    print("Data: scikit-learn's 1,797 handwritten digits; nothing is downloaded.")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     pl.seed_everything(0)
     images, labels = small_digits()  # [1797, 1, 8, 8], pixels in [0, 1]

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from networks import mnist_cnn
+from paper_data import PaperData, ResidentDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchfil import Accounting, Execution, FILPrivacyEngine, equalise
-from torchfil.datasets import Readers, ResidentDataset, real_or_stand_in
-from torchfil.papers.zoo import mnist_cnn
 from torchfil.utils.files import replaced_when_complete
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -331,7 +331,7 @@ def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def options_and_recipe() -> tuple[argparse.Namespace, Recipe, Readers]:
+def options_and_recipe() -> tuple[argparse.Namespace, Recipe, PaperData]:
     """The command line's options, the recipe, whose fields are all options, and the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -354,7 +354,7 @@ def options_and_recipe() -> tuple[argparse.Namespace, Recipe, Readers]:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=None, choices=choices.get(name), help=f"{default}")
     options = parser.parse_args()
-    data = real_or_stand_in("mnist")
+    data = PaperData("mnist")
     options.quick = options.quick or bool(data.made)
     values: dict[str, Any] = {"batch": 250, "steps": 60, "noise_multiplier": 1.0, "lr": 0.5} if options.quick else {}
     values |= {name: given for name in asdict(Recipe()) if (given := getattr(options, name)) is not None}

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from networks import mnist_cnn
+from paper_data import PaperData
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import PLIS, FILPrivacyEngine, viz
 from torchfil.attribution.exposure import AUROC, auroc
-from torchfil.datasets import real_or_stand_in
-from torchfil.papers.zoo import mnist_cnn
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 EPSILON, DELTA = 1.0, 1e-5
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training each; pictures show the first")
     options = parser.parse_args()
-    data = real_or_stand_in("mnist", "pneumoniamnist")
+    data = PaperData("mnist", "pneumoniamnist")
     digits, test, (xrays, _) = data.mnist(), data.mnist("test"), data.chest_xrays()
     options.out.mkdir(parents=True, exist_ok=True)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from networks import mnist_cnn
+from paper_data import PaperData
 from plis_mnist import DELTA, MAX_GRAD_NORM, number, train, train_privately
 from torch import Tensor, nn
 
 from torchfil import PLIS, viz
-from torchfil.datasets import real_or_stand_in
-from torchfil.papers.zoo import mnist_cnn
 
 DIAGNOSES = ("healthy", "pneumonia")
 SHOWN = 3  # of each end
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
-    data = real_or_stand_in("pneumoniamnist")
+    data = PaperData("pneumoniamnist")
     (images, labels), test = data.chest_xrays(), data.chest_xrays("test")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from paper_data import PaperData, TabularTask
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.attacks import best_guess
-from torchfil.datasets import TabularTask, real_or_stand_in
 from torchfil.guessing import Guess, fano_success, largest_true_positive_rate
 from torchfil.questions import OneHot
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    task = real_or_stand_in("iwpc").iwpc()
+    task = PaperData("iwpc").iwpc()
 
     x = torch.tensor(task.train_inputs, device=options.device)
     y = torch.tensor(task.train_targets, device=options.device)[:, None]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.papers.zoo import mnist_cnn
+from benchmarks import zoo
 from torchfil.private import Private
 
 CLIPS = ("smooth", "gelu", "gelu-paper", "hard", "rsqrt")
@@ -79,22 +79,21 @@ def mlp(batch: int) -> Case:
     return Case(model, nn.CrossEntropyLoss(), torch.randn(batch, 5), torch.randint(3, (batch,)), C=1.4)
 
 
-def cnn(batch: int) -> Case:
+def mnist_cnn(batch: int) -> Case:
     pixels = torch.zeros(1, 28, 28, dtype=torch.bool)
     pixels[:, 4:24:5, 3:27:4] = True
-    private = Private(coordinates=pixels)
+    more: Any = {"private": Private(coordinates=pixels), "mode": "forward", "C": 2.5}
     images, labels = torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
-    return Case(mnist_cnn(), nn.CrossEntropyLoss(), images, labels, private, mode="forward", C=2.5)
+    return Case(zoo.mnist_cnn(), nn.CrossEntropyLoss(), images, labels, **more)
 
 
-def residual(batch: int) -> Case:
+def groupnorm_residual(batch: int) -> Case:
     images, labels = torch.randn(batch, 2, 4, 4), torch.randint(3, (batch,))
     return Case(GroupNormResidual(), nn.CrossEntropyLoss(), images, labels, C=1.8)
 
 
 def transformer(batch: int) -> Case:
-    tokens = torch.randint(11, (batch, 4))
-    private = Private(submodule="embedding")
+    tokens, private = torch.randint(11, (batch, 4)), Private(submodule="embedding")
     return Case(TinyTransformer(), nn.CrossEntropyLoss(), tokens, torch.randint(3, (batch,)), private, C=2.05)
 
 
@@ -108,14 +107,8 @@ def private_target(batch: int) -> Case:
     return Case(model, nn.MSELoss(), torch.randn(batch, 4), torch.randn(batch, 2), Private(target=True), C=2.0)
 
 
-CASES: dict[str, Callable[[int], Case]] = {
-    "mlp": mlp,
-    "mnist_cnn": cnn,
-    "groupnorm_residual": residual,
-    "transformer": transformer,
-    "two_inputs": two_inputs,
-    "private_target": private_target,
-}
+MAKERS = (mlp, mnist_cnn, groupnorm_residual, transformer, two_inputs, private_target)
+CASES: dict[str, Callable[[int], Case]] = {make.__name__: make for make in MAKERS}
 
 
 def build(name: str, batch: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil import zoo
+from benchmarks import zoo
 
 
 def small_case(name: str, n: int = 3) -> tuple[nn.Module, Any, Tensor, Tensor]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from torchfil.cli import main
+from torchfil.cli.demo import small_digits
 from torchfil.report import SavedRun, load, save
 
 pytest.importorskip("sklearn")
@@ -70,15 +71,16 @@ class TestHelp:
     def test_mistakes_in_calling(self) -> None:
         assert refused("gates").startswith("torchfil: No such command 'gates'")
         assert (
-            refused("report", "x.fil") == "torchfil report: Missing option '-o' / '--out'. (see torchfil report --help)"
+            refused("report", "x.parquet")
+            == "torchfil report: Missing option '-o' / '--out'. (see torchfil report --help)"
         )
-        assert "No such option" in refused("inspect", "x.fil", "--everything")
+        assert "No such option" in refused("inspect", "x.parquet", "--everything")
         assert "Invalid value for '--epochs'" in refused("demo", "--epochs", "0")
 
 
 class TestInspect:
     def test_text_and_json(self, tmp_path: Path) -> None:
-        path = run_file(tmp_path / "run.fil")
+        path = run_file(tmp_path / "run.parquet")
         text = call("inspect", path, "--top", 2).stdout
         assert "largest 0.5" in text
         assert "2.5 at δ = 1e-05" in text
@@ -91,25 +93,25 @@ class TestInspect:
     def test_a_run_that_measured_nothing(self, tmp_path: Path) -> None:
         empty = {name: np.zeros(30) for name in ("fil", "participations", "missed")}
         columns = {**empty, "mse_bound": np.full(30, np.inf), "mse_bound_low": np.full(30, np.inf)}
-        path = run_file(tmp_path / "run.fil", columns=columns)
+        path = run_file(tmp_path / "run.parquet", columns=columns)
         assert "30 examples: not spared" in call("inspect", path).stdout
         assert json.loads(call("inspect", path, "--json").stdout)["fil"]["max"] is None
 
     def test_bad_files(self, tmp_path: Path) -> None:
-        assert "no file" in refused("inspect", tmp_path / "none.fil")
-        other = tmp_path / "other.fil"
+        assert "no file" in refused("inspect", tmp_path / "none.parquet")
+        other = tmp_path / "other.parquet"
         other.write_text("no run")
         assert "is not a saved run of torchfil" in refused("inspect", other)
         run_file(other, columns={"squared_norm": np.ones(30)})
         assert "the run has no column 'fil'; it has squared_norm" in refused("inspect", other)
-        whole = run_file(tmp_path / "run.fil").read_bytes()
+        whole = run_file(tmp_path / "run.parquet").read_bytes()
         other.write_bytes(whole[:-5])
         assert "is cut short" in refused("inspect", other)
 
 
 class TestReport:
     def test_page(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         found = call("report", run, "-o", tmp_path / "page", "--quiet")
         assert found.exit_code == 0, found.output
         page = Path(found.stdout.strip())
@@ -120,15 +122,15 @@ class TestReport:
         assert redacted == {"page": str(tmp_path / "public" / "index.html"), "redacted": True}
 
     def test_bad_input(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.txt").write_text("keep")
         assert "is not replaced" in refused("report", run, "-o", tmp_path / "mine")
         assert (tmp_path / "mine" / "thesis.txt").read_text() == "keep"
-        assert "no file" in refused("report", tmp_path / "none.fil", "-o", tmp_path / "page")
+        assert "no file" in refused("report", tmp_path / "none.parquet", "-o", tmp_path / "page")
 
     def test_a_smallest_group_means_something_on_public_pages_alone(self, tmp_path: Path) -> None:
-        run = run_file(tmp_path / "run.fil")
+        run = run_file(tmp_path / "run.parquet")
         told = refused("report", run, "-o", tmp_path / "page", "--min-group", 20)
         assert "--min-group 20 has no effect without --redacted; add --redacted, or leave it out" in told
         assert not (tmp_path / "page").exists()
@@ -141,7 +143,7 @@ class TestDemo:
         (tmp_path / "report").mkdir()
         (tmp_path / "report" / "thesis.txt").write_text("years of work")
         assert "thesis.txt" in refused("demo", "-o", tmp_path)
-        assert not (tmp_path / "digits.fil").exists()
+        assert not (tmp_path / "run.parquet").exists()
 
     def test_ends_with_a_report(self, tmp_path: Path) -> None:
         found = call("demo", "--epochs", 1, "-o", tmp_path / "demo")
@@ -149,7 +151,7 @@ class TestDemo:
         last = found.stdout.strip().splitlines()[-1]
         assert last == f"report: {tmp_path / 'demo' / 'report' / 'index.html'}"
         assert (tmp_path / "demo" / "report" / "index.html").exists()
-        run = load(tmp_path / "demo" / "digits.fil")
+        run = load(tmp_path / "demo" / "run.parquet")
         assert len(run) == 1797
         assert run.pictures is not None
         assert set(run.groups["digit"]) == set("0123456789")
@@ -162,92 +164,11 @@ class TestDemo:
         assert "device 'abacus' cannot be used" in refused("demo", "--device", "abacus", "-o", tmp_path / "demo")
         assert not (tmp_path / "demo").exists()
 
-
-class TestBench:
-    def test_the_small_network(self) -> None:
-        data = json.loads(call("bench", "--batch", 2, "--repeats", 1, "--json").stdout)
-        assert data["steps"][0]["name"] == "stock Opacus (hooks)"
-        assert data["steps"][0]["relative"] == 1
-        assert all(step["milliseconds"] > 0 for step in data["steps"])
-        assert len(data["steps"]) == 5
-
-    @pytest.fixture
-    def jobs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        """A module with jobs in the present folder."""
-        (tmp_path / "jobs_of_mine.py").write_text(
-            textwrap.dedent("""
-            import torch
-            from torch import nn
-
-            class WithLoss(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.head = nn.Linear(3, 2)
-                def forward(self, x, labels=None):
-                    logits = self.head(x)
-                    return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-            BATCH = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-            def good():
-                return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), BATCH, nn.CrossEntropyLoss()
-            def own_loss():
-                return WithLoss(), {"x": BATCH[0], "labels": BATCH[1]}
-            def mixing():
-                return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), BATCH, nn.CrossEntropyLoss()
-            def wrong():
-                return nn.Linear(3, 2)
-            """)
-        )
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.delitem(sys.modules, "jobs_of_mine", raising=False)
-        return "jobs_of_mine"
-
-    def test_a_model_of_ones_own(self, jobs: str) -> None:
-        found = call("bench", "--model", f"{jobs}:good", "--repeats", 1)
-        assert found.exit_code == 0, found.output
-        for part in ("runs, in one recorded pass", "1 (ReLU)", "× stock Opacus (hooks)", "engine.train_step, 3 probes"):
-            assert part in found.stdout
-        data = json.loads(call("bench", "--model", f"{jobs}:good", "--repeats", 1, "--json").stdout)
-        assert data["batch"] == 4
-        assert data["check"]["verdict"] == "recorded"
-        assert [step["failed"] for step in data["steps"]] == [None] * 5
-
-    def test_where_opacus_cannot_plain_training_is_the_unit(self, jobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(job: Any) -> None:
-            raise NotImplementedError("no rule for this layer")
-
-        monkeypatch.setattr("torchfil.cli.timing._opacus_step", fails)
-        data = json.loads(call("bench", "--model", f"{jobs}:own_loss", "--repeats", 1, "--json").stdout)
-        assert data["check"]["loss"] == "the model's own loss on each example alone"
-        assert "let the model also run without labels" in data["check"]["advice"][0]
-        assert (data["steps"][0]["name"], data["steps"][0]["relative"]) == ("plain training", 1)
-        assert data["steps"][-1]["failed"] == "no rule for this layer"
-        assert len(data["steps"]) == 5
-
-    def test_a_refused_model_ends_with_exit_code_1(self, jobs: str) -> None:
-        found = call("bench", "--model", f"{jobs}:mixing", "--repeats", 1)
-        assert found.exit_code == 1
-        assert "is refused" in found.stdout
-        assert "GroupNorm" in found.stdout
-
-    def test_mistakes_are_one_line(self, jobs: str) -> None:
-        assert "must be package.module:function" in refused("bench", "--model", "nothing")
-        assert "has no function 'none'" in refused("bench", "--model", f"{jobs}:none")
-        assert "must return (model, batch)" in refused("bench", "--model", f"{jobs}:wrong")
-        assert "No module named" in refused("bench", "--model", "no_such_module:job")
-        assert "job:f" in refused("bench", "--model", f"{jobs}.py:mixing")
-
-    def test_errors_of_the_users_own_code_are_one_line_with_their_place(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        lines = [
-            "import torch",
-            "def fails(): raise KeyError('lost')",
-            "def misfits(): return torch.nn.Linear(5, 2), (torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))",
-        ]
-        (tmp_path / "failing_job.py").write_text("\n".join(lines))
-        monkeypatch.syspath_prepend(tmp_path)
-        fails, misfits = (refused("bench", "--model", f"failing_job:{name}") for name in ("fails", "misfits"))
-        assert "calling fails(): KeyError: 'lost' (failing_job.py, line 2)" in fails
-        assert "a pass of the model over its batch: RuntimeError: mat1" in misfits
+    def test_digits_are_drawn_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        images, labels, origin = small_digits()
+        assert "drawn by rule" in origin
+        assert images.shape == (1797, 1, 8, 8)
+        assert 0 <= images.min() < images.max() <= 1
+        means = torch.stack([images[labels == label].mean(0) for label in range(10)]).flatten(1)
+        assert (torch.cdist(images.flatten(1), means).argmin(1) == labels).double().mean() > 0.4

@@ -33,7 +33,7 @@ class TestSavedRuns:
     def saved(self, table: Path, *options: Any) -> Any:
         from torchfil.report import load
 
-        path = table.parent / "run.fil"
+        path = table.parent / "run.parquet"
         found = glm(table, "--target", "dose", "--id", "name", "--save", path, "--sigma", "0.1", *options)
         assert found.exit_code == 0, found.output
         assert f"run: {path}" in found.stdout
@@ -69,7 +69,7 @@ class TestSavedRuns:
 
     def test_page_gate_and_inspect(self, table: Path, tmp_path: Path) -> None:
         self.saved(table, "--question", "vkorc1,absent")
-        run, policy = tmp_path / "run.fil", tmp_path / "policy.toml"
+        run, policy = tmp_path / "run.parquet", tmp_path / "policy.toml"
         shown = call("inspect", run).stdout
         assert "the fitted weights, once, with noise σ = 0.1" in shown
         assert "most exposed (closed forms)" in shown
@@ -97,19 +97,19 @@ class TestSavedRuns:
 
     def test_another_sigma_compared(self, table: Path, tmp_path: Path) -> None:
         for sigma in ("0.1", "0.3"):
-            glm(table, "--target", "dose", "--id", "name", "--sigma", sigma, "--save", tmp_path / f"{sigma}.fil")
-        found = json.loads(call("compare", tmp_path / "0.1.fil", tmp_path / "0.3.fil", "--json").stdout)
+            glm(table, "--target", "dose", "--id", "name", "--sigma", sigma, "--save", tmp_path / f"{sigma}.parquet")
+        found = json.loads(call("compare", tmp_path / "0.1.parquet", tmp_path / "0.3.parquet", "--json").stdout)
         assert found["expected"] == pytest.approx(9.0)
         assert found["ratio"] == pytest.approx({"mean": 9.0, "0": 9.0, "0.5": 9.0, "1": 9.0})
         assert (found["less"], found["more"]) == (60, 0)
 
     def test_mistakes(self, table: Path, tmp_path: Path) -> None:
         common = (table, "--target", "dose", "--id", "name")
-        assert "is the data file itself" in refused_glm(*common, "--save", table)
-        assert "is the data file itself" in refused_glm(*common, "--report", table)
+        assert "is the data file" in refused_glm(*common, "--save", table)
+        assert "is the data file" in refused_glm(*common, "--report", table)
         twice = (*common, "--save", tmp_path / "x", "--out", tmp_path / "x")
         assert "written to already" in refused_glm(*twice)
         assert "names a folder" in refused_glm(*common, "--report", tmp_path / "page.html")
         assert "no column 'seks'; did you mean 'sex'" in refused_glm(*common, "--group", "seks")
-        assert not (tmp_path / "run.fil").exists()
+        assert not (tmp_path / "run.parquet").exists()
         assert table.read_text().startswith("name,age")

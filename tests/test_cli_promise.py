@@ -103,7 +103,7 @@ def glm_of(content: bytes, options: list[tuple[str, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.csv"
         path.write_bytes(content)
-        run, page = Path(folder) / "run.fil", Path(folder) / "page"
+        run, page = Path(folder) / "run.parquet", Path(folder) / "page"
         words = [part for pair in options for part in pair]
         code = keeps_the_promise(
             "glm", path, "--target", "y", "--sigma", "1", "--json", "--save", run, "--report", page, *words
@@ -156,7 +156,7 @@ POLICIES = st.one_of(
 def gate_of(policy: bytes, damage: list[tuple[int, int]], cut: int) -> None:
     """A policy of any kind, on a run of which some bytes are others, or that is cut short."""
     with tempfile.TemporaryDirectory() as folder:
-        run, path = run_file(Path(folder) / "run.fil"), Path(folder) / "policy.toml"
+        run, path = run_file(Path(folder) / "run.parquet"), Path(folder) / "policy.toml"
         content = bytearray(run.read_bytes())
         for place, value in damage:
             content[place % len(content)] = value
@@ -165,7 +165,7 @@ def gate_of(policy: bytes, damage: list[tuple[int, int]], cut: int) -> None:
         keeps_the_promise("gate", run, "--policy", path, "--list", Path(folder) / "who.csv", "--json")
         keeps_the_promise("inspect", run, "--json")
         keeps_the_promise("compare", run, run, "-o", Path(folder) / "compared.html", "--json")
-        keeps_the_promise("compare", run_file(Path(folder) / "whole.fil"), run, "--redacted", "--json")
+        keeps_the_promise("compare", run_file(Path(folder) / "whole.parquet"), run, "--redacted", "--json")
         if damage or cut:
             keeps_the_promise("report", run, "-o", Path(folder) / "page", "--redacted")
 
@@ -206,5 +206,5 @@ def test_any_words(words: list[str]) -> None:
 
 def test_json_is_json(tmp_path: Path) -> None:
     """What is infinite or not a number is null."""
-    run = run_file(tmp_path / "run.fil")
+    run = run_file(tmp_path / "run.parquet")
     json.loads(call("inspect", run, "--json").stdout, parse_constant=lambda name: pytest.fail(name))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchfil.utils.csv_files import CHUNK, inert, write_csv
+from torchfil.utils.text import CHUNK, inert, write_csv
 
 FORMULAS = ["=cmd()", "+cmd()", "-cmd()", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "-1+1", "+", "-inf", "-1_000", "＝1"]
 

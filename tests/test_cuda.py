@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -11,14 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import grouped, relative_error
-from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
+from tests.fisher.recorded_cases import Model
+from torchfil import PLIS, FILPrivacyEngine, fisher
 from torchfil.questions import Absent, Label
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+
+
+def looks() -> nn.Module:
+    """A forward pass that looks at a value, which no CUDA graph can."""
+    return Model(lambda m, x: m.layer(x) if x.sum().item() < 1e30 else x, layer=nn.Linear(5, 3))
+
+
+def made_private(
+    module: nn.Module, x: Tensor, y: Tensor, batch_size: int, lr: float = 0.1, **more: Any
+) -> tuple[Any, Any]:
+    """An engine on the GPU, and its loader."""
+    engine, module = FILPrivacyEngine(), module.cuda()
+    data = DataLoader(TensorDataset(x, y), batch_size=batch_size, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    noise = torch.Generator("cuda").manual_seed(2)
+    given = {"criterion": nn.CrossEntropyLoss(), "noise_generator": noise, "seed": 3, **SETTINGS, **more}
+    return engine, engine.make_private(module, optimizer, data, **grouped(**given))[2]
 
 
 def peak_bytes(max_memory: int, estimator: str) -> int:
@@ -27,17 +45,8 @@ def peak_bytes(max_memory: int, estimator: str) -> int:
     x, y = torch.rand(1024, 1, 28, 28, device="cuda"), torch.randint(10, (1024,), device="cuda")
 
     def trace(rows: slice) -> None:
-        fisher.fim_trace(
-            model,
-            nn.CrossEntropyLoss(),
-            x[rows],
-            y[rows],
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-            estimator=estimator,
-            num_probes=2,
-            max_memory=max_memory,
-        )
+        options: dict[str, Any] = {"estimator": estimator, "num_probes": 2, "max_memory": max_memory}
+        fisher.fim_trace(model, nn.CrossEntropyLoss(), x[rows], y[rows], **SETTINGS, **options)
 
     trace(slice(0, 2))  # the libraries' own workspaces come with their first use
     torch.cuda.synchronize()
@@ -69,9 +78,8 @@ def test_same_probes_same_numbers_as_on_the_cpu_up_to_the_device_generator() -> 
     torch.manual_seed(0)
     model = zoo.mnist_cnn().double()
     x, y = torch.rand(4, 1, 28, 28).double(), torch.randint(10, (4,))
-    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "estimator": "exact"}
-    cpu = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, **settings).value
-    gpu = fisher.fim_trace(model.cuda(), nn.CrossEntropyLoss(), x.cuda(), y.cuda(), **settings).value
+    cpu = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **SETTINGS).value
+    gpu = fisher.fim_trace(model.cuda(), nn.CrossEntropyLoss(), x.cuda(), y.cuda(), estimator="exact", **SETTINGS).value
     assert relative_error(gpu, cpu) < 1e-8
 
 
@@ -115,8 +123,7 @@ def test_plis_agrees_with_the_cpu(private: bool) -> None:
 
 
 def test_plis_falls_back_by_itself() -> None:
-    model = _Looks().cuda()
-    plis = PLIS(model, nn.CrossEntropyLoss())
+    plis = PLIS(looks().cuda(), nn.CrossEntropyLoss())
     x, y = torch.randn(6, 5, device="cuda"), torch.arange(6, device="cuda") % 3
     first, second, third = (plis.attribute(x, y) for _ in range(3))
     assert torch.equal(first, second)
@@ -135,99 +142,42 @@ def test_softmax_regression_agrees_with_the_cpu() -> None:
         assert all(relative_error(torch.as_tensor(g), torch.as_tensor(w)) < 1e-9 for w, g in values)
 
 
-class _Looks(nn.Module):
-    """A forward pass that looks at a value, which no CUDA graph can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) if x.sum().item() < 1e30 else x
-
-
-@pytest.mark.parametrize("module", [nn.Linear(5, 3), _Looks()])
+@pytest.mark.parametrize("module", [nn.Linear(5, 3), looks()])
 def test_a_step_falls_back_by_itself(module: nn.Module) -> None:
     """With a graph, without one, and after a capture that failed: the same weights, and random numbers go on."""
-    results = []
+    results, x = [], torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
     for graphs in (True, False):
-        engine = FILPrivacyEngine()
-        model = copy.deepcopy(module).double().cuda()
-        inputs = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
-        dataset = TensorDataset(inputs, torch.arange(40) % 3)
-        loader = DataLoader(dataset, batch_size=8, generator=torch.Generator().manual_seed(1))
-        noise = torch.Generator(device="cuda").manual_seed(2)
-        _, _, private = engine.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            loader,
-            **grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, seed=3, cuda_graphs=graphs),
-        )
-        for x, y in private:
-            engine.train_step(x, y)
+        model = copy.deepcopy(module).double()
+        engine, loader = made_private(model, x, torch.arange(40) % 3, 8, cuda_graphs=graphs)
+        for batch in loader:
+            engine.train_step(*batch)
         torch.rand(3, device="cuda")
         results.append((torch.cat([p.detach().flatten() for p in model.parameters()]), engine.get_fil().value))
     assert relative_error(results[0][0], results[1][0]) < 1e-10
     assert relative_error(results[0][1], results[1][1]) < 1e-8
 
 
-class _Root(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A derivative that is not finite where all inputs are 0."""
-        result: torch.Tensor = self.head(self.body(x).square().sqrt())
-        return result
-
-
 def test_a_gradient_that_is_not_finite_is_told_of_at_the_next_step() -> None:
+    """A derivative that is not finite where all inputs are 0."""
     x, y = torch.randn(24, 3), torch.randint(2, (24,))
     x[8] = 0.0
-    module = _Root().cuda()
-    engine = FILPrivacyEngine()
-    _, _, loader = engine.make_private(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.0),
-        DataLoader(TensorDataset(x, y), batch_size=6),
-        poisson_sampling=False,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        criterion=nn.CrossEntropyLoss(),
-    )
-    with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
-        for inputs, targets in loader:
-            engine.train_step(inputs, targets)
+    body, head = nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
+    module = Model(lambda m, x: m.head(m.body(x).square().sqrt()), body=body, head=head)
+    engine, loader = made_private(module, x, y, 6, lr=0.0, poisson_sampling=False)
+    with pytest.raises(RuntimeError, match="last step"):
+        for batch in loader:
+            engine.train_step(*batch)
     assert engine.leakage()["participations"].tolist() == [1] * 12 + [0] * 12
 
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_captured_pass_does_not_serve_another_argument(flag: bool) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-        def forward(self, x: torch.Tensor, *, large: bool) -> torch.Tensor:
-            """Three times as large, or not."""
-            result: torch.Tensor = self.inner(x) * (3.0 if large else 1.0)
-            return result
-
     torch.manual_seed(0)
-    x, y = torch.randn(24, 3), torch.randint(2, (24,))
-    start, norms = Scaled().cuda(), []
+    x, y, norms = torch.randn(24, 3), torch.randint(2, (24,)), []
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    start = Model(lambda m, x, *, large: m.inner(x) * (3.0 if large else 1.0), inner=inner)
     for first in (flag, not flag):
-        module, engine = copy.deepcopy(start), FILPrivacyEngine()
-        _, _, loader = engine.make_private(
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.0),
-            DataLoader(TensorDataset(x, y), batch_size=6),
-            poisson_sampling=False,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            criterion=nn.CrossEntropyLoss(),
-        )
+        engine, loader = made_private(copy.deepcopy(start), x, y, 6, lr=0.0, poisson_sampling=False)
         for k, (inputs, targets) in enumerate(loader):
             engine.train_step({"x": inputs, "large": first if k < 2 else flag}, targets)
         norms.append(torch.tensor(engine.leakage()["squared_norm"].tolist()))
@@ -240,25 +190,16 @@ def test_questions_in_a_captured_pass() -> None:
 
     def divergences(graphs: bool) -> Tensor:
         torch.manual_seed(0)
-        model = zoo.mnist_cnn().double().cuda()
-        engine = FILPrivacyEngine()
-        data = TensorDataset(torch.rand(96, 1, 28, 28).double().cuda(), torch.randint(10, (96,)).cuda())
-        options = grouped(num_probes=1, seed=3, cuda_graphs=graphs, questions={"label": Label(3), "member": Absent()})
-        _, _, loader = engine.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            DataLoader(data, batch_size=24, generator=torch.Generator().manual_seed(1)),
-            noise_multiplier=1.0,
-            max_grad_norm=0.5,
-            noise_generator=torch.Generator("cuda").manual_seed(5),
-            criterion=nn.CrossEntropyLoss(),
-            **options,
+        model, x, y = (
+            zoo.mnist_cnn().double(),
+            torch.rand(96, 1, 28, 28).double().cuda(),
+            torch.randint(10, (96,)).cuda(),
         )
-        for _ in range(2):
-            for x, y in loader:
-                engine.train_step(x, y)
-        return torch.cat(
-            [engine.get_guess("label").divergence.value.flatten(), engine.get_guess("member").divergence.value]
-        )
+        asked = {"label": Label(3), "member": Absent()}
+        options: dict[str, Any] = {"num_probes": 1, "cuda_graphs": graphs, "questions": asked, "max_grad_norm": 0.5}
+        engine, loader = made_private(model, x, y, 24, **options)
+        for batch in itertools.chain(loader, loader):
+            engine.train_step(*batch)
+        return torch.cat([engine.get_guess(name).divergence.value.flatten() for name in asked])
 
     torch.testing.assert_close(divergences(True), divergences(False), rtol=1e-8, atol=1e-12)

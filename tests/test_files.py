@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.engine.loops import data, train
+from torchfil.utils import files
 from torchfil.utils.files import replaced_when_complete, temporary_beside, write_bytes
 
 
@@ -45,69 +46,52 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class TestLeftovers:
-    def test_of_a_killed_process_go_with_the_next_file_in_the_folder(self, tmp_path: Path) -> None:
-        with killed_while_writing(tmp_path / "run.pt"):
-            write_bytes(tmp_path / "other.pt", b"new")
-            assert len(names(tmp_path)) == 2, "what a living process writes is left alone"
-        assert len(names(tmp_path)) == 2
-        write_bytes(tmp_path / "other.pt", b"newer")
-        assert names(tmp_path) == ["other.pt"]
-
-    def test_a_folder_that_was_being_replaced_comes_back(self, tmp_path: Path) -> None:
-        (tmp_path / "report.v1").mkdir()
-        (tmp_path / "report.v1" / "index.html").write_text("old")
-        with killed_while_writing(tmp_path / "report.v1", folder=True):
-            assert not (tmp_path / "report.v1").exists()
-        write_bytes(tmp_path / "other", b"")
-        assert names(tmp_path) == ["other", "report.v1"]
-        assert (tmp_path / "report.v1" / "index.html").read_text() == "old"
-
-    def test_other_hidden_files_are_left_alone(self, tmp_path: Path) -> None:
-        for name in (".x.tmp", "x.torchfil-tmp"):
-            (tmp_path / name).write_text("somebody's")
-        write_bytes(tmp_path / "run.pt", b"")
-        assert names(tmp_path) == [".x.tmp", "run.pt", "x.torchfil-tmp"]
-
-    def test_one_that_is_taken_before_it_is_locked_is_made_anew(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from torchfil.utils import files
-
-        taken = []
-
-        class Taking:
-            LOCK_EX, LOCK_NB = files.fcntl.LOCK_EX, files.fcntl.LOCK_NB
-
-            @staticmethod
-            def flock(handle: int, how: int) -> None:
-                if not taken:
-                    taken.extend(names(tmp_path))
-                    os.unlink(tmp_path / taken[0])
-
-        monkeypatch.setattr(files, "fcntl", Taking)
-        write_bytes(tmp_path / "run.pt", b"whole")
-        assert taken
-        assert names(tmp_path) == ["run.pt"]
+def test_leftovers_of_a_killed_process_go_with_the_next_file_in_the_folder(tmp_path: Path) -> None:
+    for name in (".x.tmp", "x.torchfil-tmp"):  # other hidden files are left alone
+        (tmp_path / name).write_text("somebody's")
+    with killed_while_writing(tmp_path / "run.pt"):
+        write_bytes(tmp_path / "other.pt", b"new")
+        assert len(names(tmp_path)) == 4, "what a living process writes is left alone"
+    assert len(names(tmp_path)) == 4
+    write_bytes(tmp_path / "other.pt", b"newer")
+    assert names(tmp_path) == [".x.tmp", "other.pt", "x.torchfil-tmp"]
 
 
-class TestErrors:
-    def test_they_name_the_file_and_not_the_temporary(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError) as found:
-            write_bytes(tmp_path / "nowhere" / "run.pt", b"")
-        assert found.value.filename == str(tmp_path / "nowhere" / "run.pt")
-        (tmp_path / "folder").mkdir()
-        with pytest.raises(OSError, match="folder") as error:
-            write_bytes(tmp_path / "folder", b"")
-        assert error.value.filename == str(tmp_path / "folder")
-        assert names(tmp_path) == ["folder"]
+def test_a_folder_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "report.v1").mkdir()
+    (tmp_path / "report.v1" / "index.html").write_text("old")
+    with killed_while_writing(tmp_path / "report.v1", folder=True):
+        assert not (tmp_path / "report.v1").exists()
+    write_bytes(tmp_path / "other", b"")
+    assert names(tmp_path) == ["other", "report.v1"]
+    assert (tmp_path / "report.v1" / "index.html").read_text() == "old"
 
-    def test_others_come_through(self, tmp_path: Path) -> None:
-        with pytest.raises(KeyError), replaced_when_complete(tmp_path / "run.pt"):
-            raise KeyError("x")
-        with pytest.raises(PermissionError), temporary_beside(tmp_path / "run.pt"):
-            raise PermissionError(13, "no", "elsewhere")
-        assert names(tmp_path) == []
+
+def test_one_that_is_taken_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def flock(handle: int, how: int) -> None:
+        if not taken:
+            taken.extend(names(tmp_path))
+            os.unlink(tmp_path / taken[0])
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    write_bytes(tmp_path / "run.pt", b"whole")
+    assert taken
+    assert names(tmp_path) == ["run.pt"]
+
+
+def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for place, kind in (("nowhere/run.pt", FileNotFoundError), ("folder", OSError)):
+        with pytest.raises(kind) as found:
+            write_bytes(tmp_path / place, b"")
+        assert found.value.filename == str(tmp_path / place)
+    with pytest.raises(KeyError), replaced_when_complete(tmp_path / "run.pt"):
+        raise KeyError("x")
+    with pytest.raises(PermissionError), temporary_beside(tmp_path / "run.pt"):
+        raise PermissionError(13, "no", "elsewhere")
+    assert names(tmp_path) == ["folder"]
 
 
 def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.AbstractContextManager[None]]) -> None:
@@ -118,16 +102,15 @@ def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.Abstra
     saves: dict[str, Callable[[Path], Any]] = {
         "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
         "folder/": lambda path: engine.save_checkpoint(path=f"{path}/", **parts),
-        "run.fil": lambda path: engine.save_run(path, **about),
+        "run.parquet": lambda path: engine.save_run(path, **about),
         "report": lambda path: engine.report(path, **about),
     }
     for name, save in saves.items():
         save(folder / name)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
     with full(folder):
         for name, save in saves.items():
-            with pytest.raises(OSError, match="MiB are free on that disk. The earlier file is intact") as no:
+            with pytest.raises(OSError, match="The earlier file is intact") as no:
                 save(folder / name)
             assert no.value.filename == str(folder / name) + "/" * name.endswith("/")
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -165,11 +148,7 @@ def test_a_full_disk_keeps_what_stood_there(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("no tmpfs can be mounted here")
     code = f"from tests import test_files as t; t.check_nothing_is_lost(t.Path({str(tmp_path)!r}), t.filled)"
-    ended = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        check=False,
-    )
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code]
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert ended.returncode == 0, ended.stderr

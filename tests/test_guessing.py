@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import optimize, special
 from torch import Tensor
 
+from tests.refused import all_refused
 from torchfil import guessing
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.fisher.results import Estimate
@@ -29,14 +30,6 @@ def binary(true: float, false: float) -> float:
 
 
 # --- the trade-off of true and false positives
-
-
-def test_values_of_the_design_notes() -> None:
-    alphas = [0.01, 0.05, 0.1, 0.3]
-    bound = guessing.largest_true_positive_rate(0.2354, alphas)
-    limit = guessing.normal_limit_true_positive_rate(0.2354, alphas)
-    np.testing.assert_allclose(bound, [0.135, 0.256, 0.355, 0.633], atol=6e-4)
-    np.testing.assert_allclose(limit, [0.051, 0.169, 0.276, 0.564], atol=6e-4)
 
 
 @quick
@@ -58,28 +51,6 @@ def test_rate_against_a_root_finder(divergence: float, alpha: float) -> None:
     assert got == pytest.approx(want, abs=1e-12)
 
 
-@quick
-@given(st.floats(0, 20), st.floats(0, 5), st.floats(0, 1))
-def test_more_divergence_means_more(divergence: float, more: float, alpha: float) -> None:
-    for function in (
-        guessing.largest_true_positive_rate,
-        guessing.normal_limit_true_positive_rate,
-        guessing.largest_success,
-    ):
-        low, high = function([divergence, divergence + more], alpha).tolist()
-        assert alpha - 1e-12 <= low <= high <= 1
-    prior = min(max(alpha, 1e-6), 1 - 1e-6)
-    for function in (
-        guessing.expected_posterior_bound,
-        lambda d, p: guessing.expected_log_posterior_bound(d, p).exp(),
-        lambda d, p: guessing.fano_success(d, [p, (1 - p) / 4, 3 * (1 - p) / 4]),
-    ):
-        low, high = function([divergence, divergence + more], prior).tolist()
-        assert prior - 1e-12 <= low <= high <= 1
-    low, high = guessing.largest_total_variation([divergence, divergence + more]).tolist()
-    assert 0 <= low <= high <= 1
-
-
 def test_no_divergence_and_any() -> None:
     alphas = torch.tensor([0.0, 1e-12, 0.01, 0.5, 1.0], dtype=torch.float64)
     for function in (guessing.largest_true_positive_rate, guessing.normal_limit_true_positive_rate):
@@ -99,25 +70,6 @@ def test_small_divergences_keep_their_digits() -> None:
     divergence = torch.tensor([1e-12, 1e-18, 1e-24], dtype=torch.float64)
     gain = guessing.largest_true_positive_rate(divergence, 0.5) - 0.5
     np.testing.assert_allclose(gain, (divergence / 2).sqrt(), rtol=1e-4, atol=2e-16)
-
-
-def test_total_variation_is_the_smaller_of_both() -> None:
-    divergence = torch.linspace(0.01, 5, 100, dtype=torch.float64)
-    got = guessing.largest_total_variation(divergence)
-    want = torch.minimum((divergence / 2).sqrt(), (1 - (-divergence).exp()).sqrt())
-    torch.testing.assert_close(got, want)
-
-    # neither is below what a binary release attains
-    for alpha in (0.05, 0.3, 0.6):
-        assert (guessing.largest_true_positive_rate(divergence, alpha) - alpha <= got + 1e-12).all()
-
-
-def test_a_gaussian_release_attains_the_normal_limit() -> None:
-    shift, alpha = 1.7, 0.02
-    want = special.ndtr(special.ndtri(alpha) + shift)
-    got = guessing.normal_limit_true_positive_rate(shift**2 / 2, alpha)
-    assert got.item() == pytest.approx(want, rel=1e-12)
-    assert got < guessing.largest_true_positive_rate(shift**2 / 2, alpha)
 
 
 # --- posteriors and several answers
@@ -306,21 +258,16 @@ def test_guess_among_several() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="divergence=-0.1 must be ≥ 0; .* clamp"):
-        guessing.largest_true_positive_rate(-0.1, 0.1)
-    with pytest.raises(ValueError, match="divergence=nan"):
-        guessing.largest_total_variation([0.1, math.nan])
-    with pytest.raises(ValueError, match=r"false_positive_rate=1.2 must lie in \[0, 1\]"):
-        guessing.normal_limit_true_positive_rate(0.1, 1.2)
-    with pytest.raises(ValueError, match="prior=1 must lie strictly between"):
-        guessing.expected_posterior_bound(0.1, 1.0)
-    with pytest.raises(ValueError, match="sum to 1"):
-        guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4])
-    with pytest.raises(ValueError, match="one entry per answer"):
-        guessing.divergence_from_mixture([0.1], [0.5, 0.5])
-    with pytest.raises(ValueError, match="prior=0 must be a number of answers"):
-        guessing.fano_success(0.1, 0)
-    with pytest.raises(ValueError, match="2 names for 1 columns"):
-        Guess(estimate(0.1), ("a", "b"))
-    with pytest.raises(ValueError, match=r"shape \(\)"):
-        Guess(Estimate.exact(torch.tensor(0.1)))
+    all_refused(
+        {
+            "divergence=.*clamp": lambda: guessing.largest_true_positive_rate(-0.1, 0.1),
+            "divergence=.*nan": lambda: guessing.largest_total_variation([0.1, math.nan]),
+            "false_positive_rate=": lambda: guessing.normal_limit_true_positive_rate(0.1, 1.2),
+            "prior=.*strictly": lambda: guessing.expected_posterior_bound(0.1, 1.0),
+            "sum to 1": lambda: guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4]),
+            "one entry per answer": lambda: guessing.divergence_from_mixture([0.1], [0.5, 0.5]),
+            "number of answers": lambda: guessing.fano_success(0.1, 0),
+            "2 names for 1": lambda: Guess(estimate(0.1), ("a", "b")),
+            r"shape \(\)": lambda: Guess(Estimate.exact(torch.tensor(0.1))),
+        }
+    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.cases import CASES, CLIPS, DEVICE, build
-from torchfil import PLIS, Private, exposure, fisher, zoo
+from tests.refused import all_refused
+from torchfil import PLIS, exposure, fisher, zoo
 from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
@@ -83,33 +84,6 @@ def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> 
     assert set(got) == set(want)
     for key, values in want.items():
         assert torch.allclose(got[key], values, rtol=1e-8, atol=1e-10, equal_nan=True)
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_it_is_the_finite_difference_of_the_privacy_loss(private: bool) -> None:
-    case = build("groupnorm_residual", 3)
-    options: dict[str, Any] = {"noise_std": STD, "max_grad_norm": C} if private else {}
-    plis = PLIS(case.model, case.loss_fn, **options)
-    got = plis.attribute(case.inputs, case.targets)
-    for pixel in ((0, 1, 2), (1, 3, 0)):
-        step = torch.zeros_like(case.inputs)
-        step[:, pixel[0], pixel[1], pixel[2]] = 1e-5
-        upper = plis.privacy_loss(case.inputs + step, case.targets)
-        lower = plis.privacy_loss(case.inputs - step, case.targets)
-        assert torch.allclose(got[:, pixel[0], pixel[1], pixel[2]], (upper - lower) / 2e-5, rtol=1e-6, atol=1e-9)
-
-
-def test_tokens_are_attributed_at_the_embedding() -> None:
-    torch.manual_seed(1)
-    model = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
-    tokens, y = torch.randint(20, (4, 6)), torch.randint(3, (4,))
-    plis = PLIS(model, nn.CrossEntropyLoss(), private=Private(submodule="embedding"))
-    got = plis.attribute(tokens, y)
-    assert got.shape == (4, 6, 8)
-    assert plis.method == "recorded pass"
-    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="embedding"))
-    want = 2 * gradients.vjp(gradients.gradients()).reshape(4, 6, 8)
-    assert torch.allclose(got, want, rtol=1e-8, atol=1e-12)
 
 
 class TestChunks:
@@ -195,12 +169,15 @@ class TestNorms:
 
 def test_refusals() -> None:
     model = zoo.mnist_cnn()
-    with pytest.raises(ValueError, match="noise_std=0 must be positive"):
-        PLIS(model, nn.CrossEntropyLoss(), noise_std=0)
-    with pytest.raises(ValueError, match="clip='soft' is not a registered clip function"):
-        PLIS(model, nn.CrossEntropyLoss(), max_grad_norm=1.0, clip="soft")
-    with pytest.raises(ValueError, match="nothing private to measure"):
-        PLIS(model, nn.CrossEntropyLoss()).attribute(torch.zeros(1, 1, 28, 28, dtype=torch.long), torch.zeros(1).long())
+    all_refused(
+        {
+            "noise_std=0 must be positive": lambda: PLIS(model, nn.CrossEntropyLoss(), noise_std=0),
+            "clip='soft'": lambda: PLIS(model, nn.CrossEntropyLoss(), max_grad_norm=1.0, clip="soft"),
+            "nothing private to measure": lambda: PLIS(model, nn.CrossEntropyLoss()).attribute(
+                torch.zeros(1, 1, 28, 28, dtype=torch.long), torch.zeros(1).long()
+            ),
+        }
+    )
 
 
 class TestExposure:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
-from torchfil.papers.zoo import mnist_cnn
+from benchmarks.zoo import mnist_cnn
+from tests.paper_files import real_data
 
 pytest.importorskip("matplotlib")
 import plis_mnist
@@ -33,10 +33,8 @@ def test_figure_2_an_x_ray_among_digits_has_a_high_plis() -> None:
 
     The clipped reading misses them: labelled at random, their gradients are clipped and their slope is gone.
     """
-    try:
-        (images, labels), (xrays, _) = mnist(), chest_xrays()
-    except DataNotFoundError as error:
-        pytest.skip(str(error))
+    data = real_data("mnist", "pneumoniamnist")
+    (images, labels), (xrays, _) = data.mnist(), data.chest_xrays()
     torch.manual_seed(0)
     rows = torch.randperm(len(images))[:8000]
     images, labels = images[rows], labels[rows]

@@ -64,7 +64,7 @@ def test_labels_tokens_regions() -> None:
         (lambda: Column(0, values=(1.0, 2.0), names=("a",)), "1 entries for 2 answers"),
         (lambda: OneHot((0,)), "at least two answers"),
         (lambda: OneHot((0, 1), high=(1.0,)), "1 values for 2 columns"),
-        (lambda: Label(1), "at least two classes"),
+        (lambda: Label(1), "two classes"),
         (lambda: Token(0, ()), "no values"),
         (lambda: Change({}), "at least one answer"),
         (lambda: Change({"a": 3}), "give a function"),  # type: ignore[dict-item]

@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
+from paper_data import SOURCES
+
 from benchmarks.reproduce import records
 from benchmarks.reproduce.page import PICTURES, joined, page
 from benchmarks.reproduce.registry import ROWS, chosen
 from benchmarks.reproduce.rows import PAPERS, Outcome, Row, Run, check_near, check_that, verdict_of
-from torchfil.datasets import SOURCES, stand_ins
+from tests.paper_files import few_made_up
 
 ROOT = Path(__file__).parents[1]
 BY_ID = {row.id: row for row in ROWS}
@@ -71,25 +73,14 @@ def test_results_from_before_are_documented_where_they_say() -> None:
         assert [quote for quote in row.earlier.quotes if quote not in text] == [], row.id
 
 
-@pytest.fixture
-def few_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins of few rows, forests of few trees: what is learned is not looked at here."""
-    ensemble = pytest.importorskip("sklearn.ensemble")
-    forest = ensemble.RandomForestClassifier
-    monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
-    for name, count in (("mnist", 200), ("chest_xrays", 60), ("cifar10", 80)):
-        whole = getattr(stand_ins, name)
-        monkeypatch.setattr(stand_ins, name, lambda *args, w=whole, n=count: tuple(part[:n] for part in w(*args)))
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("few_made_up")
 @pytest.mark.parametrize(
     "name", [pytest.param(row.id, marks=[] if row.id in QUICK else [pytest.mark.slow]) for row in RUN]
 )
-def test_every_row_runs_on_made_up_data(name: str, tmp_path: Path) -> None:
+def test_every_row_runs_on_made_up_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The made-up data are few and the steps too: no result is looked at, but that there is one and it is told so."""
     pytest.importorskip("torchmetrics" if name.startswith("plis") else "sklearn")
+    few_made_up(monkeypatch, digits=200, chests=60, stripes=80)
     row = BY_ID[name]
     record = records.measured(row, Run(tmp_path, tiny=True))
     assert "failed" not in record, record.get("failed")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchfil.papers.zoo import cifar_cnn, mnist_cnn
+from benchmarks.zoo import cifar_cnn, mnist_cnn
 from torchfil.smoothness import NonSmoothModuleError, SmoothnessValidator, register_smoothness_rule
 
 
@@ -61,10 +61,6 @@ def test_fix_replaces_by_the_users_choice_and_keeps_shapes(activation: str, kind
     assert all(torch.equal(before[key], value) for key, value in fixed.state_dict().items())
 
 
-def test_a_single_layer_can_be_fixed() -> None:
-    assert isinstance(SmoothnessValidator.fix(nn.ReLU()), nn.Tanh)
-
-
 def test_a_shared_layer_stays_shared() -> None:
     relu = nn.ReLU()
     fixed = SmoothnessValidator.fix(nn.Sequential(relu, nn.Linear(2, 2), relu))
@@ -99,19 +95,14 @@ def test_functions_called_in_forward_are_seen_by_running_the_model() -> None:
 
 
 def test_dilated_max_pooling_and_unknown_activations_are_refused() -> None:
-    with pytest.raises(NonSmoothModuleError, match="dilated max pooling has no average-pooling counterpart"):
+    with pytest.raises(NonSmoothModuleError, match="dilated"):
         SmoothnessValidator.fix(nn.MaxPool2d(2, dilation=2))
     model = nn.Sequential(nn.MaxPool2d(2, dilation=2), nn.ReLU())
     found = SmoothnessValidator.validate(model, example_inputs=torch.rand(2, 1, 8, 8))
     assert [str(error).split(":")[0] for error in found][:2] == ["0 (MaxPool2d)", "1 (ReLU)"]
     assert not SmoothnessValidator.is_valid(model, example_inputs=torch.rand(2, 1, 8, 8))
-    with pytest.raises(ValueError, match=r"activation='relu' is unknown; use one of tanh, gelu, softplus, silu"):
+    with pytest.raises(ValueError, match="activation='relu'"):
         SmoothnessValidator.fix(nn.ReLU(), activation="relu")
-
-
-def test_what_cannot_be_fixed_is_still_named() -> None:
-    fixed = SmoothnessValidator.fix(nn.Sequential(nn.FractionalMaxPool2d(2, output_size=2)))
-    assert not SmoothnessValidator.is_valid(fixed)
 
 
 def test_users_can_register_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import SmoothnessValidator, zoo
+from benchmarks import zoo
+from torchfil import SmoothnessValidator
 
 IMAGE_NETWORKS: dict[str, Callable[..., nn.Sequential]] = {"small_alexnet": zoo.small_alexnet, "vgg11": zoo.vgg11}
 
@@ -38,21 +39,6 @@ def test_the_layers_are_those_of_the_paper() -> None:
     pools = [name for name, module in vgg.named_children() if isinstance(module, nn.MaxPool2d)]
     assert pools == ["pool6", "pool7", "pool8"]
     assert sum(isinstance(module, nn.ReLU) for module in vgg) == 10  # every layer but the output
-
-
-def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="smaller than 8"):
-        zoo.vgg11(image_size=(7, 30))
-    with pytest.raises(ValueError, match="pool='mean'"):
-        zoo.small_alexnet(pool="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="depth=0"):
-        zoo.fcnet(depth=0)
-    with pytest.raises(ValueError, match="multiple of heads"):
-        zoo.token_transformer(width=6, heads=4)
-    with pytest.raises(ValueError, match="patches of 5×5"):
-        zoo.vit_tiny(patch=5)
-    with pytest.raises(ValueError, match="9 tokens are more than length=8"):
-        zoo.token_transformer(length=8)(torch.zeros(1, 9, dtype=torch.long))
 
 
 def test_the_encoder_layer_is_torchs_own() -> None:

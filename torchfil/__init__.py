@@ -13,19 +13,19 @@ torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds compar
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchfil import attacks, attribution, bounds, clipping, datasets, fisher, smoothness, viz
 from torchfil._version import __version__
-from torchfil.attacks import BoundComparison, compare_with_bounds
-from torchfil.attribution import PLIS, exposure
-from torchfil.clipping import available_clips, register_clip
-from torchfil.papers import zoo
-from torchfil.private import Private, superpixel
-from torchfil.smoothness import SmoothnessValidator
 
 if TYPE_CHECKING:
+    from torchfil import attacks, attribution, bounds, clipping, fisher, glm, smoothness, viz
+    from torchfil.attacks import BoundComparison, compare_with_bounds
+    from torchfil.attribution import PLIS, exposure
+    from torchfil.clipping import available_clips, register_clip
     from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check, equalise
+    from torchfil.private import Private, superpixel
+    from torchfil.smoothness import SmoothnessValidator
 
 __all__ = [
     "PLIS",
@@ -43,22 +43,31 @@ __all__ = [
     "check",
     "clipping",
     "compare_with_bounds",
-    "datasets",
     "equalise",
     "exposure",
     "fisher",
+    "glm",
     "register_clip",
     "smoothness",
     "superpixel",
     "viz",
-    "zoo",
 ]
+
+_FOLDERS = ("attacks", "attribution", "bounds", "clipping", "engine", "fisher", "glm", "smoothness", "viz")
+_HOMES = {
+    **dict.fromkeys(("BoundComparison", "compare_with_bounds"), "attacks"),
+    **dict.fromkeys(("PLIS", "exposure"), "attribution"),
+    **dict.fromkeys(("available_clips", "register_clip"), "clipping"),
+    **dict.fromkeys(("Accounting", "Execution", "FILPrivacyEngine", "check", "equalise"), "engine"),
+    **dict.fromkeys(("Private", "superpixel"), "private"),
+    "SmoothnessValidator": "smoothness",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is imported when asked for, so that the functional core stands without Opacus."""
-    if name in ("Accounting", "Execution", "FILPrivacyEngine", "check", "equalise"):
-        from torchfil import engine
-
-        return getattr(engine, name)
+    """Everything is imported when asked for: a start takes no time, and the functional core stands without Opacus."""
+    if name in _FOLDERS:
+        return importlib.import_module(f"torchfil.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"torchfil.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'torchfil' has no attribute {name!r}")

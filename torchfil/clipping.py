@@ -27,6 +27,8 @@ from scipy import optimize
 from torch import Tensor
 from torch.func import grad, vmap
 
+from torchfil.utils.errors import require
+
 __all__ = [
     "DEFAULT_CLIP",
     "ClipFunction",
@@ -112,13 +114,12 @@ def check_clip_weights(weights: Tensor, ids: Sequence[Hashable] | None = None) -
         return
     row = outside[0]
     value, name = float(weights[row]), row if ids is None else ids[row]
-    more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
-    if value > 1:
-        why = "its clipped gradient could exceed max_grad_norm, and ε would be too small; give at most 1"
-    elif value == 0:
+    why = "its clipped gradient could exceed max_grad_norm, and ε would be too small; give at most 1"
+    if value == 0:
         why = "an example that adds nothing must not be in the data set at all; leave it out, or give a small weight"
-    else:
+    elif not value > 1:
         why = "a weight shrinks a gradient; give a number above 0 and at most 1"
+    more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
     raise ValueError(f"clip_weights of example {name!r} is {value:g}{more}, not in (0, 1]: {why}")
 
 
@@ -134,11 +135,8 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
     """The clip function of that name (a :class:`ClipFunction` is returned unchanged)."""
     if isinstance(clip, ClipFunction):
         return clip
-    if clip not in _REGISTRY:
-        raise ValueError(
-            f"clip={clip!r} is not a registered clip function; the registered ones are {', '.join(available_clips())}. "
-            "Register your own with torchfil.clipping.register_clip."
-        )
+    known = f"clip={clip!r} is not a registered clip function ({', '.join(available_clips())})"
+    require(clip in _REGISTRY, f"{known}; register your own with torchfil.clipping.register_clip")
     return _REGISTRY[clip]
 
 
@@ -150,35 +148,19 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
             gradient is divided by c(0)); or t / c(t) still grows at an end of the grid, so no norm bound is known.
     """
     given = c(torch.from_numpy(_RATIO_GRID))
-    if not isinstance(given, Tensor):
-        raise ValueError(
-            f"a clip function must return a tensor of its argument's shape, got {type(given).__name__}; compute c(t) "
-            "with torch functions of t"
-        )
-
-    # c must be elementwise, finite and positive
+    shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    require(shape == _RATIO_GRID.shape, f"a clip function must be elementwise on tensors, got {shape}")
     values = given.detach().to(torch.float64).numpy()
-    if values.shape != _RATIO_GRID.shape:
-        raise ValueError(f"a clip function must be elementwise; got shape {values.shape} for {_RATIO_GRID.shape}")
-    wrong = ~(np.isfinite(values) & (values > 0))
-    if wrong.any():
-        t = _RATIO_GRID[wrong][0]
-        raise ValueError(f"a clip function must be finite and positive, but c({t:g}) = {values[wrong][0]:g}")
+    wrong = _RATIO_GRID[~(np.isfinite(values) & (values > 0))][:3].tolist()
+    require(not wrong, f"a clip function must be finite and positive, but c(t) is not at t = {wrong}")
 
     # t / c(t) must not be largest at an end of the grid: it could be larger still beyond
     ratio = _RATIO_GRID / values
     top = int(ratio.argmax())
-    if ratio[1] > ratio[2:].max() * (1 + 1e-9):
-        raise ValueError(
-            f"t / c(t) is largest at t = {_RATIO_GRID[1]:g}, the smallest one tried ({ratio[1]:.3g}), so its bound is "
-            f"unknown: c(0) = {values[0]:.3g} is too small"
-        )
+    bounded = bool(ratio[1] <= ratio[2:].max() * (1 + 1e-9))
+    require(bounded, f"t / c(t) is largest at the smallest t tried, so its bound is unknown: c(0) = {values[0]:.3g}")
     growth = ratio[-1] / ratio[-1000]  # over the last decades of t
-    if growth > 1.001:
-        raise ValueError(
-            f"t / c(t) grows without bound (a factor {growth:.3g} from t = {_RATIO_GRID[-1000]:.2g} to "
-            f"{_RATIO_GRID[-1]:.2g}), so it does not clip: c(t) must grow at least linearly in t"
-        )
+    require(bool(growth <= 1.001), "t / c(t) grows without bound: c(t) must grow at least linearly in t to clip")
 
     bracket = _RATIO_GRID[max(top - 1, 0)], _RATIO_GRID[min(top + 1, len(_RATIO_GRID) - 1)]
     refined = optimize.minimize_scalar(
@@ -225,18 +207,16 @@ def register_clip(
         ...
         ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches 1.000000. ...
     """
-    if name in _REGISTRY and not overwrite:
-        raise ValueError(f"clip {name!r} is already registered; pass overwrite=True to replace it")
+    free = overwrite or name not in _REGISTRY
+    require(free, f"clip {name!r} is already registered; pass overwrite=True to replace it")
     supremum = supremum_of_ratio(c)
+    claimed = supremum if norm_bound is None else norm_bound
+    small = f"norm_bound={claimed:g} of clip {name!r} is too small: t / c(t) reaches {supremum:.6f}"
+    require(claimed >= supremum * (1 - 1e-12), f"{small}. Leave it out to have it computed.")
     if norm_bound is None:
         norm_bound = round(math.ceil(supremum / _ROUND_UP - 1e-6) * _ROUND_UP, 4)
-    elif norm_bound < supremum * (1 - 1e-12):
-        raise ValueError(
-            f"norm_bound={norm_bound:g} of clip {name!r} is too small: t / c(t) reaches {supremum:.6f}. "
-            "Leave norm_bound out to have it computed."
-        )
 
-    slope = derivative if derivative is not None else _autograd_derivative(c)
+    slope = derivative if derivative is not None else lambda t: vmap(grad(c))(t.reshape(-1)).reshape(t.shape)
     if smooth:
         _check_derivative(name, c, slope)
     clip = ClipFunction(name, c, slope, norm_bound, calibrated, smooth)
@@ -244,26 +224,13 @@ def register_clip(
     return clip
 
 
-def _autograd_derivative(c: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def derivative(t: Tensor) -> Tensor:
-        flat = t.reshape(-1)
-        return vmap(grad(lambda s: c(s)))(flat).reshape(t.shape)
-
-    return derivative
-
-
 def _check_derivative(name: str, c: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> None:
     t = torch.linspace(0.01, 8.0, 800, dtype=torch.float64)
     step = 1e-4
     numeric = (c(t + step) - c(t - step)) / (2 * step)
-    error = (derivative(t) - numeric).abs()
-    if not bool((error < 1e-5 * (1 + numeric.abs())).all()):
-        worst = int(error.nan_to_num(math.inf).argmax())
-        raise ValueError(
-            f"the derivative of clip {name!r} disagrees with a finite difference at t = {t[worst]:.4g} "
-            f"({derivative(t)[worst]:.6g} against {numeric[worst]:.6g}); leave it out to use autograd, or "
-            "pass smooth=False if c has a kink"
-        )
+    wrong = t[~((derivative(t) - numeric).abs() < 1e-5 * (1 + numeric.abs()))].tolist()[:3]
+    remedy = "leave it out to use autograd, or pass smooth=False if c has a kink"
+    require(not wrong, f"the derivative of clip {name!r} disagrees with a finite difference at t = {wrong}; {remedy}")
 
 
 def _eighth_root(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchfil.fisher.results import Estimate
+from torchfil.utils.errors import require
 
 __all__ = [
     "Guess",
@@ -66,15 +67,10 @@ class Guess:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        shape = tuple(self.divergence.value.shape)
-        if len(shape) not in (1, 2):
-            raise ValueError(f"divergence has shape {shape}; it must be [ids] or [ids, alternatives]")
+        shape, names = tuple(self.divergence.value.shape), len(self.alternatives)
+        require(len(shape) in (1, 2), f"divergence has shape {shape}; it must be [ids] or [ids, alternatives]")
         columns = shape[1] if len(shape) == 2 else 1
-        if self.alternatives and len(self.alternatives) != columns:
-            raise ValueError(
-                f"alternatives={self.alternatives!r} has {len(self.alternatives)} names for {columns} columns of "
-                "divergence; give one name per column, or none"
-            )
+        require(names in (0, columns), f"alternatives has {names} names for {columns} columns of divergence")
 
     def upper(self, confidence: float = 0.95) -> Guess:
         """The same at the upper end of D's interval, which D exceeds with probability (1 − confidence)/2."""
@@ -263,11 +259,8 @@ def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
     limits, shares = _tensors(divergences, priors)
     _check_divergence(limits)
     _check_priors(shares)
-    if limits.shape[-1:] != shares.shape[-1:]:
-        raise ValueError(
-            f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}; both must end in one entry "
-            "per answer, including the true answer (its divergence is 0)"
-        )
+    shapes = f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}"
+    require(limits.shape[-1:] == shares.shape[-1:], f"{shapes}; both need one entry per answer, the true one included")
     return (-torch.logsumexp(shares.log() - limits, dim=-1)).clamp(min=0)
 
 
@@ -307,8 +300,7 @@ def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tenso
         tensor(0.7684, dtype=torch.float64)
     """
     if isinstance(prior, int):
-        if prior < 1:
-            raise ValueError(f"prior={prior} must be a number of answers, at least 1, or one prior per answer")
+        require(prior >= 1, f"prior={prior} must be a number of answers, at least 1, or one prior per answer")
         prior = torch.full((prior,), 1 / prior, dtype=torch.float64)
     information, shares = _tensors(mean_information, prior)
     _check_divergence(information, "mean_information")
@@ -352,31 +344,23 @@ def _checked(divergence: Numbers, rate: Numbers, name: str) -> tuple[Tensor, Ten
     """D and a probability, broadcast against each other."""
     limit, probability = torch.broadcast_tensors(*_tensors(divergence, rate))
     _check_divergence(limit)
-    outside = ~((probability >= 0) & (probability <= 1))
-    if bool(outside.any()):
-        raise ValueError(f"{name}={probability[outside][0].item():g} must lie in [0, 1]: it is a probability")
+    _check_all(probability, (probability >= 0) & (probability <= 1), name, "lie in [0, 1]: it is a probability")
     return limit, probability
 
 
+def _check_all(values: Tensor, fine: Tensor, name: str, rule: str) -> None:
+    require(bool(fine.all()), f"{name}={values[~fine].flatten().tolist()[:1]} must {rule}")
+
+
 def _check_divergence(limit: Tensor, name: str = "divergence") -> None:
-    if bool((~(limit >= 0)).any()):
-        raise ValueError(
-            f"{name}={limit[~(limit >= 0)][0].item():g} must be ≥ 0; if an estimate came out negative, clamp it at 0"
-        )
+    _check_all(limit, limit >= 0, name, "be ≥ 0; if an estimate came out negative, clamp it at 0")
 
 
 def _check_open(prior: Tensor) -> None:
-    outside = (prior <= 0) | (prior >= 1)
-    if bool(outside.any()):
-        raise ValueError(
-            f"prior={prior[outside][0].item():g} must lie strictly between 0 and 1: no release can change the odds of "
-            "an answer that is impossible or certain beforehand"
-        )
+    rule = "lie strictly between 0 and 1: no release changes the odds of what is impossible or certain"
+    _check_all(prior, (prior > 0) & (prior < 1), "prior", rule)
 
 
 def _check_priors(priors: Tensor) -> None:
-    if priors.ndim == 0 or bool((~(priors >= 0)).any()) or bool(((priors.sum(dim=-1) - 1).abs() > 1e-6).any()):
-        raise ValueError(
-            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, including the true one, and sum "
-            "to 1; divide them by their sum"
-        )
+    fine = priors.ndim > 0 and bool((priors >= 0).all()) and bool(((priors.sum(dim=-1) - 1).abs() <= 1e-6).all())
+    require(fine, f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer and sum to 1")

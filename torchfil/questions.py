@@ -8,14 +8,16 @@ alternative; :mod:`torchfil.guessing` says what D means for every attacker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchfil.private import Coordinates, Inputs, as_call
+from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors
 
 __all__ = [
@@ -107,11 +109,10 @@ class Change(Question):
     function: Callable[[Any, Any], tuple[Any, Any]] | Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]
 
     def __post_init__(self) -> None:
+        require(bool(self._functions), "Change got no function; it needs at least one answer")
         for name, function in self._functions.items():
             if not callable(function):
                 raise TypeError(f"the answer {name!r} of Change is {function!r}; give a function of (inputs, targets)")
-        if not self._functions:
-            raise ValueError("Change got no function; it needs at least one answer")
 
     @property
     def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
@@ -130,10 +131,8 @@ class Change(Question):
 def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> Alternative:
     given = function(*map_tensors(Tensor.clone, (inputs, targets)))
     if not (isinstance(given, tuple) and len(given) == 2):
-        raise TypeError(
-            f"the answer {name!r} of Change returned a {type(given).__name__}; its function must return the pair "
-            "(inputs, targets)"
-        )
+        what = f"the answer {name!r} of Change returned a {type(given).__name__}"
+        raise TypeError(f"{what}; its function must return the pair (inputs, targets)")
     return Alternative(*given)
 
 
@@ -160,29 +159,21 @@ class Column(Question):
     input: Key = 0
 
     def __post_init__(self) -> None:
-        if bool(self.values) == bool(self.by):
-            raise ValueError(f"Column({self.column}) needs either values= or by=, not both")
+        require(bool(self.values) != bool(self.by), f"Column({self.column}) needs either values= or by=, not both")
         _check_names(self.names, len(self.values or self.by))
 
     @property
     def answers(self) -> tuple[str, ...]:
         """The values, or the changes with their sign."""
-        if self.names is not None:
-            return tuple(self.names)
-        return tuple(f"{value:g}" for value in self.values) + tuple(f"{change:+g}" for change in self.by)
+        return _named(self.names, [*(f"{value:g}" for value in self.values), *(f"{by:+g}" for by in self.by)])
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """The column with each value."""
 
-        def changed(value: float, add: bool) -> Alternative:
-            def fill(tensor: Tensor) -> Tensor:
-                result = tensor.clone()
-                result[..., self.column] = result[..., self.column] + value if add else value
-                return result
+        def fill(tensor: Tensor, value: float) -> None:
+            tensor[..., self.column] = value if self.values else tensor[..., self.column] + value
 
-            return Alternative(_with_input(inputs, self.input, fill), targets)
-
-        return tuple(changed(value, False) for value in self.values) + tuple(changed(by, True) for by in self.by)
+        return _filled(inputs, targets, self.input, fill, self.values or self.by)
 
 
 @dataclass(frozen=True)
@@ -211,44 +202,39 @@ class OneHot(Question):
     input: Key = 0
 
     def __post_init__(self) -> None:
-        if len(self.columns) + (self.dropped is not None) < 2:
-            raise ValueError(f"OneHot needs at least two answers, got the columns {list(self.columns)}; use Column")
-        _check_names(self.names, len(self.columns))
-        for name in ("high", "low"):
-            value = getattr(self, name)
-            if isinstance(value, Sequence) and len(value) != len(self.columns):
-                raise ValueError(f"OneHot: {name} has {len(value)} values for {len(self.columns)} columns")
+        count, several = len(self.columns), len(self.columns) + (self.dropped is not None) > 1
+        require(several, f"OneHot needs at least two answers, got the columns {list(self.columns)}; use Column")
+        _check_names(self.names, count)
+        for name, value in (("high", self.high), ("low", self.low)):
+            given = len(value) if isinstance(value, Sequence) else count
+            require(given == count, f"OneHot: {name} has {given} values for {count} columns")
 
     @property
     def answers(self) -> tuple[str, ...]:
         """The answer without a column, if there is one, then one answer per column."""
-        named = tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
+        named = _named(self.names, [f"column {column}" for column in self.columns])
         return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """Each column high and the others low; before these, all columns low if that is an answer."""
 
-        def chosen(place: int) -> Alternative:
-            def fill(tensor: Tensor) -> Tensor:
-                result = tensor.clone()
-                for k, column in enumerate(self.columns):
-                    value = self.high if k == place else self.low
-                    result[..., column] = value[k] if isinstance(value, Sequence) else value
-                return result
-
-            return Alternative(_with_input(inputs, self.input, fill), targets)
+        def fill(tensor: Tensor, place: int) -> None:
+            for k, column in enumerate(self.columns):
+                value = self.high if k == place else self.low
+                tensor[..., column] = value[k] if isinstance(value, Sequence) else value
 
         first = 0 if self.dropped is None else -1
-        return tuple(chosen(place) for place in range(first, len(self.columns)))
+        return _filled(inputs, targets, self.input, fill, range(first, len(self.columns)))
 
 
 @dataclass(frozen=True)
 class Label(Question):
-    """Another class label: every class is an answer.
+    """Another label: every class, or every value that the target can have, is an answer.
 
     Attributes:
         num_classes: How many classes there are; targets are class numbers, or class probabilities [batch, classes].
-        names: The classes' names; None: their numbers.
+        names: The answers' names; None: the classes' numbers, or the values.
+        values: The target's possible values, instead of ``num_classes``, for targets [batch] that are numbers.
 
     Example:
         >>> [a.targets.tolist() for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))]
@@ -256,32 +242,38 @@ class Label(Question):
     """
 
     complete: ClassVar[bool] = True
-    num_classes: int
+    num_classes: int | None = None
     names: Sequence[str] | None = None
+    values: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ValueError(f"Label(num_classes={self.num_classes}) must have at least two classes")
-        _check_names(self.names, self.num_classes)
+        classes, values = self.num_classes, len(self.values)
+        given = values > 0 if classes is None else classes > 1 and values == 0
+        require(given, f"Label(num_classes={classes}) needs two classes at least, or values= instead")
+        _check_names(self.names, len(self._labels))
+
+    @property
+    def _labels(self) -> Sequence[float]:
+        return self.values if self.num_classes is None else range(self.num_classes)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The classes' names."""
-        return tuple(self.names) if self.names is not None else tuple(map(str, range(self.num_classes)))
+        """The names of classes or values."""
+        return _named(self.names, [f"{label:g}" for label in self._labels])
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """The batch with each class as everybody's target."""
+        """The batch with each label as everybody's target."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"Label needs a tensor of targets, got {type(targets).__name__}; use Change")
 
-        def labelled(number: int) -> Tensor:
-            if not targets.is_floating_point() or targets.ndim == 1:
-                return torch.full_like(targets, number)
+        def labelled(label: Any) -> Tensor:
+            if self.num_classes is None or not targets.is_floating_point() or targets.ndim == 1:
+                return torch.full_like(targets, label)
             result = torch.zeros_like(targets)
-            result[..., number] = 1
+            result[..., label] = 1
             return result
 
-        return tuple(Alternative(inputs, labelled(number)) for number in range(self.num_classes))
+        return tuple(Alternative(inputs, labelled(label)) for label in self._labels)
 
 
 @dataclass(frozen=True)
@@ -305,27 +297,21 @@ class Token(Question):
     input: Key = 0
 
     def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError("Token got no values; name the token numbers that are answers")
+        require(bool(self.values), "Token got no values; name the token numbers that are answers")
         _check_names(self.names, len(self.values))
 
     @property
     def answers(self) -> tuple[str, ...]:
         """The tokens' names."""
-        return tuple(self.names) if self.names is not None else tuple(map(str, self.values))
+        return _named(self.names, map(str, self.values))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """The sequence with each token at that position."""
 
-        def replaced(token: int) -> Alternative:
-            def fill(tensor: Tensor) -> Tensor:
-                result = tensor.clone()
-                result[:, self.position] = token
-                return result
+        def fill(tensor: Tensor, token: int) -> None:
+            tensor[:, self.position] = token
 
-            return Alternative(_with_input(inputs, self.input, fill), targets)
-
-        return tuple(replaced(token) for token in self.values)
+        return _filled(inputs, targets, self.input, fill, self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,15 +343,14 @@ class Region(Question):
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """The batch with this value in the region."""
 
-        def fill(tensor: Tensor) -> Tensor:
+        def fill(tensor: Tensor, value: float) -> None:
             where = self.coordinates
             if isinstance(where, Tensor) and where.dtype == torch.bool:
-                return tensor.masked_fill(where.to(tensor.device), self.value)
-            result = tensor.clone()
-            result[..., where] = self.value
-            return result
+                tensor.masked_fill_(where.to(tensor.device), value)
+            else:
+                tensor[..., where] = value
 
-        return (Alternative(_with_input(inputs, self.input, fill), targets),)
+        return _filled(inputs, targets, self.input, fill, (self.value,))
 
 
 def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
@@ -381,32 +366,43 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
         if not isinstance(name, str) or not name:
             raise TypeError(f"the question {name!r} needs a string as its name")
         if not isinstance(question, Question):
-            raise TypeError(
-                f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent(), or "
-                "Change(function)"
-            )
+            raise TypeError(f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent()")
         answers = question.answers
-        if not answers or len(set(answers)) < len(answers):
-            raise ValueError(f"the question {name!r} needs answers with different names, got {list(answers)}")
+        distinct = len(set(answers)) == len(answers) > 0
+        require(distinct, f"the question {name!r} needs answers with different names, got {list(answers)}")
     return dict(questions)
 
 
 def _check_names(names: Sequence[str] | None, count: int) -> None:
-    if names is not None and len(names) != count:
-        raise ValueError(f"names has {len(names)} entries for {count} answers; give one for each, in order")
+    given = count if names is None else len(names)
+    require(given == count, f"names has {given} entries for {count} answers; give one for each, in order")
+
+
+def _named(names: Sequence[str] | None, otherwise: Iterable[str]) -> tuple[str, ...]:
+    return tuple(otherwise if names is None else names)
+
+
+def _filled(
+    inputs: Any, targets: Any, key: Key, fill: Callable[[Tensor, Any], None], values: Iterable[Any]
+) -> tuple[Alternative, ...]:
+    """The batch with each value: ``fill(tensor, value)`` puts it into a copy of one input."""
+
+    def changed(tensor: Tensor, value: Any) -> Tensor:
+        copy = tensor.clone()
+        fill(copy, value)
+        return copy
+
+    return tuple(Alternative(_with_input(inputs, key, partial(changed, value=value)), targets) for value in values)
 
 
 def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:
     """The inputs with this one changed."""
     if isinstance(inputs, Mapping):
-        if key not in inputs:
-            raise ValueError(f"input={key!r} is unknown: the model's inputs are {list(inputs)}; pass one of them")
+        require(key in inputs, f"input={key!r} is unknown: the model's inputs are {list(inputs)}; pass one of them")
         return {**inputs, key: change(inputs[key])}
     args = as_call(inputs)[0]
     if not (isinstance(key, int) and -len(args) <= key < len(args)):
-        raise ValueError(
-            f"input={key!r} is not one of the model's {len(args)} positional inputs; pass input=0 for the first one"
-        )
+        raise ValueError(f"input={key!r} is not one of the model's {len(args)} positional inputs; the first is 0")
     if isinstance(inputs, Tensor):
         return change(inputs)
     place = key % len(args)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.private import Inputs, as_call
-from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError, require
 
 __all__ = [
     "ACTIVATIONS",
@@ -98,22 +98,16 @@ class SmoothnessValidator:
             reason = _reason(module)
             if reason is not None:
                 where = f"{name or type(model).__name__} ({type(module).__name__})"
-                errors.append(
-                    NonSmoothModuleError(
-                        f"{where}: {reason}. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
-                    )
-                )
+                remedy = "Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
+                errors.append(NonSmoothModuleError(f"{where}: {reason}. {remedy}"))
 
         # Layers are named above; in a copy without them, only the forward pass can still call something non-smooth.
         if example_inputs is not None:
             smooth_model = _fixed(copy.deepcopy(model), "tanh", {}, lenient=True)
             for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
-                errors.append(
-                    NonSmoothModuleError(
-                        f"{type(model).__name__}.forward calls {operator}, whose derivative jumps. Replace the call in "
-                        "the model's code with a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
-                    )
-                )
+                where = f"{type(model).__name__}.forward calls {operator}, whose derivative jumps"
+                remedy = "Call a smooth function instead (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                errors.append(NonSmoothModuleError(f"{where}. {remedy}"))
 
         if strict and errors:
             raise NonSmoothModuleError("; ".join(map(str, errors)))
@@ -138,10 +132,9 @@ class SmoothnessValidator:
         Raises:
             NonSmoothModuleError: The model has dilated max pooling.
         """
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-        fixed = copy.deepcopy(model)
-        return _fixed(fixed, activation, {})
+        known = f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}"
+        require(activation in ACTIVATIONS, known)
+        return _fixed(copy.deepcopy(model), activation, {})
 
 
 def _reason(module: nn.Module) -> str | None:
@@ -219,9 +212,7 @@ def _average_pool(pool: type[nn.Module]) -> Fixer:
     def fix(module: Any, activation: str) -> nn.Module:
         dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
         if any(value != 1 for value in dilation):
-            raise NonSmoothModuleError(
-                f"{module}: dilated max pooling has no average-pooling counterpart; replace it by hand"
-            )
+            raise NonSmoothModuleError(f"{module}: dilated max pooling has no smooth counterpart; replace it by hand")
         return pool(module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode)
 
     return fix
@@ -233,32 +224,17 @@ def _adaptive_average_pool(pool: type[nn.Module]) -> Fixer:
 
 _JUMPS = "its derivative jumps"
 _MAXIMUM_JUMPS = "the choice of the maximum jumps"
-_ACTIVATIONS: tuple[type[nn.Module], ...] = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.Hardtanh,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.Hardshrink,
-    nn.Softshrink,
-    nn.Threshold,
-    nn.SELU,
-)
-_POOLS: dict[type[nn.Module], Fixer | None] = {
-    nn.MaxPool1d: _average_pool(nn.AvgPool1d),
-    nn.MaxPool2d: _average_pool(nn.AvgPool2d),
-    nn.MaxPool3d: _average_pool(nn.AvgPool3d),
-    nn.AdaptiveMaxPool1d: _adaptive_average_pool(nn.AdaptiveAvgPool1d),
-    nn.AdaptiveMaxPool2d: _adaptive_average_pool(nn.AdaptiveAvgPool2d),
-    nn.AdaptiveMaxPool3d: _adaptive_average_pool(nn.AdaptiveAvgPool3d),
-    nn.FractionalMaxPool2d: None,
-    nn.FractionalMaxPool3d: None,
-}
-for _type in _ACTIVATIONS:
-    register_smoothness_rule(_type, _JUMPS, fix=_activation)
+_ACTIVATIONS = """
+    ReLU ReLU6 LeakyReLU PReLU RReLU Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold SELU
+""".split()  # noqa: SIM905
+for _name in _ACTIVATIONS:
+    register_smoothness_rule(getattr(nn, _name), _JUMPS, fix=_activation)
 register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1)
-for _type, _fix in _POOLS.items():
-    register_smoothness_rule(_type, _MAXIMUM_JUMPS, fix=_fix)
+for _n in "123":
+    _average, _adaptive = getattr(nn, f"AvgPool{_n}d"), getattr(nn, f"AdaptiveAvgPool{_n}d")
+    register_smoothness_rule(getattr(nn, f"MaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_average_pool(_average))
+    register_smoothness_rule(
+        getattr(nn, f"AdaptiveMaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_adaptive_average_pool(_adaptive)
+    )
+for _type in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d):
+    register_smoothness_rule(_type, _MAXIMUM_JUMPS)

@@ -8,9 +8,9 @@ from typing import Any
 
 import mnist_dpsgd
 from matplotlib.figure import Figure
+from paper_data import ResidentDataset
 
 from benchmarks.reproduce.rows import Check, Earlier, Outcome, Row, Run, check_that
-from torchfil.datasets import ResidentDataset
 
 __all__ = ["ROWS"]
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from attack_glm_reconstruction import RANGE, blind_guess
 from matplotlib.figure import Figure
+from paper_data import BinaryTask
 from scipy import stats
 
 import torchfil
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import GLMReconstruction
 from torchfil.bounds import mse_from_rdp
-from torchfil.datasets import BinaryTask
 from torchfil.glm import LogisticRegression
 
 __all__ = ["ROWS"]

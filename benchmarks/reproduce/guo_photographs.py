@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from equalise_cifar10 import balanced
 from matplotlib.figure import Figure
+from paper_data import ResidentDataset
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
+from benchmarks.zoo import cifar_cnn
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.datasets import ResidentDataset
-from torchfil.papers.zoo import cifar_cnn
 
 __all__ = ["ROWS"]
 

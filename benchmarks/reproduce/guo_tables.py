@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
+from benchmarks.zoo import cifar_cnn, mnist_cnn
 from torchfil.clipping import get_clip
-from torchfil.papers.zoo import cifar_cnn, mnist_cnn
 
 __all__ = ["ROWS"]
 

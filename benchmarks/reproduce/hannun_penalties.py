@@ -15,7 +15,6 @@ from benchmarks.reproduce.hannun_rounds import L2, TRIALS, task_of
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import (
     BlackBoxInversion,
-    NominalAttribute,
     WhiteBoxInversion,
     prior_inversion,
 )
@@ -51,7 +50,7 @@ def over_penalties(run: Run) -> tuple[dict[float, Curves], float]:
     """All of Figure 6: η, test error and both attacks by λ and σ; and the prior's accuracy."""
     task = task_of(run, "IWPC")
     X, y = task.train_inputs, task.train_targets
-    attribute = NominalAttribute.of_task(task, "vkorc1")
+    attribute = task.question("vkorc1")
     trials = 3 if run.tiny else TRIALS
     curves = {}
     for l2 in PENALTIES:
@@ -223,7 +222,7 @@ def attack_table(run: Run) -> Outcome:
     """Both attacks at four noise scales, λ = 1e-2, compared with the authors' code on this data."""
     task = task_of(run, "IWPC")
     X, y = task.train_inputs, task.train_targets
-    attribute = NominalAttribute.of_task(task, "vkorc1")
+    attribute = task.question("vkorc1")
     model = LinearRegression(l2=L2["IWPC"]).fit(X, y)
     theirs = {"white-box": (1.00, 0.98, 0.55, 0.32), "black-box": (0.489, 0.489, 0.489, 0.491)}
     attacks: dict[str, Any] = {

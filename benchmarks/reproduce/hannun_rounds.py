@@ -7,14 +7,13 @@ from functools import lru_cache
 import numpy as np
 from glm_iwpc import COLOURS, SIGMA, reweighted
 from matplotlib.figure import Figure
+from paper_data import TabularTask
 
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
 from torchfil.attacks import (
-    NominalAttribute,
     WhiteBoxInversion,
     accuracy_by_part,
 )
-from torchfil.datasets import TabularTask
 from torchfil.glm import IRFIL, LinearRegression
 
 __all__ = ["ROWS"]
@@ -80,7 +79,7 @@ def figure_7_deciles(run: Run, data: str) -> Outcome:
     """White-box accuracy by decile of the first η, after 0, 2 and 10 rounds."""
     task = task_of(run, data)
     X, y = task.train_inputs, task.train_targets if data == "IWPC" else 2 * task.train_targets - 1
-    attribute = NominalAttribute.of_task(task, NAMES[data])
+    attribute = task.question(NAMES[data])
     plain = LinearRegression(l2=L2[data]).fit(X, y)
     eta = plain.fil(X, y, attributes={"a": attribute.columns})["a"]
 

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_that
+from benchmarks.zoo import fcnet, small_alexnet, vgg11
 from torchfil.attacks.property import Client, federated_gradients, property_inference
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.papers.zoo import fcnet, small_alexnet, vgg11
 
 __all__ = ["ROWS"]
 

@@ -12,8 +12,8 @@ from plis_xrays import concentration
 from torch import Tensor, nn
 
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
+from benchmarks.zoo import mnist_cnn
 from torchfil import viz
-from torchfil.papers.zoo import mnist_cnn
 
 __all__ = ["ROWS"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.reproduce.rows import Earlier, Outcome, Row, Run, check_near, check_that
+from benchmarks.zoo import mnist_cnn
 from torchfil import PLIS
-from torchfil.papers.zoo import mnist_cnn
 
 __all__ = ["ROWS"]
 

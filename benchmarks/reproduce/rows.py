@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchfil.datasets import SOURCES, Readers, is_at_hand, real_or_stand_in
+from paper_data import SOURCES, PaperData
 
 __all__ = ["PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
 
@@ -108,13 +108,13 @@ class Run:
     tiny: bool = False
     device: str = "cpu"
 
-    def data(self, *names: str) -> Readers:
-        """Readers of these data sets: the real ones if they are on this machine, else stand-ins."""
-        return real_or_stand_in(*names, folder=self.out / "no data" if self.tiny else None, say=_say)
+    def data(self, *names: str) -> PaperData:
+        """These data sets: the real ones if they are on this machine, else stand-ins."""
+        return PaperData(*names, folder=self.out / "no data" if self.tiny else None, say=lambda line: None)
 
     def missing(self, names: tuple[str, ...]) -> list[str]:
         """Which of these data sets are stand-ins, by their full names."""
-        return [SOURCES[name].name for name in names if self.tiny or not is_at_hand(name)]
+        return [SOURCES[name].name for name in names if name in self.data(*names).made]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Row:
         data: The data used here.
         measure: The function that measures it; None for an illustration, or if it cannot be done.
         minutes: The expected minutes on two cores (on one GPU if ``gpu``).
-        needs: Data sets, by their names in torchfil.datasets.
+        needs: Data sets, by their names in examples/paper_data.py.
         gpu: Whether only ``make reproduce-gpu`` runs it.
         stand_in: What differs from the paper's setting: other data, a smaller run. Empty: nothing.
         reason: Why it differs or cannot be done, or what to know about a result that agrees.
@@ -162,7 +162,3 @@ def verdict_of(checks: tuple[Check, ...], *, stand_in: bool) -> str:
         return "nothing to compare"
     plain = "agrees" if held == len(checks) else "differs" if held == 0 else "agrees in part"
     return f"stand-in: {plain}" if stand_in else plain
-
-
-def _say(line: str) -> None:
-    """Print nothing: the records say which data were read."""

@@ -26,7 +26,7 @@ def make_live_report(app: Any) -> None:
     if app.builder.name != "html" or is_current:
         return
 
-    run = folder / "demo" / "digits.fil"
+    run = folder / "demo" / "run.parquet"
     _torchfil(app, "demo", "--quiet", *DEMO, "-o", str(run.parent))
     _torchfil(app, "report", str(run), "-o", str(report), "--policy", str(POLICY))
     run.unlink()

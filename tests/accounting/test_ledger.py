@@ -1,54 +1,328 @@
-"""The ledger: every example's own number of private coordinates."""
+"""The ledger: steps booked together or one by one, by one process or in parts, in memory or in files; coordinates."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from torchfil.accounting import ledger as ledgers
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.ledger import Contribution, Ledger, Timeline
+from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.quantities import Asked, Divergence, Sum, available_quantities, path_additions
+from torchfil.accounting.rows import RowTable, in_rounds
+from torchfil.engine.distributed.ranks import whole_ledger
+
+N, D, STEPS = 40, 3, 45
+ROWS = torch.tensor([7, 5])
+ASKED = {"age": Asked(("old", "young"))}
+ALL = tuple(name for name in available_quantities() if name != "trace")
+SHAPES = {"diagonal": (D,), "diagonal_variance": (D,), "fim": (D, D), "sketch": (D, 2), "plis": (D,)}
 
 
-def ledger_of(*counts: torch.Tensor | int | None) -> Ledger:
-    """Four examples, of which the first two take part, with these numbers of coordinates one after the other."""
-    ledger = Ledger(4, 6)
-    for count in counts:
-        ledger.add(Contribution(torch.tensor([0, 1]), torch.ones(2), num_coordinates=count))
-    return ledger
+def batch(source: torch.Generator, step: int, track: tuple[str, ...] = ALL, *, n: int = N) -> Contribution:
+    """A Poisson draw of a third of all examples, some in every few steps; measured, skipped at random or paused."""
+    rows = (torch.rand(n, generator=source) < 0.35).nonzero().flatten()
+    rows = rows[torch.randperm(len(rows), generator=source)]
+    size = len(rows)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(size, *shape, generator=source, dtype=torch.float64)
+
+    trace, noise = 0.5 + drawn(), 0.01 * drawn()
+    added = {"trace": trace, "variance": noise, "variance_spread": noise**2}
+    added |= path_additions("trace", trace, noise, 0.5)
+    added |= Divergence("age", ASKED["age"]).added(drawn(2), 0.5, skipping=True)
+    if step % 4:  # else the limit of the error is unknown
+        added |= {"certain": trace / 2, "variance_limit": noise}
+    if step == 9:  # a step without noise
+        added["trace"] = torch.full_like(trace, math.inf)
+        added |= path_additions("trace", added["trace"], noise, 0.5)
+    for name, shape in SHAPES.items():
+        if name.partition("_")[0] in track:
+            added[name] = drawn(*shape)
+    if step % 7 == 3:
+        added = {}
+    own: Any = None if track else torch.randint(1, 9, (size,), generator=source)
+    return Contribution(rows, trace.float(), step % 11 != 5, added if step % 11 != 5 else {}, own)
 
 
-def test_an_example_has_as_many_coordinates_as_it_was_seen_with_at_most() -> None:
-    ledger = ledger_of(torch.tensor([2, 4]), torch.tensor([3, 1]))
-    assert ledger.sums["num_coordinates"].tolist() == [3, 4, 0, 0]
-    assert ledger.own_coordinates.tolist() == [3, 4, 1, 1]
-    assert ledger.num_coordinates == 4
-    assert not ledger.same_coordinates
-    assert ledger_of(5).sums["num_coordinates"].tolist() == [5, 5, 0, 0]
-    assert ledger_of(None).num_coordinates == 6
-    assert ledger_of(None).same_coordinates
-    assert Ledger(4, 6).num_coordinates == 6
+def part_of(whole: Contribution, rows: Any) -> Contribution:
+    """A part of a logical batch."""
+    own, added = whole.num_coordinates, {name: value[rows] for name, value in whole.additions.items()}
+    own = own[rows] if isinstance(own, Tensor) else own
+    return Contribution(whole.rows[rows], whole.squared_norm[rows], whole.measured, added, own)
 
 
-def test_sums_by_coordinate_fit_one_number_of_coordinates() -> None:
-    Ledger(4, 6).check_coordinates(8)
-    kept = Ledger(4, 6, track=("diagonal",))
-    kept.check_coordinates(6)
-    with pytest.raises(ValueError, match=r"this batch has 8 .* earlier ones 6, and diagonal is summed by coordinate"):
-        kept.check_coordinates(8)
-    kept.add(Contribution(torch.tensor([0]), torch.ones(1), num_coordinates=torch.tensor([4])))
-    assert kept.num_coordinates == 6
+def halves(whole: Contribution) -> list[Contribution]:
+    middle = len(whole.rows) // 2
+    return [part_of(whole, slice(0, middle)), part_of(whole, slice(middle, None))]
 
 
-def test_states_keep_the_numbers() -> None:
-    ledger = ledger_of(torch.tensor([2, 4]))
-    state = ledger.state_dict()
-    assert Ledger.from_state_dict(state).sums["num_coordinates"].tolist() == [2, 4, 0, 0]
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Bit for bit, also where both are NaN."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
 
 
-def test_runs_of_other_coordinates_are_not_averaged() -> None:
-    ids = ExampleIds(4, None)
-    texts = [Leakage(ledger_of(torch.tensor(counts)), ids) for counts in ([2, 4], [2, 5])]
-    assert Leakage.average(texts).get_num_coordinates().tolist() == [2, 5, 1, 1]
-    with pytest.raises(ValueError, match="must share data set, private coordinates"):
-        Leakage.average([Leakage(ledger_of(5), ids), Leakage(ledger_of(6), ids)])
+@pytest.mark.product
+@pytest.mark.parametrize("where", ["cpu", "folder"])
+@pytest.mark.parametrize("chosen", [None, [31, 4, 17]])
+@pytest.mark.parametrize("track", [(), ALL])
+def test_ledgers_are_equal(tmp_path: Path, where: str, chosen: list[int] | None, track: tuple[str, ...]) -> None:
+    def booked(*, together: bool) -> tuple[Ledger, list[Tensor]]:
+        source = torch.Generator().manual_seed(0)
+        some = {"plis": torch.tensor(chosen)} if chosen and track else None
+        place: Any = tmp_path if where == "folder" else "cpu"
+        ledger, seen = Ledger(N, D, track=track, sketch_rank=2, device=place, chosen=some, questions=ASKED), []
+        for step in range(STEPS):
+            whole = batch(source, step, track)
+            ledger.add(*(halves(whole) if step % 4 == 2 else [whole]))
+            if not together:
+                ledger.flush()
+            if step % 13 == 12:  # a read in between
+                seen.append(ledger.sums["trace"].clone())
+            if step == 20:  # a run that is resumed
+                ledger = Ledger.from_state_dict(ledger.state_dict(), place)
+        return ledger, seen
+
+    (ours, seen), (theirs, expected) = booked(together=True), booked(together=False)
+    assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
+    assert int(theirs.sums["participations"].max()) > 10
+    assert_equal(ours.state_dict()["sums"], theirs.state_dict()["sums"])
+    assert_equal(dict(ours.sums), dict(theirs.sums))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sums_are_those_of_a_loop() -> None:
+    """Against a plain Python loop, without rounds and tables."""
+    source, ledger = torch.Generator().manual_seed(1), Ledger(N, D, track=ALL, sketch_rank=2, questions=ASKED)
+    sums = {name: torch.zeros(N, *each.shape, dtype=torch.float64) for name, each in ledger.sums.layout.items()}
+    for step in range(STEPS):
+        if step == 9:
+            continue
+        each = batch(source, step)
+        ledger.add(each)
+        for place, row in enumerate(each.rows.tolist()):
+            sums["participations"][row] += 1
+            sums["missed"][row] += not each.measured
+            sums["squared_norm"][row] += each.squared_norm[place]
+            sums["num_coordinates"][row] = D
+            for name, value in each.additions.items():
+                sums[name][row] += value[place]
+            if each.measured and "variance_limit" not in each.additions:
+                sums["variance_limit"][row] = math.inf
+    for name, value in sums.items():
+        if not name.endswith(("_last", "_changes")):  # see test_path
+            rounding = 1e-12 if ledger.sums[name].dtype == torch.float64 else 1e-5
+            torch.testing.assert_close(ledger.sums[name].double(), value, rtol=rounding, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("own_steps", [False, True])
+def test_norm_histories_are_equal(own_steps: bool) -> None:
+    def booked(*, together: bool) -> NormHistory:
+        source = torch.Generator().manual_seed(0)
+        history = NormHistory(N, own_steps=own_steps)
+        for step in range(STEPS):
+            if step == 6:
+                history.grow(N + 7)
+            each = batch(source, step, n=N if step < 6 else N + 7)
+            history.step(each.rows, each.squared_norm / 2, 1.0 if step < 29 else 0.8, 0.1)
+            if step % 4 == 1:
+                history.set_ratios(torch.arange(0, N, 3), torch.linspace(0.1, 1, len(range(0, N, 3))))
+            if not together:
+                history.enter()
+            if step == 10:
+                resumed = NormHistory(N + 7, own_steps=own_steps)
+                resumed.load_state_dict(history.state_dict())
+                history = resumed
+        return history
+
+    ours, theirs = booked(together=True), booked(together=False)
+    assert torch.equal(ours.counts_of(torch.arange(N + 7)), theirs.counts_of(torch.arange(N + 7)))
+    for name, value in theirs.state_dict().items():
+        found = ours.state_dict()[name]
+        assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
+
+
+def test_looks_see_the_sums_of_their_step() -> None:
+    source = torch.Generator().manual_seed(2)
+    ledger, plain = (Ledger(N, D, questions=ASKED) for _ in range(2))
+    later, now = Timeline(2), Timeline(2)
+    for step in range(1, STEPS):
+        each = batch(source, step, ())
+        for one in (ledger, plain):
+            one.add(each)
+        ledger.look_later(lambda *sums, step=step: later.note(step, *sums))
+        now.note(step, plain.sums["trace"], plain.own_coordinates)
+        if step == 17:  # examples that arrive later are no part of earlier points
+            for one in (ledger, plain):
+                one.grow(N + 30)
+    ledger.flush()
+    assert later.points.keys() == now.points.keys()
+    torch.testing.assert_close(later.points, now.points, rtol=1e-14, atol=0)
+
+
+READERS: dict[str, Callable[[Ledger], Any]] = {
+    "sums": lambda ledger: ledger.sums["participations"],
+    "rows": lambda ledger: ledger.sums.at("participations", torch.arange(N)),
+    "state": lambda ledger: ledger.state_dict()["sums"]["participations"],
+    "copy": lambda ledger: copy.deepcopy(ledger).sums["participations"],
+    "leakage": lambda ledger: torch.from_numpy(Leakage(ledger, ExampleIds(N)).arrays()["participations"]),
+    "coordinates": lambda ledger: ledger.own_coordinates - 1,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_sees_what_was_added(reader: str) -> None:
+    ledger = Ledger(N, 1)
+    ledger.add(Contribution(ROWS, torch.ones(2), num_coordinates=2))
+    assert READERS[reader](ledger)[[7, 5, 6]].tolist() == [1, 1, 0]
+
+
+def test_the_queue_is_bounded_in_steps_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most_queued(size: int, limit: int) -> int:
+        monkeypatch.setattr(ledgers, "BYTES_QUEUED", limit)
+        ledger, found = Ledger(N, 100, track=("plis",)), []
+        for _ in range(100):
+            added = {"plis": torch.zeros(size, 100, dtype=torch.float64)}
+            ledger.add(Contribution(torch.arange(size), torch.ones(size), True, added))
+            found.append(len(ledger._queue))
+        return max(found)
+
+    assert most_queued(2, ledgers.BYTES_QUEUED) == ledgers.STEPS_QUEUED - 1
+    assert most_queued(20, 10 * 8 * 100 * 20) < 10
+    assert most_queued(2, 1) == 0
+
+
+def test_what_is_refused_or_interrupted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(N, D, track=("plis",))
+    good, bad = (Contribution(ROWS, torch.ones(2), True, {"plis": torch.ones(2, d)}) for d in (D, D + 1))
+    ledger.add(good)
+    with pytest.raises(ValueError, match="plis"):
+        ledger.add(good, bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_column", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ledger.flush()
+        assert not ledger._sums["participations"].any()
+    nobody = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    ledger.add(Contribution(*nobody))
+    assert ledger.sums["participations"].nonzero().flatten().tolist() == [5, 7]
+    assert ledger.sums["plis"].sum() == 2 * D
+    history = NormHistory(N)
+    history.step(*nobody, 1.0, 0.1)
+    assert history.counts_of(torch.arange(N)).sum(dim=1).tolist() == [1] * N
+    table = RowTable({"value": Sum(), "count": Sum((2,), torch.int32)}, 8)
+    with pytest.raises(RuntimeError), table.rows_of(ROWS) as rows:
+        rows["value"].add_(1.0)
+        raise RuntimeError
+    assert not table["value"].any()
+
+
+def test_rounds_hold_each_example_once_and_in_order() -> None:
+    examples = torch.randint(9, (200,), generator=torch.Generator().manual_seed(3))
+    distinct, order, rounds = in_rounds(examples)
+    assert sorted(order.tolist()) == list(range(200))
+    for size, here in rounds:
+        assert examples[order[here]].tolist() == distinct[:size].tolist()
+    for example in distinct.tolist():
+        times = [place for place in order.tolist() if examples[place] == example]
+        assert times == sorted(times)
+
+
+class Together:
+    """All parts at hand: a value of the first stands for those of the same name."""
+
+    def __init__(self, parts: list[Ledger]) -> None:
+        self.parts = parts
+
+    def each(self, value: Tensor) -> Tensor:
+        name = next(name for name, held in self.parts[0].sums.items() if held.data_ptr() == value.data_ptr())
+        return torch.stack([part.sums[name] for part in self.parts])
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self.each(value).sum(dim=0)
+
+    def maximum(self, value: Tensor) -> Tensor:
+        return self.each(value).amax(dim=0)
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
+    """Examples that move from part to part keep their sums and have no narrower intervals."""
+    source, size = torch.Generator().manual_seed(1), 3
+    alone, parts = Ledger(N, D), [Ledger(N, D) for _ in range(size)]
+    for _ in range(STEPS):
+        rows = (torch.rand(N, generator=source) < 0.5).nonzero().flatten()
+        trace = 1 + torch.rand(len(rows), generator=source, dtype=torch.float64)
+        noise = torch.full_like(trace, 0.01)
+        added = {"trace": trace, "variance": noise, **path_additions("trace", trace, noise, 1.0)}
+        each = Contribution(rows, trace, True, added)
+        owner = torch.randint(size, (len(rows),), generator=source) if moving else rows % size
+        for ledger, mask in [(alone, owner >= 0), *((part, owner == k) for k, part in enumerate(parts))]:
+            ledger.add(part_of(each, mask))
+            ledger.steps += 1
+    whole = whole_ledger(parts[0], Together(parts))
+    assert whole.steps == alone.steps == STEPS
+    assert whole.sums.keys() == alone.sums.keys()
+    for name, value in alone.sums.items():
+        if not (moving and name in ("trace_changes", "trace_last")):
+            tolerance = 1e-6 if moving and value.dtype == torch.float32 else 1e-12  # of errors
+            torch.testing.assert_close(whole.sums[name], value, rtol=tolerance, atol=0, msg=name)
+    errors = [Leakage(ledger, ExampleIds(N)).get_trace().run_error for ledger in (whole, alone)]
+    assert bool(errors[0].isfinite().all())
+    assert float(errors[0].mean()) > 0.9 * float(errors[1].mean())  # as many changes, of values in another order
+
+
+@pytest.mark.parametrize(
+    ("track", "expected"),
+    [((), 68), (("diagonal",), 68 + 12 * 7), (("plis",), 68 + 8 * 7), (("sketch",), 68 + 8 * 7 * 4), (("fim",), 460)],
+)
+def test_bytes_of_an_example_are_stated_and_met(track: tuple[str, ...], expected: int) -> None:
+    ledger = Ledger(N, 7, track=track)
+    assert Ledger.bytes_needed(1, 7, track, 4) == expected
+    assert ledger.sums.num_bytes == N * expected == sum(v.numel() * v.itemsize for v in ledger.sums.values())
+    assert f"{expected:,} bytes per example" in repr(ledger)
+    assert (NormHistory.bytes_needed(1), NormHistory(N).num_bytes) == (68, N * 68)
+
+
+class TestCoordinates:
+    """Every example has as many coordinates as it was seen with at most."""
+
+    def ledger_of(self, *counts: Any) -> Ledger:
+        """Four examples, of which the first two take part, with these numbers of coordinates one after the other."""
+        ledger = Ledger(4, 6)
+        for count in counts:
+            ledger.add(Contribution(torch.tensor([0, 1]), torch.ones(2), num_coordinates=count))
+        return Ledger.from_state_dict(ledger.state_dict())
+
+    def test_of_an_example_and_of_all(self) -> None:
+        ledger = self.ledger_of(torch.tensor([2, 4]), torch.tensor([3, 1]))
+        assert ledger.sums["num_coordinates"].tolist() == [3, 4, 0, 0]
+        assert ledger.own_coordinates.tolist() == [3, 4, 1, 1]
+        assert (ledger.num_coordinates, ledger.same_coordinates) == (4, False)
+        assert self.ledger_of(5).sums["num_coordinates"].tolist() == [5, 5, 0, 0]
+        assert (self.ledger_of(None).num_coordinates, self.ledger_of(None).same_coordinates) == (6, True)
+        Ledger(4, 6).check_coordinates(8)
+        kept = Ledger(4, 6, track=("diagonal",))
+        kept.check_coordinates(6)
+        with pytest.raises(ValueError, match="diagonal"):
+            kept.check_coordinates(8)
+        kept.add(Contribution(torch.tensor([0]), torch.ones(1), num_coordinates=torch.tensor([4])))
+        assert kept.num_coordinates == 6
+
+    def test_runs_of_other_coordinates_are_not_averaged(self) -> None:
+        texts = [Leakage(self.ledger_of(torch.tensor(counts)), ExampleIds(4)) for counts in ([2, 4], [2, 5])]
+        assert Leakage.average(texts).get_num_coordinates().tolist() == [2, 5, 1, 1]
+        with pytest.raises(ValueError, match="private coordinates"):
+            Leakage.average([Leakage(self.ledger_of(count), ExampleIds(4)) for count in (5, 6)])

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.simulated_runs import Setting, shares
-from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import (
-    Conditions,
-    Reading,
-    Sum,
-    TrackedQuantity,
-    path_additions,
-    path_sums,
-    register_quantity,
-    relative_change,
-    run_variance,
-)
-from torchfil.fisher.batch import Measurement
-from torchfil.fisher.results import Estimate
+from torchfil.accounting.quantities import Conditions, path_additions, path_sums, relative_change, run_variance
 
 
 def booked(
@@ -64,6 +49,7 @@ class TestSums:
         values = torch.rand(90, 5, generator=source, dtype=torch.float64)
         drawn = torch.rand(90, 5, generator=source) < 0.6
         ledger = booked(values, drawn=drawn, rate=rate)
+        ledger.add(Contribution(torch.arange(5), torch.ones(5), measured=False))  # a paused step is passed over
         chance = torch.Generator().manual_seed(0)
         measured = torch.tensor([float(torch.rand((), generator=chance)) < rate for _ in range(90)])
         for example in range(5):
@@ -82,12 +68,6 @@ class TestSums:
         error = torch.randn(20, 4000, generator=source, dtype=torch.float64) * 0.3
         changes = booked(2 + error, noise=torch.full_like(error, 0.09)).sums["trace_changes"]
         assert abs(float(changes.mean())) < 4 * float(changes.std()) / math.sqrt(4000)
-
-    def test_a_paused_step_is_passed_over(self) -> None:
-        ledger = booked(torch.ones(3, 2, dtype=torch.float64))
-        before = {name: ledger.sums[name].clone() for name in path_sums("trace")}
-        ledger.add(Contribution(torch.arange(2), torch.ones(2), measured=False))
-        assert all(torch.equal(ledger.sums[name], value) for name, value in before.items())
 
 
 class TestVariance:
@@ -141,10 +121,8 @@ class TestVariance:
         assert float((truth > of_probes[1]).double().mean()) > 0.3
 
     def test_averages_over_runs_hold_it_already(self) -> None:
-        runs = [
-            Leakage(booked(torch.rand(8, 3).double() + 1, seed=k), ExampleIds(3), Conditions(sample_rate=0.5))
-            for k in range(3)
-        ]
+        ledgers = [booked(torch.rand(8, 3).double() + 1, seed=k) for k in range(3)]
+        runs = [Leakage(ledger, ExampleIds(3), Conditions(sample_rate=0.5)) for ledger in ledgers]
         assert runs[0].get_trace().run_error is not None
         assert Leakage.average(runs).get_trace().run_error is None
         assert Leakage.average(runs[:1]).get_trace().run_error is not None
@@ -159,49 +137,12 @@ class TestVariance:
         assert not bool(leakage.get_sampling_error().isnan().any())
 
 
-class Twofold(TrackedQuantity):
-    """Two numbers a participation, followed as the trace is."""
-
-    name = "twofold"
-    followed: ClassVar[tuple[str, ...]] = ("twofold",)
-
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        return {name: Sum((2,)) for name in ("twofold", *path_sums("twofold"))}
-
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        value = torch.stack([measurement.norm, 2 * measurement.norm], dim=1).double()
-        return {"twofold": value / rate, **path_additions("twofold", value, torch.zeros_like(value), rate)}
-
-    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
-        value = sums["twofold"]
-        return reading.estimate(value, torch.zeros_like(value), reading.run_error["twofold"])
-
-
-def test_another_quantity_is_followed_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
-    register_quantity(Twofold())
-    ledger, source = Ledger(3, 2, track=("twofold",)), torch.Generator().manual_seed(0)
-    norms = torch.rand(8, 3, generator=source, dtype=torch.float64)
-    for norm in norms:
-        estimate = Estimate.exact(norm)
-        added = Twofold().measure(Measurement({"trace": estimate}, norm), 1.0, skipping=False)
-        ledger.add(Contribution(torch.arange(3), norm, additions=added))
-    found = Leakage(ledger, ExampleIds(3), Conditions(sample_rate=0.2)).get("twofold", [2, 0])
-    assert found.run_error.shape == (2, 2)
-    torch.testing.assert_close(found.run_error[:, 1], 2 * found.run_error[:, 0])
-    single = Leakage(booked(norms), ExampleIds(3), Conditions(sample_rate=0.2)).get_trace([2, 0])
-    torch.testing.assert_close(found.run_error[:, 0], single.run_error)
-    torch.testing.assert_close(found[:, 0].interval()[1], single.interval()[1])
-
-
 @pytest.mark.parametrize(
     "setting",
     [
         Setting("random", "momentum", 0.05, 0.3, 60, 0.97, 40),
         pytest.param(Setting("random", "Adam", 0.03, 0.3, 80, 0.9, 60), marks=pytest.mark.slow),
-        pytest.param(Setting("random", "momentum", 0.1, 0.3, 80, 0.9, 60), marks=pytest.mark.slow),
         pytest.param(Setting("random", "SGD", 0.6, 0.3, 80, 0.0, 60), marks=pytest.mark.slow),
-        pytest.param(Setting("random", "Adam", 0.03, 0.05, 200, 0.9, 60), marks=pytest.mark.slow),
         pytest.param(Setting("random", "momentum", 0.02, 0.05, 200, 0.97), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -18,7 +18,6 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import (
     Conditions,
     Needs,
-    Reading,
     Sum,
     TrackedQuantity,
     additions,
@@ -46,7 +45,7 @@ class Largest(TrackedQuantity):
         largest = measurement.estimates["diagonal"].value.double().max(dim=1).values
         return {"largest": largest / rate, "looks": torch.ones_like(largest)}
 
-    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Tensor:
+    def read(self, sums: Mapping[str, Tensor], reading: Any) -> Tensor:
         return sums["largest"] / sums["looks"]
 
 
@@ -85,12 +84,9 @@ class TestRegistry:
         assert [quantity.name for quantity in tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
         assert Ledger(3, 2, track=("trace",)).track == ()
 
-    def test_needs_are_joined(self) -> None:
         assert needs_of(()) == Needs(("trace",))
         assert needs_of(ALL) == Needs(("trace", "diagonal", "matrix"), products=True, susceptibility=True)
-
-    def test_unknown_names_are_told(self) -> None:
-        with pytest.raises(ValueError, match=r"track=\['colour'\] is unknown; choose from trace, diagonal, fim"):
+        with pytest.raises(ValueError, match="colour"):
             Ledger(3, 2, track=("colour",))
 
     def test_one_class_and_one_call_add_a_quantity(self, clean_registry: None) -> None:
@@ -105,26 +101,14 @@ class TestRegistry:
 
     def test_names_that_clash_are_refused(self, clean_registry: None) -> None:
         register_quantity(Largest())
-        with pytest.raises(ValueError, match="'largest' is already registered; pass overwrite=True"):
-            register_quantity(Largest())
         register_quantity(Largest(), overwrite=True)
-
-        class Clash(Largest):
-            name = "clash"
-
-        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], which others already"):
-            register_quantity(Clash())
+        clash = Largest()
+        clash.name = "clash"
+        for other, noun in ((Largest(), "overwrite=True"), (clash, "looks")):
+            with pytest.raises(ValueError, match=noun):
+                register_quantity(other)
         assert "clash" not in available_quantities()
-
-
-class TestLedger:
-    def test_the_memory_is_what_the_sums_take(self) -> None:
-        ledger = Ledger(7, 3, track=ALL, sketch_rank=2)
-        taken = sum(value.numel() * value.itemsize for value in ledger.sums.values())
-        assert Ledger.bytes_needed(7, 3, ALL, 2) == taken
-
-    def test_what_was_not_tracked_cannot_be_read(self) -> None:
-        with pytest.raises(ValueError, match=r"'plis' was not tracked; make_private with track=\('plis',\)"):
+        with pytest.raises(ValueError, match="plis"):
             booked(batch(), ("diagonal",)).get_plis()
 
 
@@ -141,8 +125,8 @@ class TestWithoutNoise:
             assert all(torch.equal(end, estimate.value) for end in estimate.interval(0.95, "probes"))
         bound = leakage.get_mse_bound()
         assert torch.equal(bound.value, torch.where(took_part, 0.0, torch.inf).double())
-        assert torch.equal(bound.standard_error, torch.zeros_like(bound.value))
-        assert all(torch.equal(end, bound.value) for end in bound.interval(0.95, "probes"))
+        for end in (bound.value + bound.standard_error, *bound.interval(0.95, "probes")):
+            assert torch.equal(end, bound.value)
         low, high = bound.interval(0.95)  # one run says nothing of who was not drawn
         assert torch.equal(low, torch.zeros_like(low))
         assert torch.equal(high, bound.value)
@@ -153,9 +137,8 @@ class TestWithoutNoise:
     def test_tables_have_no_nan(self) -> None:
         leakage = booked(batch(sigma=0.0), ())
         _, columns = leakage.columns()
-        for name, column in columns.items():
-            if name != "fil_kind":
-                assert not bool(torch.tensor(column, dtype=torch.float64).isnan().any()), name
+        del columns["fil_kind"]
+        assert not any(torch.tensor(column, dtype=torch.float64).isnan().any() for column in columns.values())
         groups = leakage.groups({0: "a", 1: "a", 2: "b", 3: "b"}, quantiles=(0.0, 0.5, 1.0))
         assert groups.loc["a"].tolist() == [2, torch.inf, 0.0, torch.inf, 0.0, torch.inf, torch.inf]
 
@@ -170,30 +153,23 @@ class TestWithoutNoise:
         assert average.get_mse_bound([0]).standard_error.item() == 0
 
     def test_an_example_whose_gradient_does_not_depend_on_it_leaks_nothing(self) -> None:
-        found = batch(sigma=0.0)
-
-        class Blind(torch.nn.Module):
+        class Blind(torch.nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                return 0 * x.sum(dim=1, keepdim=True) + self.weight
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+                return super().forward(0 * x)
 
         x, y = torch.randn(3, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)
-        gradients = ExampleGradients.build(Blind(), torch.nn.MSELoss(), x, y)
-        trace = replace(found, gradients=gradients).estimate("trace", "exact")
+        gradients = ExampleGradients.build(Blind(2, 1).double(), torch.nn.MSELoss(), x, y)
+        trace = replace(batch(sigma=0.0), gradients=gradients).estimate("trace", "exact")
         assert torch.equal(trace.value, torch.zeros(3, dtype=torch.float64))
 
-    @pytest.mark.parametrize("num_probes", [1, 3])
     @pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
-    def test_every_estimator_says_so(self, estimator: str, num_probes: int) -> None:
-        trace = batch(sigma=0.0).estimate("trace", estimator, num_probes)
+    def test_every_estimator_says_so(self, estimator: str) -> None:
+        trace = batch(sigma=0.0).estimate("trace", estimator, 1)
         assert trace.kind == "exact"
         assert bool((trace.value == torch.inf).all())
 
     def test_plain_functions_go_on_refusing_it(self) -> None:
-        with pytest.raises(ValueError, match="noise_multiplier=0.0 must be positive and finite"):
+        with pytest.raises(ValueError, match="noise_multiplier"):
             Mechanism.build(1.0, 0.0)
-        weights: Any = Mechanism.build(1.0, 0.0, allow_zero_noise=True).weights(torch.ones(2))
+        weights = Mechanism.build(1.0, 0.0, allow_zero_noise=True).weights(torch.ones(2))
         assert all(bool(weight.isinf().all()) for weight in weights)

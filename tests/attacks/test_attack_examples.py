@@ -7,15 +7,13 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.cases import DEVICE
-from tests.test_datasets import idx
-from tests.test_examples import write_mnist
+from tests.paper_files import idx, write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -110,39 +108,3 @@ def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     parts[1].write_text(json.dumps({**joined, "rows": [0]}))
     with pytest.raises(SystemExit, match="1.json has other settings or x-rays than .*0.json"):
         run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[1]}")
-
-
-def test_inversion_asks_for_torchmetrics_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_xrays(tmp_path, 12)
-    monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
-    with pytest.raises(ImportError, match="SSIM needs torchmetrics"):
-        run("attack_inversion", tmp_path, monkeypatch, "--images 9 --noisy-images 3 --steps 1000000")
-
-
-def statistics(exposure: Any, values: Any) -> dict[str, list[float]]:
-    pytest.importorskip("matplotlib")
-    example = runpy.run_path(str(EXAMPLES / "attack_inversion.py"), run_name="example")
-    found: dict[str, list[float]] = example["statistics"](np.atleast_2d(exposure), np.atleast_2d(values), 400)
-    return found
-
-
-def test_thirds_and_correlation_have_their_closed_form() -> None:
-    ranks = np.random.default_rng(0).permutation(300)
-    found = statistics(ranks**3, ranks / 300)
-    assert found["low"][0] == pytest.approx(99 / 600)
-    assert found["high"][0] == pytest.approx((200 + 299) / 600)
-    assert found["spearman"] == pytest.approx([1, 1, 1])
-    difference, lower, upper = found["difference"]
-    assert difference == pytest.approx(2 / 3)
-    assert lower < difference < upper
-
-
-def test_intervals_are_over_xrays_and_networks_of_the_same_ones_do_not_narrow_them() -> None:
-    draws = np.random.default_rng(1)
-    exposure, values = draws.normal(size=300), draws.normal(size=300)
-    one = statistics(exposure, values)
-    assert one["all"][2] - one["all"][1] == pytest.approx(2 * 1.96 * values.std() / 300**0.5, rel=0.15)
-    width = one["difference"][2] - one["difference"][1]
-    assert width == pytest.approx(2 * 1.96 * values.std() * (2 / 100) ** 0.5, rel=0.15)
-    three = statistics(np.tile(exposure, (3, 1)), np.tile(values, (3, 1)))
-    assert three == {name: pytest.approx(numbers) for name, numbers in one.items()}

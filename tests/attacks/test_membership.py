@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.cases import DEVICE
+from tests.refused import all_refused
 from torchfil.attacks.membership import (
     MembershipResult,
     ShadowRuns,
@@ -38,39 +39,10 @@ def test_likelihood_ratio_reaches_the_gaussian_optimum() -> None:
     assert found.by_example().achieved.mean() == pytest.approx(normal.cdf(torch.tensor(1.0)).item(), abs=0.02)
 
 
-def test_the_loss_alone_is_weaker_where_examples_differ_in_hardness() -> None:
-    found = membership_inference(gaussian_runs(2.0))
-    assert 0.52 < found["loss threshold"].auc < 0.7 < found["likelihood ratio"].auc
-
-
 def test_nothing_is_found_where_nothing_leaks() -> None:
     for found in membership_inference(gaussian_runs(0.0)).values():
         assert found.auc == pytest.approx(0.5, abs=0.02)
         assert found.tpr_at(0.1) < 0.14
-
-
-def test_an_overfitted_network_gives_its_members_away_and_a_constant_one_does_not() -> None:
-    source = torch.Generator().manual_seed(1)
-    inputs = torch.randn(60, 200, generator=source).to(DEVICE)
-    targets = torch.randint(2, (60,), generator=source).to(DEVICE)  # nothing to learn but the examples themselves
-
-    def overfit(rows: Tensor, run: int) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(run)
-            model = nn.Linear(200, 2).to(DEVICE)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for _ in range(15):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
-            optimizer.step()
-        return model
-
-    found = membership_inference(shadow_runs(overfit, inputs, targets, runs=20, seed=0), targets=6)
-    assert found["loss threshold"].auc > 0.8
-    assert found["likelihood ratio"].auc > 0.9
-    blind = nn.Linear(200, 2).to(DEVICE)
-    constant = shadow_runs(lambda rows, run: blind, inputs, targets, runs=20, seed=0)
-    assert abs(membership_inference(constant)["loss threshold"].auc - 0.5) < 0.08
 
 
 def test_log_odds_and_splits() -> None:
@@ -82,26 +54,21 @@ def test_log_odds_and_splits() -> None:
     assert (runs.members.sum(dim=1) == 1).all()
 
 
-def test_equal_scores_are_worth_half() -> None:
-    members = torch.rand(24, 40, generator=torch.Generator().manual_seed(0)) < 0.5
-    found = membership_inference(ShadowRuns(torch.zeros(24, 40), members))["loss threshold"]
-    assert found.auc == 0.5
-    assert found.tpr_at(0.3) == 0
-    assert found.tpr_at(1) == 1
-
-
 def test_refusals() -> None:
     runs = gaussian_runs(1.0, runs=3)
-    with pytest.raises(ValueError, match="the likelihood ratio needs two with it and two without: add runs"):
-        gaussian_likelihood_ratio(runs, 0)
-    with pytest.raises(ValueError, match="targets=9 must be between 1 and the 3 runs"):
-        membership_inference(runs, targets=9)
-    with pytest.raises(ValueError, match=r"fpr=2 must lie in \[0, 1\]"):
-        membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(2)
-    with pytest.raises(ValueError, match="must both be"):
-        ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="leaves 5 members"):
-        shadow_runs(lambda rows, run: nn.Identity(), torch.zeros(5, 2), torch.zeros(5).long(), runs=1, share=1.0)
+    all_refused(
+        {
+            "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(runs, 0),
+            "targets=9 must be between 1": lambda: membership_inference(runs, targets=9),
+            "fpr=2 must lie in": lambda: membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(
+                2
+            ),
+            "must both be": lambda: ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool)),
+            "leaves 5 members": lambda: shadow_runs(
+                lambda rows, run: nn.Identity(), torch.zeros(5, 2), torch.zeros(5).long(), runs=1, share=1.0
+            ),
+        }
+    )
 
 
 @pytest.mark.parametrize(("targets", "n"), [(1, 40), (1, 400), (5, 40)])
@@ -122,7 +89,7 @@ def test_runs_that_diverged_are_refused() -> None:
     for wrong in (torch.nan, torch.inf):
         log_odds = torch.randn(6, 20)
         log_odds[4, 3] = wrong
-        with pytest.raises(ValueError, match=r"the log-odds of runs \[4\] are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"the log-odds of runs \[4\] are not finite"):
             ShadowRuns(log_odds, members)
     with pytest.raises(TypeError, match=r"members is of torch.uint8; give booleans"):
         ShadowRuns(torch.randn(6, 20), members.to(torch.uint8))

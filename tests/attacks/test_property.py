@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.cases import DEVICE
-from torchfil.attacks.property import (
-    Client,
-    FederatedGradients,
-    auc,
-    federated_gradients,
-    property_inference,
-)
+from tests.refused import all_refused
+from torchfil.attacks.property import Client, FederatedGradients, federated_gradients, property_inference
 
 pytest.importorskip("sklearn")
 
@@ -83,18 +77,16 @@ def test_gradients_a_known_distance_apart_give_the_aucs_closed_form() -> None:
     assert same == pytest.approx(0.5, abs=0.06)
 
 
-def test_auc_counts_ties_half() -> None:
-    assert auc(np.zeros(4), np.array([True, False, True, False])) == 0.5
-    assert auc(np.arange(4.0), np.array([False, False, True, True])) == 1
-
-
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="all examples have the property, or none has"):
-        Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3))
-    with pytest.raises(ValueError, match="3, 2 and 3 entries"):
-        Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3))
-    with pytest.raises(ValueError, match="rounds=1 must be at least 4"):
-        federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=1)
+    all_refused(
+        {
+            "all examples have the": lambda: Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3)),
+            "entries": lambda: Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3)),
+            "rounds=1 must be at least 4": lambda: federated_gradients(
+                network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=1
+            ),
+        }
+    )
     seen = federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=4, seed=0)
     with pytest.raises(ValueError, match="attacker='boost' must be 'forest' or 'logistic'"):
         property_inference(seen, attacker="boost")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.refused import all_refused
 from torchfil import bounds
 from torchfil.fisher import poisson_amplification
 
@@ -79,12 +80,13 @@ class TestTheorem2:
         assert guess_error.std().item() == pytest.approx(error[2].item(), rel=0.02)
 
     def test_refusals(self) -> None:
-        with pytest.raises(ValueError, match="trace must be ≥ 0, got -1"):
-            bounds.mse_from_trace(torch.tensor([1.0, -1.0]), 3)
-        with pytest.raises(ValueError, match="num_coordinates=0 must be at least 1"):
-            bounds.mse_from_trace(torch.tensor([1.0]), 0)
-        with pytest.raises(ValueError, match=r"fim must have shape \[batch, d, d\], got \(3, 3\)"):
-            bounds.mse_from_fim(torch.eye(3))
+        all_refused(
+            {
+                "trace must be ≥ 0": lambda: bounds.mse_from_trace(torch.tensor([1.0, -1.0]), 3),
+                "num_coordinates=0 must be at": lambda: bounds.mse_from_trace(torch.tensor([1.0]), 0),
+                "fim must have shape": lambda: bounds.mse_from_fim(torch.eye(3)),
+            }
+        )
 
 
 def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:

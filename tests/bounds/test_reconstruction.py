@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.refused import all_refused
 from torchfil import bounds
 from torchfil.bounds.reconstruction import StepLoss, compose, success_by_counts, success_of
 
@@ -69,8 +69,7 @@ def test_one_subsampled_step_by_hand(q: float, prior: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "stretches",
-    [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]],
+    "stretches", [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]]
 )
 def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
     q, sigma, steps = (list(column) for column in zip(*stretches, strict=True))
@@ -89,50 +88,6 @@ def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> N
     bracket = bounds.rero([1e-6, 0.001, 0.1], q=q, noise_multiplier=sigma, steps=steps)
     assert (bracket.low <= bracket.high).all()
     assert (bracket.high <= bracket.low * (1 + 5e-4)).all()
-
-
-def test_coarser_grids_bracket_finer_ones() -> None:
-    step = StepLoss(0.05, 0.8, reach=9.0)
-    ends = []
-    for width in (0.02, 0.005, 0.00125):
-        for law in (step.rounded_down(width), step.rounded_up(width)):
-            start, size = -int(8 / width), int(30 / width)
-            sums = compose([law], np.array([[25]]), start, size)
-            ends.append(success_of(sums, np.array([start * width + 25 * law.offset]), width, [1e-3, 0.1])[0])
-    lows, highs = np.array(ends[::2]), np.array(ends[1::2])
-    assert (np.diff(lows, axis=0) > 0).all()
-    assert (np.diff(highs, axis=0) < 0).all()
-    assert (highs[0] - lows[0] > 8 * (highs[1] - lows[1])).all(), "second order"
-
-
-def test_monotone_in_steps_noise_rate_and_prior() -> None:
-    setting = {"q": 0.1, "noise_multiplier": 2.0, "steps": 50}
-
-    def ends(**changes: float) -> tuple[float, float]:
-        bracket = bounds.rero(0.1, **{**setting, **changes})  # type: ignore[arg-type]
-        return float(bracket.low), float(bracket.high)
-
-    tried: dict[str, list[float]] = {
-        "steps": [1, 50, 51, 400],
-        "noise_multiplier": [8.0, 2.0, 1.0],
-        "q": [0.01, 0.1, 0.5],
-    }
-    for name, values in tried.items():
-        brackets = [ends(**{name: value}) for value in values]
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(brackets)), name
-    curve = bounds.rero([1e-6, 0.01, 0.1, 0.6, 0.999], **setting)  # type: ignore[arg-type]
-    assert (curve.high.diff() > 0).all()
-    assert (curve.low >= torch.tensor([1e-6, 0.01, 0.1, 0.6, 0.999])).all()
-    assert (curve.high <= 1).all()
-
-
-def test_nearly_no_noise_gives_everything_away() -> None:
-    """Then whoever takes part is seen: success 1 − (1 − π₀)·(1 − q)^T, for ties are broken by the prior."""
-    q, steps, prior = 0.02, 50, 0.01
-    bracket = bounds.rero(prior, q=q, noise_multiplier=0.02, steps=steps)
-    never = (1 - q) ** steps
-    # ν never looks like a participation, and never participating looks like ν
-    assert float(bracket.high) == pytest.approx(1 - never + never * prior, rel=1e-6)
 
 
 def test_many_examples_at_once() -> None:
@@ -155,13 +110,54 @@ def test_many_examples_at_once() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="prior_success=0 must lie strictly between 0 and 1"):
-        bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1)
-    with pytest.raises(ValueError, match="noise_multiplier=0 must be positive"):
-        bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1)
-    with pytest.raises(ValueError, match=r"q=1.5 must lie in \(0, 1\]"):
-        bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1)
-    with pytest.raises(ValueError, match="steps=0 must be a whole number"):
-        bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0)
-    with pytest.raises(ValueError, match=r"have \[2, 1, 3\] entries"):
-        bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3])
+    all_refused(
+        {
+            "prior_success": lambda: bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1),
+            "noise_multiplier=0 must be": lambda: bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1),
+            r"q=1.5 must lie in \(0, 1\]": lambda: bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1),
+            "steps=0 must be a whole number": lambda: bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0),
+            r"have \[2, 1, 3\] entries": lambda: bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3]),
+        }
+    )
+
+
+# --- next to no noise, whose losses no grid would hold
+
+PRIORS = [0.001, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("sigma", [0.04, 1e-3, 1e-8, 1e-300])
+def test_a_step_that_drew_the_example_is_told(sigma: float) -> None:
+    """1 − (1 − q)^T (1 − π₀): whoever was drawn is known, of others the attacker guesses."""
+    for q, steps in ((0.01, 100), (0.5, 3), (0.2, 1000)):
+        limit = 1 - (1 - q) ** steps * (1 - torch.tensor(PRIORS, dtype=torch.float64))
+        bracket = bounds.rero(PRIORS, q=q, noise_multiplier=sigma, steps=steps)
+        assert bool((bracket.low <= bracket.high).all())
+        torch.testing.assert_close(bracket.low, limit, rtol=1e-6, atol=0)
+        torch.testing.assert_close(bracket.high, limit, rtol=1e-9, atol=0)
+
+
+def test_beside_steps_with_noise() -> None:
+    mixed = {"q": [0.01, 0.02], "steps": [20, 500]}
+    bare = bounds.rero(PRIORS, noise_multiplier=[1e-8, 1.0], **mixed)
+    some = bounds.rero(PRIORS, noise_multiplier=[0.06, 1.0], **mixed)  # composed on the grid
+    assert bool((bare.high >= some.low).all())
+    torch.testing.assert_close(bare.high, some.high, rtol=1e-3, atol=0)
+    torch.testing.assert_close(bare.low, some.low, rtol=1e-3, atol=0)
+
+
+def test_the_success_of_long_runs_is_no_more_than_one() -> None:
+    """Losses beyond the largest exponent that float64 has."""
+    for q, steps in ((0.2, 1000), (0.5, 10**5)):
+        bracket = bounds.rero(PRIORS, q=q, noise_multiplier=0.1, steps=steps)
+        assert bool((bracket.high == 1).all())
+        assert bool((bracket.low > 1 - 1e-6).all())
+
+
+def test_little_noise_by_example() -> None:
+    counts = np.array([[2, 3], [0, 5], [5, 0], [0, 0]])
+    found = success_by_counts(PRIORS, 0.1, [1e-8, 1.0], counts)
+    noisy = success_by_counts(PRIORS, 0.1, [0.06, 1.0], counts)
+    assert np.allclose(found, noisy, rtol=3e-3)
+    assert np.allclose(found[2], 1 - 0.9**5 * (1 - np.array(PRIORS)))
+    assert np.allclose(found[3], PRIORS)

@@ -23,9 +23,7 @@ from opacus.accountants.analysis import rdp
 from tests.repeatable import inject
 
 TIMEOUT = 240
-PRELOADED = [  # and with them torchfil
-    f"tests.distributed.{part}" for part in ("rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs")
-]
+PRELOADED = [f"tests.distributed.test_{part}" for part in ("killed_runs", "rank_checkpoints", "rank_faults", "ranks")]
 
 
 class RankPool:

@@ -2,46 +2,143 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.distributed.rank_checkpoints import DRAWS, Ended, noise_of_a_run, resumed, saved_meanwhile, unbroken
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import as_one
-from tests.repeatable import check_no_noise_is_shared
+from tests.distributed.rank_runs import Outcome, as_one, assert_same, make, outcome, replaying, take_step
+from tests.repeatable import check_no_noise_is_shared, recorded_noise
+from torchfil.engine.distributed import checkpoints
+
+DRAWS: list[list[list[int]]] = [
+    [[0, 2, 4], [6], [], [8, 10, 12], [2, 14], [4, 6, 8], [0], [2, 4], [12, 14, 16], [0, 6], [2], [], [8], [10, 4]],
+    [[1, 3], [5, 7, 9], [11], [], [3], [1, 9], [5], [7, 11, 13], [15], [], [3, 5], [1], [9, 11], [13, 1, 3]],
+]  # of 14 steps, by two ranks that have parts of their own
+ALONE = as_one(DRAWS)
+SLOW = pytest.mark.slow
 
 
-def assert_close(found: Ended, expected: Ended, tolerance: float) -> None:
-    for a, b in zip(found.weights, expected.weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    assert found.sums.keys() == expected.sums.keys()
-    for name, value in expected.sums.items():
-        if not (tolerance and name.endswith(("_changes", "_last"))):
-            scale = float(expected.sums["trace"].max())
-            torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=tolerance * scale, msg=name)
-    torch.testing.assert_close(found.individual, expected.individual, rtol=tolerance, atol=tolerance)
-    assert found.epsilon == expected.epsilon
-    assert found.timeline_steps == expected.timeline_steps
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    """Nothing is written before a second has passed."""
+    plain = checkpoints.write_file
+
+    def later(*args: Any) -> None:
+        time.sleep(1)
+        plain(*args)
+
+    with mock.patch.object(checkpoints, "write_file", later):
+        yield
 
 
-def test_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path) -> None:
-    expected = two_ranks.run(unbroken)
-    two_ranks.run(unbroken, passes=1, path=str(tmp_path / "checkpoint.pt"))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]  # of rank 0, for all
-    for found, whole in zip(two_ranks.run(resumed, str(tmp_path / "checkpoint.pt")), expected, strict=True):
-        assert_close(found, whole, 0.0)
+def own_draws(scattered: bool) -> list[list[int]]:
+    """Of this process; ``scattered``: the ranks change places, or the draws of two are those of four."""
+    if not dist.is_initialized():
+        return ALONE
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not scattered:
+        return DRAWS[rank]
+    return DRAWS[1 - rank] if size == 2 else [draw[rank // 2 :: 2] for draw in DRAWS[1 - rank % 2]]
 
 
-def test_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
-    of_two, of_one = str(tmp_path / "two.pt"), str(tmp_path / "one.pt")
-    expected = unbroken(draws=as_one(DRAWS))
-    two_ranks.run(unbroken, passes=1, path=of_two, estimator="exact")
-    assert_close(resumed(of_two, draws=as_one(DRAWS)[7:]), expected, 1e-6)
-    unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
-    for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True):
-        assert_close(found, expected, 1e-6)
+def trained(
+    path: str | None = None, *, resume: bool = False, meanwhile: bool = False, scattered: bool = False, **options: Any
+) -> Outcome:
+    """Two passes with a checkpoint between them, or the second from that checkpoint, after a wrong start."""
+    made = make("digits", questions={}, num_probes=2, **options)
+    state = {"path": path, "module": made.model, "optimizer": made.optimizer}
+    draws, saving = own_draws(scattered), None
+    with slow_disk() if meanwhile else nullcontext(), replaying(draws[7:] if resume else draws):
+        if resume:
+            with torch.no_grad():
+                for p in made.module.parameters():
+                    p.add_(1.0)
+            made.engine.load_checkpoint(**state)
+        for last in (True,) if resume else (False, True):
+            for x, y in made.loader:
+                take_step(made, x, y)
+            if path is not None and not last:
+                saving = made.engine.save_checkpoint(**state, **({"asynchronous": True} if meanwhile else {}))
+                assert not meanwhile or not saving.done()
+    if saving is not None:
+        saving.result()
+    return outcome(made, None, Outcome())
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    return trained()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded", "meanwhile"),
+    [
+        ("run.pt", False, False),
+        pytest.param("run/", False, False, marks=SLOW),
+        ("run/", False, True),
+        ("run/", True, False),
+    ],
+)
+def test_as_many_ranks_go_on_bit_for_bit(
+    two_ranks: RankPool, tmp_path: Path, kind: str, sharded: bool, meanwhile: bool
+) -> None:
+    """Also from a checkpoint that was written while the run went on."""
+    path, options = f"{tmp_path}/{kind}", {"sharded": sharded, "estimator": "weight-probes"}
+    expected = two_ranks.run(trained, path, meanwhile=meanwhile, **options)
+    assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")]  # of rank 0, for all
+    for found, unbroken in zip(two_ranks.run(trained, path, resume=True, **options), expected, strict=True):
+        assert_same(found, unbroken, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded"), [("run.pt", False), ("run.pt", True), pytest.param("run/", False, marks=SLOW), ("run/", True)]
+)
+def test_another_number_of_ranks_goes_on(
+    two_ranks: RankPool, tmp_path: Path, alone: Outcome, kind: str, sharded: bool
+) -> None:
+    of_one, of_two = (f"{tmp_path}/{size}{kind}" for size in (1, 2))
+    trained(of_one)
+    for found in two_ranks.run(trained, of_one, resume=True, scattered=True, sharded=sharded):
+        assert_same(found, alone, moved=True)
+    if kind == "run/" or not sharded:
+        two_ranks.run(trained, of_two, sharded=sharded)
+        assert_same(trained(of_two, resume=True), alone, moved=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_four_ranks_go_on_from_the_folder_of_two(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, alone: Outcome, sharded: bool
+) -> None:
+    two_ranks.run(trained, f"{tmp_path}/two/", sharded=sharded)
+    for found in four_ranks.run(trained, f"{tmp_path}/two/", resume=True, scattered=True, sharded=sharded):
+        assert_same(found, alone, moved=True)
+
+
+def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[int]]]:
+    """A pass as users make it, from the start or from a checkpoint, which it writes otherwise: its noise and draws."""
+    with recorded_noise() as drawn:
+        torch.manual_seed(0)
+        made = make("digits", questions={}, estimator="weight-probes", num_probes=1, noise_generator=None)
+        state, batches = {"path": path, "module": made.model, "optimizer": made.optimizer}, []
+        if resume:
+            made.engine.load_checkpoint(**state)
+        for x, y in made.loader:
+            batches.append([round(float(value)) for value in 1e6 * x.sum(dim=1)])
+            take_step(made, x, y)
+        if not resume:
+            made.engine.save_checkpoint(**state)
+    dist.barrier()
+    return drawn, batches
 
 
 @pytest.mark.parametrize("kind", ["run.pt", "run/"])
@@ -52,53 +149,3 @@ def test_ranks_that_resume_share_neither_noise_nor_draws(two_ranks: RankPool, tm
     assert not any(noise for _, (noise, _) in runs)
     draws = [tuple(map(tuple, batches)) for run in runs for _, batches in run]
     assert len(set(draws)) == 6  # nor do the two ranks draw alike
-
-
-SHARDED_OR_NOT = [pytest.param(False, marks=pytest.mark.slow), True]  # from a file, not sharded, is tried above
-
-
-@pytest.mark.parametrize("sharded", SHARDED_OR_NOT)
-def test_from_a_folder_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
-    expected = two_ranks.run(unbroken, sharded=sharded)
-    folder = f"{tmp_path}/run/"
-    two_ranks.run(unbroken, passes=1, path=folder, sharded=sharded)
-    for found, whole in zip(two_ranks.run(resumed, folder, sharded=sharded), expected, strict=True):
-        assert_close(found, whole, 0.0)
-
-
-@pytest.mark.parametrize("sharded", SHARDED_OR_NOT)
-def test_from_a_folder_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
-    of_two, of_one = f"{tmp_path}/two/", f"{tmp_path}/one/"
-    expected = unbroken(draws=as_one(DRAWS))
-    two_ranks.run(unbroken, passes=1, path=of_two, estimator="exact", sharded=sharded)
-    assert_close(resumed(of_two, draws=as_one(DRAWS)[7:]), expected, 1e-6)
-    unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
-    for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True, sharded=sharded):
-        assert_close(found, expected, 1e-6)
-
-
-def test_a_sharded_model_goes_on_from_a_file(two_ranks: RankPool, tmp_path: Path) -> None:
-    file = str(tmp_path / "one.pt")
-    expected = unbroken(draws=as_one(DRAWS))
-    unbroken(passes=1, path=file, draws=as_one(DRAWS))
-    for found in two_ranks.run(resumed, file, estimator="exact", scattered=True, sharded=True):
-        assert_close(found, expected, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_four_ranks_go_on_from_the_folder_of_two(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, sharded: bool
-) -> None:
-    folder = f"{tmp_path}/two/"
-    expected = unbroken(draws=as_one(DRAWS))
-    two_ranks.run(unbroken, passes=1, path=folder, estimator="exact", sharded=sharded)
-    for found in four_ranks.run(resumed, folder, estimator="exact", scattered=True, sharded=sharded):
-        assert_close(found, expected, 1e-6)
-
-
-def test_a_checkpoint_that_is_written_meanwhile_holds_one_state(two_ranks: RankPool, tmp_path: Path) -> None:
-    folder = f"{tmp_path}/run/"
-    expected = two_ranks.run(saved_meanwhile, folder)
-    for found, whole in zip(two_ranks.run(resumed, folder, estimator="exact"), expected, strict=True):
-        assert_close(found, whole, 0.0)

@@ -2,50 +2,219 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as Wrapper
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.distributed.rank_faults import (
-    DRAWS,
-    known_batches,
-    messages,
-    noise_differs,
-    one_rank_cannot_fit_an_example,
-    one_rank_refuses,
-    one_rank_runs_out_of_memory,
-    probe_traces,
-    reads_alone,
-    refused_inside_a_logical_batch,
-    refused_settings,
-    same_steps_are_skipped,
-)
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import Made, make, replaying, take_step, whole
+from tests.engine.hunger import room_for
+from torchfil import FILPrivacyEngine, check
+
+DRAWS = [[[i, i + 1, i + 2] for i in range(0, 28, 4)], [[i, i + 1] for i in range(30, 58, 4)]]  # of 7 steps
+EVERYBODY = [[list(range(first, 61, 2))] * 14 for first in (0, 1)]
+PROBES = {"estimator": "weight-probes", "num_probes": 2}
 
 
-@pytest.mark.parametrize("step", ["loop", "train_step"])
-def test_a_step_that_one_rank_refuses_is_taken_by_none(two_ranks: RankPool, step: str) -> None:
-    (there, weights, participations, steps), (here, other_weights, *_) = two_ranks.run(one_rank_refuses, step)
-    assert there.startswith("StepNotTakenError: another rank refused this step")
-    assert "NaN" in here
-    assert "StepNotTaken" not in here
-    assert steps == 6
+@dataclass
+class Played:
+    errors: list[str]
+    weights: list[Tensor]
+    sums: dict[str, Tensor]
+    steps: int
+    told: list[str]  # of memory
+    memory_limit: int
+
+
+def with_penalty(made: Made, x: Tensor, y: Tensor) -> None:
+    loss = nn.functional.cross_entropy(made.model(x), y)
+    (loss + sum(p.square().sum().full_tensor() for p in made.module.parameters())).backward()
+    made.optimizer.step()
+
+
+def whole_step(made: Made, x: Tensor, y: Tensor) -> None:
+    made.engine.train_step(x, y)
+
+
+def played(
+    draws: Any = DRAWS,
+    spoilt: str = "",
+    place: int = -1,
+    step: Any = take_step,
+    passes: int = 1,
+    **options: Any,
+) -> Played:
+    """Passes with these draws, in which a step of rank 1 is spoilt: what each rank says, and the run afterwards."""
+    made, errors, rank = make("digits", **{"questions": {}, **options}), [], dist.get_rank()
+    with (
+        replaying(draws[rank]),
+        warnings.catch_warnings(record=True) as told,
+        contextlib.ExitStack() as stack,
+    ):
+        warnings.simplefilter("always")
+        for now, (x, y) in enumerate(itertools.chain.from_iterable(made.loader for _ in range(passes))):
+            kind = spoilt if (now, rank) == (place, 1) else ""
+            if kind == "noise":
+                made.optimizer.noise_multiplier *= 0.5
+            if kind == "NaN in a part":
+                made.optimizer.signal_skip_step(do_skip=True)
+            if "NaN" in kind:
+                x = x.clone().fill_(float("nan"))
+            if kind == "little memory":
+                stack.enter_context(room_for(1))
+            before = [whole(p) for p in made.module.parameters()]
+            try:
+                with room_for(0) if kind == "no memory" else contextlib.nullcontext():
+                    step(made, x, y)
+            except (RuntimeError, ValueError) as error:
+                errors.append(f"{now} {type(error).__name__}: {error}")
+                assert all(map(torch.equal, before, (whole(p) for p in made.module.parameters())))
+    said = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
+    steps = sum(count for *_, count in made.engine.accountant.history)
+    weights, ledger = [whole(p) for p in made.module.parameters()], made.engine.ledger
+    sums = {} if ledger is None else dict(ledger.sums)
+    return Played(errors, weights, sums, steps, said, made.engine._training.step.executor.memory_limit)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "step", "options"),
+    [
+        ("NaN", take_step, {}),
+        ("NaN", whole_step, {}),
+        ("no memory", take_step, {}),
+        ("NaN", take_step, {"sharded": True}),
+        ("NaN", whole_step, {"sharded": True}),
+    ],
+)
+def test_a_step_that_one_rank_refuses_is_taken_by_none(
+    two_ranks: RankPool, spoilt: str, step: Any, options: dict[str, Any]
+) -> None:
+    there, here = two_ranks.run(played, DRAWS, spoilt, 2, step, **options)
+    (error,), (own,) = there.errors, here.errors
+    assert error.startswith("2 StepNotTakenError: another rank refused this step")
+    assert own.startswith("2 ")
+    assert {"NaN": "NaN", "no memory": "one example ran out of memory"}[spoilt] in own
+    assert "StepNotTaken" not in own
     expected = torch.zeros(61, dtype=torch.long)
     for part in DRAWS:
         for drawn in part[:2] + part[3:]:
             expected[drawn] += 1
-    assert torch.equal(participations, expected)
-    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+    assert torch.equal(there.sums["participations"], expected)
+    assert there.steps == 6
+    assert all(map(torch.equal, there.weights, here.weights))
 
 
-def test_ranks_must_agree_on_the_noise(two_ranks: RankPool) -> None:
-    assert all("disagree on noise_multiplier: between 0.45 and 0.9" in text for text in two_ranks.run(noise_differs))
+def test_ranks_must_agree_and_a_refusal_inside_a_logical_batch_ends_the_run(two_ranks: RankPool) -> None:
+    for each in two_ranks.run(played, DRAWS, "noise", 1):
+        assert "between 0.45 and 0.9" in each.errors[0]
+    there, here = two_ranks.run(played, [part[:3] for part in DRAWS], "NaN in a part", 1)
+    assert "another rank refused" in there.errors[0]
+    assert "NaN" in here.errors[0]
+    assert all("no longer at the same one" in each.errors[1] for each in (there, here))
+    for each in two_ranks.run(played, DRAWS, step=with_penalty, sharded=True):
+        assert "does not go through the model's output" in each.errors[0]
 
 
-def test_a_refusal_inside_a_logical_batch_ends_the_run(two_ranks: RankPool) -> None:
-    there, here = two_ranks.run(refused_inside_a_logical_batch)
-    assert "another rank refused" in there[0]
-    assert "NaN" in here[0]
-    assert all("no longer at the same one" in texts[1] for texts in (there, here))
+@pytest.mark.parametrize("step", [take_step, whole_step])
+def test_only_the_rank_that_ran_out_of_memory_halves(two_ranks: RankPool, step: Any) -> None:
+    alone, _ = two_ranks.run(played, DRAWS, step=step, **PROBES)
+    here, there = two_ranks.run(played, DRAWS, "little memory", 2, step, **PROBES)
+    assert (len(here.told), len(there.told)) == (0, 1)
+    assert there.memory_limit < alone.memory_limit == here.memory_limit
+    for found in (here, there):
+        for a, b in zip(found.weights, alone.weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        for name, value in alone.sums.items():
+            torch.testing.assert_close(found.sums[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max()))
+
+
+def test_all_ranks_skip_the_same_steps_and_probe_by_themselves(two_ranks: RankPool) -> None:
+    """Everybody is drawn at each step, of which about half are measured; examples that look alike, probed twice."""
+    sums = two_ranks.run(played, EVERYBODY, passes=2, fil_rate=0.5)[0].sums
+    measured = sums["trace_measured"]
+    assert bool((sums["participations"] == 14).all())
+    assert 0 < int(measured[0]) < 14
+    assert bool((measured == measured[0]).all())
+    traces = [two_ranks.run(probed)[rank] for rank in (1, 0)]
+    assert torch.equal(*traces)
+    assert not torch.allclose(traces[0][0::2], traces[0][1::2], rtol=1e-6)
+
+
+def probed() -> Tensor:
+    made = make("digits", questions={}, **PROBES)
+    made.loader.plain_dataset.tensors = torch.ones(61, 16, dtype=torch.float64), torch.zeros(61, dtype=torch.long)
+    with replaying([[0, 2, 4]] if dist.get_rank() == 0 else [[1, 3, 5]]):
+        for x, y in made.loader:
+            take_step(made, x, y)
+    return made.engine.totals.get_trace().value[:6]
+
+
+def test_a_sketch_is_made_with_one_test_matrix(two_ranks: RankPool) -> None:
+    """Where rank 1 is idle at first: some matrix gives the products of all examples."""
+    for each in two_ranks.run(played, [DRAWS[0], [[], [], *DRAWS[1]]], track=("fim", "sketch")):
+        fim, sketch = (each.sums[name].double().flatten(0, 1) for name in ("fim", "sketch"))
+        found = torch.linalg.lstsq(fim, sketch, driver="gelsd").solution
+        torch.testing.assert_close(fim @ found, sketch)
+
+
+# ------------------------------------------------------------------ messages
+
+
+@contextlib.contextmanager
+def counted_messages() -> Iterator[Counter[str]]:
+    """The bytes that this rank hands to each of torch.distributed's collectives."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, place: int) -> Any:
+        plain = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = args[place]
+            counts[name] += given.numel() * given.element_size() if isinstance(given, Tensor) else 1
+            return plain(*args, **options)
+
+        return mock.patch.object(dist, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name, place in {"all_reduce": 0, "all_gather": 1, "all_gather_object": 1, "broadcast": 0}.items():
+            stack.enter_context(counting(name, place))
+        yield counts
+
+
+def messages(**options: Any) -> tuple[list[dict[str, int]], dict[str, int], int]:
+    """What this rank sends at each step, when it reads, and the bytes of a gradient; then rank 0 reads alone."""
+    made = make("digits", questions={}, **options)
+    by_step = []
+    with replaying(2 * DRAWS[dist.get_rank()]):
+        for x, y in itertools.chain(made.loader, made.loader):
+            with counted_messages() as sent:
+                take_step(made, x, y)
+            by_step.append(dict(sent))
+    with counted_messages() as sent:
+        together = made.engine.get_fil().value.tolist()
+        made.engine.get_individual_epsilon(delta=1e-5)
+        made.engine.leakage(delta=1e-5)
+    made.engine.gather()
+    if dist.get_rank() == 0:
+        assert made.engine.get_fil().value.tolist() == together
+        made.engine.state_dict()
+    gradient = sum(p.numel() * p.element_size() for p in made.module.parameters())
+    return by_step, dict(sent), gradient
 
 
 def test_messages(two_ranks: RankPool) -> None:
@@ -57,38 +226,77 @@ def test_messages(two_ranks: RankPool) -> None:
         assert entered == [7]  # once a pass, whose length is 61/8 steps
         assert by_step[7]["all_gather"] == 12 * 8 * 3  # a participation: 12 bytes
         assert reading["all_reduce"] == 61 * 68  # the ledger's sums, for all readings together
-
-
-def test_messages_of_longer_passes(two_ranks: RankPool) -> None:
-    """One point of the timeline in eight steps, as there are eight in a pass of 61 steps."""
-    for by_step, _, gradient in two_ranks.run(messages, batch_size=1):
+    for by_step, _, gradient in two_ranks.run(messages, batch_size=1):  # a point in eight steps, of 61 in a pass
         usual, noted = {"all_reduce": gradient + 72}, {"all_reduce": gradient + 72 + 2 * 8 * 61}
         assert by_step == [*[usual] * 7, noted, *[usual] * 6]
 
 
-def test_after_gather_a_rank_reads_alone(two_ranks: RankPool) -> None:
-    (alone, together), (_, elsewhere) = two_ranks.run(reads_alone)
-    assert alone == together == elsewhere
+# ------------------------------------------------------------------ refusals
 
 
-def test_all_ranks_skip_the_same_steps(two_ranks: RankPool) -> None:
-    measured, participations = two_ranks.run(same_steps_are_skipped)[0]
-    assert bool((participations == 14).all())
-    assert 0 < int(measured[0]) < 14
-    assert bool((measured == measured[0]).all())
+def parallel(module: nn.Module) -> nn.Module:
+    return parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()})
 
 
-def test_probes_differ_between_ranks_and_are_reproducible(two_ranks: RankPool) -> None:
-    traces = two_ranks.run(probe_traces)[1]
-    assert not torch.allclose(traces[0::2], traces[1::2], rtol=1e-6)
-    assert torch.equal(traces, two_ranks.run(probe_traces)[0])
+def refusals() -> list[tuple[str, str]]:
+    """What make_private says to ways of training that cannot be accounted for, and what it should."""
+    dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
+    plain, half = {"poisson_sampling": False}, MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (nn.parallel.DistributedDataParallel, {}, "before they are clipped"),
+        (Wrapper, {"rel_error": 0.1}, "num_probes="),
+        (Wrapper, plain, "DistributedSampler(dataset"),
+        (Wrapper, {**plain, "sampler": DistributedSampler(dataset)}, "drop_last=True"),
+        (lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")), {}, "Use FSDP2"),
+        (lambda module: fully_shard(module, mp_policy=half), {}, "torch.autocast"),
+        (lambda module: fully_shard(module, ignored_params={next(module.parameters())}), {}, "0.weight"),
+        (parallel, {}, "each rank draws its own"),
+        (fully_shard, {"grad_sample_mode": "hooks"}, "grad_sample_mode='auto'"),
+        (fully_shard, {"grad_sample_mode": "ghost_fsdp"}, "support sharded weights"),
+        (fully_shard, {"rel_error": 0.1}, "num_probes="),
+        (lambda module: fully_shard(nn.Sequential(module, nn.BatchNorm1d(2))), {}, "batch normalisation"),
+    ]
+    errors = []
+    for wrap, options, noun in cases:
+        module = wrap(nn.Sequential(nn.Linear(4, 2)))
+        loader = DataLoader(dataset, batch_size=4, sampler=options.pop("sampler", None))
+        try:
+            FILPrivacyEngine().make_private(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, **options)
+        except Exception as error:
+            errors.append((str(error), noun))
+    with pytest.raises(ValueError, match="check it before"):
+        check(fully_shard(nn.Linear(4, 2)), dataset[:])
+    assert len(errors) == len(cases)
+    return errors
 
 
 def test_what_cannot_be_accounted_for_is_refused(two_ranks: RankPool) -> None:
-    for errors in two_ranks.run(refused_settings):
-        reasons = ("before they are clipped", "num_probes=", "DistributedSampler(dataset", "drop_last=True")
-        for error, reason in zip(errors, reasons, strict=True):
-            assert reason in error
+    for errors in two_ranks.run(refusals):
+        for error, noun in errors:
+            assert noun in error
+
+
+def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
+    """Two passes without Poisson sampling, by a DistributedSampler that drops the rest; then both ranks draw alike."""
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
+    module, engine = nn.Linear(4, 2), FILPrivacyEngine()
+    sampler: Any = DistributedSampler(dataset, drop_last=True)
+    plain = DataLoader(dataset, batch_size=2, sampler=sampler)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    made = Made(engine, module, *engine.make_private(Wrapper(module), optimizer, plain, poisson_sampling=False))
+    drawn, error = [], ""
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        sampler.rank = dist.get_rank() if epoch < 2 else 0
+        for batch in made.loader:
+            try:
+                take_step(made, *batch)
+            except RuntimeError as caught:
+                error = str(caught)
+                break
+            drawn.append(list(batch._ids))
+    return engine.ledger.sums["participations"], drawn, list(engine.accountant.history), error
 
 
 def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
@@ -99,26 +307,3 @@ def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
     assert history == same == [(1.0, 1.0, 2)]
     assert "of ranks [0, 1]" in error
     assert error == too
-
-
-@pytest.mark.parametrize("step", ["loop", "train_step"])
-def test_only_the_rank_that_ran_out_of_memory_halves(two_ranks: RankPool, step: str) -> None:
-    (weights, sums, _, limit), _ = two_ranks.run(one_rank_runs_out_of_memory, None, step)
-    (here, ours, silent, unchanged), (there, theirs, told, halved) = two_ranks.run(one_rank_runs_out_of_memory, 1, step)
-    assert silent == []
-    assert len(told) == 1
-    assert halved < limit == unchanged
-    for found in (here, there):
-        for a, b in zip(found, weights, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    for name, value in sums.items():
-        for found_sums in (ours, theirs):
-            torch.testing.assert_close(
-                found_sums[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max()), msg=name
-            )
-
-
-def test_where_one_example_does_not_fit_no_rank_takes_the_step(two_ranks: RankPool) -> None:
-    there, here = two_ranks.run(one_rank_cannot_fit_an_example)
-    assert "another rank refused this step" in there
-    assert "one example ran out of memory" in here

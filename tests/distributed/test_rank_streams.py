@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import assert_same
-from tests.distributed.rank_streams import begun, one_rank_has_nothing, resumed, same_example_on_two_ranks, streamed
+from tests.distributed.rank_runs import Made, Outcome, assert_same, outcome, take_step
+from tests.engine.loops import SIGMA, C, data, network
+from torchfil import Accounting, FILPrivacyEngine
+
+SIZE = 3  # of a rank's batches
+PASSES = [  # who comes to which of two ranks: uneven, then dealt out anew, with somebody new
+    [list(range(13)), list(range(13, 20))],
+    [[15, 2, 19, 0, 7], [4, 20, 13, 1, 9, 10, 21, 22]],
+]
+TWICE = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 4, 13, 14, 15, 0]]  # example 4 in the second of three steps
+
+
+class Stream(IterableDataset):
+    """The examples of these numbers; None: a place that stays empty."""
+
+    def __init__(self, order: Sequence[int | None]) -> None:
+        self.order, self.tensors = order, data(23).tensors
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.order:
+            yield None if row is None else (self.tensors[0][row], self.tensors[1][row], row)
+
+
+def present(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def as_one(parts: Sequence[Sequence[int]]) -> list[int | None]:
+    """The streams of all ranks as one, in whose batches all ranks' batches follow one another."""
+    order: list[int | None] = []
+    for start in range(0, max(map(len, parts)), SIZE):
+        drawn = [row for part in parts for row in part[start : start + SIZE]]
+        order += [*drawn, *[None] * (len(parts) * SIZE - len(drawn))]
+    return order
+
+
+def streamed(
+    folder: str, passes: Sequence[Any] = PASSES, *, resume: bool = False, save: bool = False
+) -> tuple[list[str], list[Any], Outcome]:
+    """The errors of this rank's steps, the names, and all that the run says after these passes."""
+    module, engine, several = network(), FILPrivacyEngine(), dist.is_initialized()
+    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
+    plain = DataLoader(Stream([]), batch_size=SIZE if several else 2 * SIZE, collate_fn=present)
+    settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False, "id_of": 2}
+    settings |= {"noise_generator": torch.Generator().manual_seed(7), "criterion": nn.CrossEntropyLoss()}
+    optimizer, accounting = torch.optim.SGD(module.parameters(), lr=0.3), Accounting(estimator="exact", seed=3)
+    made = Made(engine, module, *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings))
+    state = {"path": Path(folder) / "run.pt", "module": made.model, "optimizer": made.optimizer}
+    if resume:
+        engine.load_checkpoint(**state)
+    errors = []
+    for parts in passes:
+        made.loader.dataset.order = parts[dist.get_rank()] if several else as_one(parts)
+        try:
+            for x, y in made.loader:
+                before = [p.detach().clone() for p in module.parameters()]
+                try:
+                    take_step(made, x, y)
+                except RuntimeError as caught:
+                    errors.append(f"{type(caught).__name__}: {caught}")
+                    assert all(map(torch.equal, before, module.parameters()))
+        except RuntimeError as caught:  # of the loader
+            errors.append(str(caught))
+        if save and parts is passes[0]:
+            engine.save_checkpoint(**state)
+    if not engine.accountant.history:
+        return errors, [], Outcome()
+    return errors, engine.leakage_columns()[0], outcome(made, folder, Outcome())
 
 
 def test_two_streams_are_one(two_ranks: RankPool, tmp_path: Path) -> None:
     """Uneven ones, whose examples go from rank to rank."""
-    parts = two_ranks.run(streamed, str(tmp_path))
-    names, alone = streamed(str(tmp_path))
+    _, names, alone = streamed(str(tmp_path))
     assert len(names) == 23
-    for found, told in parts:
-        assert found == names
-        told.timeline = parts[0][1].timeline  # rank 0 has the file
-        assert_same(told, alone, but=("_changes", "_last"), same_errors=False)
+    for errors, found, told in two_ranks.run(streamed, str(tmp_path)):
+        assert (errors, found) == ([], names)
+        assert_same(told, alone, moved=True)
     assert alone.sums["participations"].max() == 2
 
 
 @pytest.mark.slow
 def test_a_grown_ledger_goes_on_from_a_checkpoint_of_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     """On two ranks bit for bit, and on one."""
-    names, whole = two_ranks.run(streamed, str(tmp_path))[0]
-    two_ranks.run(begun, str(tmp_path))
-    for found, told in two_ranks.run(resumed, str(tmp_path)):
+    _, names, whole = two_ranks.run(streamed, str(tmp_path), save=True)[0]
+    for _, found, told in two_ranks.run(streamed, str(tmp_path), PASSES[1:], resume=True):
         assert found == names
         for name, value in whole.sums.items():
             assert torch.equal(told.sums[name], value), name
         assert told.epsilon == whole.epsilon
-    found, told = resumed(str(tmp_path))
+    _, found, told = streamed(str(tmp_path), PASSES[1:], resume=True)
     assert found == names
-    assert_same(told, whole, but=("_changes", "_last"), same_errors=False)
+    assert_same(told, whole, moved=True)
 
 
-def test_an_example_on_two_ranks_in_one_step_is_refused(two_ranks: RankPool) -> None:
-    for error, names, participations, most in two_ranks.run(same_example_on_two_ranks):
-        assert error.startswith("StepNotTakenError: example 4 is in this step's batches of ranks [0, 1]")
+def test_what_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    """An example on two ranks in one step, whose other steps are taken; a rank without any of the stream."""
+    for errors, names, told in two_ranks.run(streamed, str(tmp_path), [TWICE]):
+        assert errors[0].startswith("StepNotTakenError: example 4 is in this step's batches of ranks [0, 1]")
         assert names == [0, 1, 2, 9, 10, 11, 6, 7, 8, 14, 15]
-        assert participations == [2, *[1] * 10]
-        assert most == 2
-
-
-def test_a_rank_needs_some_of_the_stream(two_ranks: RankPool) -> None:
-    assert all("the stream of rank 1 has no batch at all" in text for text in two_ranks.run(one_rank_has_nothing))
+        assert told.sums["participations"].tolist() == [2, *[1] * 10]
+    for errors, *_ in two_ranks.run(streamed, str(tmp_path), [[[0, 1, 2], []]]):
+        assert "rank 1 has no batch at all" in errors[0]

@@ -12,8 +12,9 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, grouped, relative_error
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP
 from torchfil.fisher import reference
 

@@ -218,7 +218,7 @@ def test_tables_and_run_files(tmp_path: Path) -> None:
     for weights in (WEIGHTS, None):
         engine = train_run(kept(weights), steps=1).engine
         names, columns = engine.leakage_columns([5, 2])
-        saved = load(engine.save_run(tmp_path / f"{weights is None}.fil", delta=DELTA, pictures=0))
+        saved = load(engine.save_run(tmp_path / f"{weights is None}.parquet", delta=DELTA, pictures=0))
         assert names == [5, 2]
         assert saved.clip_weights.tolist() == ([1.0] * N if weights is None else WEIGHTS.tolist())
         assert ("clip_weight" in columns) == ("clip_weight" in saved.columns) == (weights is not None)

@@ -1,47 +1,46 @@
-"""ε: Opacus's own, and each example's."""
+"""ε and bounds on every attacker: Opacus's own, each example's, and those of the population."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
-from torch import nn
-from torch.utils.data import RandomSampler, TensorDataset
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
-from torchfil import FILPrivacyEngine, bounds
-from torchfil.accounting.norms import NormHistory
-from torchfil.engine.reading import individual_epsilon
-from torchfil.gate.gate import check
-from torchfil.gate.policy import Policy
+from torchfil import Accounting, FILPrivacyEngine, Private, bounds
+from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
+from torchfil.clipping import get_clip
+from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness
+from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.report import load
 
-warnings.filterwarnings("ignore", message="Secure RNG")
-warnings.filterwarnings("ignore", message="Optimal order")
+ACCOUNTANTS = pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+ORDERS = RDPAccountant.DEFAULT_ALPHAS
+NOBODY = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Optimal order")
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+@ACCOUNTANTS
 def test_epsilon_equals_stock_opacus(accountant: str) -> None:
     spent = []
     for kind in (PrivacyEngine, FILPrivacyEngine):
-        module = network()
-        engine = kind(accountant=accountant)
+        module, engine = network(), kind(accountant=accountant)
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        noise = {"noise_multiplier": SIGMA, "max_grad_norm": C}
         model, optimizer, private = engine.make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=loader(data(93)),
-            noise_multiplier=SIGMA,
-            max_grad_norm=C,
+            module=module, optimizer=optimizer, data_loader=loader(data(40)), **noise
         )
         for x, y in private:
             optimizer.zero_grad()
@@ -49,42 +48,15 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
             optimizer.step()
         spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
     assert spent[0] == spent[1]
-
-
-def test_default_accountant_is_rdp_and_the_keyword_call_works() -> None:
     assert FILPrivacyEngine().accountant.mechanism() == "rdp"
 
 
-def test_make_private_with_epsilon_spends_its_target() -> None:
-    module = network()
-    engine = FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, optimizer, private = engine.make_private_with_epsilon(
-        module=module,
-        optimizer=optimizer,
-        data_loader=loader(data(96)),
-        target_epsilon=3.0,
-        target_delta=1e-3,
-        epochs=2,
-        max_grad_norm=C,
-        num_probes=2,
-    )
-    for _ in range(2):
-        for x, y in private:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
-            optimizer.step()
-    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
-    assert engine._training.run.options.accounting.num_probes == 2
-
-
-def train_known(passes: int, plain: Any = None, engine: Any = None, **options: Any) -> Trained:
+def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **options: Any) -> Trained:
     """Passes over 20 examples in batches of 4 without Poisson sampling."""
-    module = network()
-    engine = engine or FILPrivacyEngine()
-    plain = plain or loader(data(20), 4, shuffle=True)
+    module, engine = network(), FILPrivacyEngine(accountant=accountant)
     make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
     options = {"max_grad_norm": C, "poisson_sampling": False, "criterion": nn.CrossEntropyLoss(), **options}
+    plain = plain or loader(data(20), 4, shuffle=True)
     made = make(module, torch.optim.SGD(module.parameters(), lr=0.1), plain, **options)
     for _ in range(passes):
         for x, y in made[2]:
@@ -92,210 +64,332 @@ def train_known(passes: int, plain: Any = None, engine: Any = None, **options: A
     return Trained(engine, *made, [])
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
-def test_without_poisson_sampling_every_participation_counts(accountant: str) -> None:
-    """Five passes are five Gaussian mechanisms of multiplier σ for everybody, however many steps a pass has."""
-    engine = train_known(5, engine=FILPrivacyEngine(accountant=accountant), noise_multiplier=1.0).engine
-    exact, found = exact_epsilon(5**0.5, 1e-5), engine.get_epsilon(1e-5)
-    assert exact == pytest.approx(11.48, abs=0.01)
-    assert engine.accountant.history == [(1.0, 1.0, 5)]
-    assert found > exact - 0.05
-    if accountant != "gdp":  # its formula for Poisson sampling is loose at q = 1
-        assert found < exact + (0.05 if accountant == "prv" else 1.0)
+class TestKnownBatches:
+    """Without Poisson sampling every participation counts, however many steps a pass has."""
+
+    @ACCOUNTANTS
+    def test_five_passes_are_five_gaussian_mechanisms(self, accountant: str, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO", logger="torchfil"):
+            first = train_known(2, accountant=accountant, noise_multiplier=1.0)
+        assert sum("no amplification" in record.message for record in caplog.records) == 1
+        run = train_known(0, accountant=accountant, noise_multiplier=1.0)
+        run.engine.load_state_dict(first.engine.state_dict())  # participations go on
+        for _ in range(3):
+            for x, y in run.loader:
+                run.engine.train_step(x, y)
+        exact, found = exact_epsilon(5**0.5, 1e-5), run.engine.get_epsilon(1e-5)
+        assert exact == pytest.approx(11.48, abs=0.01)
+        assert run.engine.accountant.history == [(1.0, 1.0, 5)]
+        assert found > exact - 0.05
+        if accountant != "gdp":  # its formula for Poisson sampling is loose at q = 1
+            assert found < exact + (0.05 if accountant == "prv" else 1.0)
+
+    @ACCOUNTANTS
+    def test_noise_for_a_target(self, accountant: str) -> None:
+        run = train_known(2, accountant=accountant, target_epsilon=8.0, target_delta=1e-5, epochs=2)
+        assert 7.9 <= run.engine.get_epsilon(1e-5) <= 8.0
+        assert exact_epsilon(2**0.5 / run.optimizer.noise_multiplier, 1e-5) <= 8.0
+
+    def test_a_sampler_that_repeats_is_counted(self) -> None:
+        twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
+        assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
+        again = train_known(3, twice, target_epsilon=8.0, target_delta=1e-5, epochs=3)
+        assert 7.9 <= again.engine.get_epsilon(1e-5) <= 8.0
+
+    def test_individual_epsilon(self) -> None:
+        """Gradients far above C: everybody's own ε is that of as many Gaussian mechanisms as it took part in."""
+        x, y = data(20).tensors
+        noise = {"noise_multiplier": 2.0, "max_grad_norm": 1e-3, "clip": "hard"}
+        engine = train_known(3, loader(TensorDataset(1e4 * x, y), 4), **noise).engine
+        own = engine.get_individual_epsilon(delta=1e-5).value
+        assert own.tolist() == pytest.approx([engine.get_epsilon(1e-5)] * 20, rel=1e-6)
+        assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
+
+    def test_the_gate_and_rero_count_participations(self, tmp_path: Path) -> None:
+        engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
+        saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
+        assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
+        mechanism, rero = saved.about["mechanism"], saved.bounds["rero"]
+        assert (mechanism["sample_rate"], mechanism["expected_batch_size"]) == (None, 6)
+        known = bounds.rero(rero["prior"], q=1.0, noise_multiplier=1.0, steps=5)
+        assert rero["success"] == pytest.approx(known.high.tolist())
+        assert "epsilon" not in saved.history  # by step it is not known
 
 
-def test_a_sampler_that_repeats_is_counted() -> None:
-    examples = data(20)
-    twice = loader(examples, 4, sampler=RandomSampler(examples, num_samples=40))
-    run = train_known(3, twice, noise_multiplier=1.0)
-    assert run.engine.accountant.history == [(1.0, 1.0, 6)]
-    again = train_known(3, twice, target_epsilon=8.0, target_delta=1e-5, epochs=3)
-    assert 7.9 <= again.engine.get_epsilon(1e-5) <= 8.0
+def spent(noises: list[float], q: float, delta: float) -> float:
+    """ε of steps with these noise multipliers."""
+    rdp = sum(compute_rdp(q=q, noise_multiplier=noise, steps=1, orders=ORDERS) for noise in noises)
+    return float(get_privacy_spent(orders=ORDERS, rdp=rdp, delta=delta)[0])
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
-def test_noise_for_a_target_epsilon_without_poisson_sampling(accountant: str) -> None:
-    engine = FILPrivacyEngine(accountant=accountant)
-    run = train_known(2, engine=engine, target_epsilon=8.0, target_delta=1e-5, epochs=2)
-    assert 7.9 <= engine.get_epsilon(1e-5) <= 8.0
-    assert exact_epsilon(2**0.5 / run.optimizer.noise_multiplier, 1e-5) <= 8.0
+class TestHistory:
+    def test_by_hand(self) -> None:
+        """Unseen: C stands in; seen: the last norm, rounded to the grid; every step counts for everybody."""
+        history = NormHistory(3)
+        history.step(torch.tensor([0]), torch.tensor([0.5]), 1.0, 0.1)
+        history.step(*NOBODY, 1.0, 0.1)
+        history.step(torch.tensor([0, 1]), torch.tensor([0.25, 0.9]), 1.0, 0.1)
+        history.step(*NOBODY, 1.0, 0.1)
+        got = individual_epsilon(history, torch.arange(3), 1e-5)
+        for value, ratios in zip(got, ([0.5, 0.5, 0.25, 0.25], [1.0, 1.0, 0.9, 0.9], [1.0] * 4), strict=True):
+            levels = [math.floor(math.log(1 / ratio) / math.log(1.05) + 1e-5) for ratio in ratios]
+            assert float(value) == pytest.approx(spent([1.05**level for level in levels], 0.1, 1e-5), rel=1e-9)
+        assert got[0] < got[1] < got[2]
 
-
-def test_individual_epsilon_without_poisson_sampling() -> None:
-    """Gradients far above C: everybody's own ε is that of the Gaussian mechanism, of as many steps as it took part."""
-    x, y = data(20).tensors
-    run = train_known(3, loader(TensorDataset(1e4 * x, y), 4), noise_multiplier=2.0, max_grad_norm=1e-3, clip="hard")
-    own = run.engine.get_individual_epsilon(delta=1e-5).value
-    assert own.tolist() == pytest.approx([run.engine.get_epsilon(1e-5)] * 20, rel=1e-6)
-    assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
-
-
-def test_participations_go_on_from_a_checkpoint() -> None:
-    first = train_known(2, noise_multiplier=1.0)
-    other = train_known(0, noise_multiplier=1.0)
-    other.engine.load_state_dict(first.engine.state_dict())
-    for x, y in other.loader:
-        other.engine.train_step(x, y)
-    assert other.engine.accountant.history == [(1.0, 1.0, 3)]
-
-
-def test_known_batches_are_saved_and_reported(tmp_path: Path) -> None:
-    """The gate's ε and ReRo are those of the participations; q and the divisor are kept."""
-    engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
-    saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
-    assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
-    assert not {verdict.rule: verdict for verdict in check(saved, Policy(max_epsilon=8.0))}["max_epsilon"].passed
-    assert (saved.about["mechanism"]["sample_rate"], saved.about["mechanism"]["expected_batch_size"]) == (None, 6)
-    rero = saved.bounds["rero"]
-    known = bounds.rero(rero["prior"], q=1.0, noise_multiplier=1.0, steps=5)
-    assert rero["success"] == pytest.approx(known.high.tolist())
-    assert "epsilon" not in saved.history  # by step it is not known
-    text = engine.report(tmp_path / "report", delta=1e-5).read_text()
-    assert "ε counts how often the most frequent example took part" in text
-    assert "(“zero-out”)" in text
-
-
-def test_known_batches_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="torchfil"):
-        train_known(2, noise_multiplier=1.0)
-    assert sum("no amplification" in record.message for record in caplog.records) == 1
-
-
-def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    rdp = sum(
-        compute_rdp(
-            q=q,
-            noise_multiplier=sigma * grid ** math.floor(math.log(1 / ratio) / math.log(grid) + 1e-5),
-            steps=1,
-            orders=orders,
-        )
-        for ratio in ratios
-    )
-    return float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0])
-
-
-def test_history_by_hand() -> None:
-    """Unseen: C stands in; seen: the last norm; every step counts for everybody."""
-    history = NormHistory(3)
-    nobody = torch.zeros(0, dtype=torch.long)
-    history.step(torch.tensor([0]), torch.tensor([0.5]), 1.0, 0.1)
-    history.step(nobody, torch.zeros(0), 1.0, 0.1)
-    history.step(torch.tensor([0, 1]), torch.tensor([0.25, 0.9]), 1.0, 0.1)
-    history.step(nobody, torch.zeros(0), 1.0, 0.1)
-    got = individual_epsilon(history, torch.arange(3), 1e-5)
-    want = [[0.5, 0.5, 0.25, 0.25], [1.0, 1.0, 0.9, 0.9], [1.0] * 4]
-    for value, ratios in zip(got.tolist(), want, strict=True):
-        assert value == pytest.approx(rounded_epsilon(ratios, 0.1, 1.0, 1e-5), rel=1e-9)
-    assert got[0] < got[1] < got[2]
-
-
-def test_rounding_never_understates() -> None:
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    for ratio in (0.03, 0.3, 0.62, 0.95, 0.999):
+    @pytest.mark.parametrize("ratio", [0.03, 0.3, 0.62, 0.95, 0.999])
+    def test_rounding_never_understates(self, ratio: float) -> None:
         history = NormHistory(1)
         for _ in range(5):
             history.step(torch.tensor([0]), torch.tensor([ratio]), 1.2, 0.2)
-        exact = 5 * compute_rdp(q=0.2, noise_multiplier=1.2 / ratio, steps=1, orders=orders)
-        epsilon = get_privacy_spent(orders=orders, rdp=exact, delta=1e-6)[0]
-        got = individual_epsilon(history, torch.tensor([0]), 1e-6).item()
+        epsilon, got = spent([1.2 / ratio] * 5, 0.2, 1e-6), individual_epsilon(history, torch.tensor([0]), 1e-6).item()
         assert max(epsilon, 0) <= got * (1 + 1e-9)
         assert got < 1.2 * max(epsilon, 0.05)
 
+    def test_a_changing_noise_multiplier_is_accounted_step_by_step(self) -> None:
+        history, sigmas = NormHistory(2), [1.0, 0.9, 0.8, 1.1]
+        for sigma in sigmas:
+            history.step(*NOBODY, sigma, 0.1)
+        assert history.counts_of(torch.arange(2)).sum(dim=1).tolist() == [4, 4]
+        got = individual_epsilon(history, torch.arange(2), 1e-5) / spent(sigmas, 0.1, 1e-5)
+        assert 1 - 1e-9 <= float(got.min()) <= float(got.max()) <= 1.15
 
-def test_a_changing_noise_multiplier_is_accounted_step_by_step() -> None:
+    @pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
+    def test_levels_are_those_of_the_formula(self, noise: float) -> None:
+        """The last level k with anchor · 1.05^(k − 8) ≤ noise/ratio; level 0 also for what is below, or no number."""
+        edges = [1.05**-k for k in range(100)]
+        ratio = torch.cat([torch.rand(5000), torch.tensor([*edges, 1.0, 0.0, 1e-30, math.nan])])
+        history = NormHistory(len(ratio))
+        history.anchor, history.noise_multiplier = 1.0, noise
+        found = history.levels_of(ratio)
+        position = 8 + math.log(noise) / math.log(1.05) - ratio.double().clamp(min=1e-12).log() / math.log(1.05)
+        expected = position.add(1e-5).floor().clamp(0, 95).nan_to_num(0).long()
+        on_an_edge = (position.add(1e-5) - position.add(1e-5).round()).abs() < 1e-5
+        assert torch.equal(found[~on_an_edge], expected[~on_an_edge])
+        assert bool(((found - expected).abs() <= 1).all())
+        assert float(on_an_edge.double().mean()) < 0.05
+
+
+class TestOfRuns:
+    def test_the_worst_example_never_exceeds_the_engines_epsilon(self) -> None:
+        engine = train(data(93), steps=20).engine
+        individual = engine.get_individual_epsilon(delta=1e-5)
+        assert individual.kind == "estimate"
+        assert individual.value.min() < individual.value.max() <= engine.get_epsilon(1e-5)
+        assert engine.leakage(delta=1e-5)["individual_epsilon"].tolist() == individual.value.tolist()
+
+    def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon(self) -> None:
+        """A regression target far out of reach: hard clipping leaves a norm of exactly C at every step."""
+        x, y = data(40).tensors[0], torch.zeros(40, 3, dtype=torch.float64)
+        y[0] = 1e6
+        options = {"module": nn.Linear(5, 3).double(), "loss_fn": F.mse_loss, "clip": "hard"}
+        engine = train(TensorDataset(x, y), steps=10, **options).engine
+        assert engine._training.run.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
+        value = engine.get_individual_epsilon([0], delta=1e-5).value.item()
+        assert value == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+
+    def test_norm_refresh_looks_everybody_up(self) -> None:
+        """Clipped softly: by hard clipping or nearly so, all norms of this model would be C."""
+        dataset = data(40)
+        stale, fresh = (train(dataset, steps=6, clip="gelu", **more).engine for more in ({}, {"norm_refresh": 1}))
+        assert (fresh._training.run.history.ratio < 1).all(), "nobody keeps the stand-in"
+        assert (stale._training.run.history.ratio == 1).any()
+        means = [engine.get_individual_epsilon(delta=1e-5).value.mean() for engine in (fresh, stale)]
+        assert means[0] < means[1]
+        fresh.refresh_norms()
+        module = network()
+        module.load_state_dict(fresh._training.replica.live.state_dict())
+        gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
+        want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
+        assert torch.allclose(fresh._training.run.history.ratio.double(), want, rtol=1e-5)
+
+    def test_rdp_bound_from_the_accountants_history(self) -> None:
+        engine = train(data(40), steps=7).engine
+
+        def rdp(order: float) -> float:
+            return float(compute_rdp(q=1 / 5, noise_multiplier=SIGMA, steps=7, orders=order))
+
+        paper = bounds.mse_from_rdp(rdp(2.0), [2.0] * 5)
+        assert engine.get_rdp_mse_bound(2.0, reading="paper") == pytest.approx(paper, rel=1e-9)
+        lowest = bounds.mse_from_rdp(1.5 * rdp(4.0) + rdp(3.0), [2.0] * 5) * (1 - 1e-9)
+        assert lowest <= engine.get_rdp_mse_bound(torch.full((5,), 2.0)) < paper
+
+
+# ------------------------------------------------------------------ levels of noise in few entries
+
+
+def dense(history_steps: list[tuple[int, int]]) -> torch.Tensor:
+    table = torch.zeros(1, LEVELS, dtype=torch.int32)
+    for level, count in history_steps:
+        table[0, level] += count
+    return table
+
+
+def kept(history_steps: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, counts = torch.zeros(1, ENTRIES, dtype=torch.uint8), torch.zeros(1, ENTRIES, dtype=torch.int32)
+    for level, count in history_steps:
+        levels, counts = added(levels, counts, torch.tensor([level]), torch.tensor([count]))
+    return levels, counts
+
+
+def test_as_many_levels_as_entries_are_kept_exactly() -> None:
+    steps = [(90 - 7 * (k % ENTRIES), k) for k in range(60)]
+    assert torch.equal(as_table(*kept(steps)), dense(steps))
+
+
+def test_more_levels_lose_no_step_and_no_loss() -> None:
+    source = torch.Generator().manual_seed(0)
+    steps = [(int(torch.randint(LEVELS, (), generator=source)), 1 + k % 5) for k in range(300)]
+    found, exact = as_table(*kept(steps)), dense(steps)
+    assert int((found > 0).sum()) <= ENTRIES
+    assert found.sum() == exact.sum()
+    assert bool((found.cumsum(dim=1) >= exact.cumsum(dim=1)).all()), "no step counts at a level with more noise"
+    levels = torch.arange(LEVELS, dtype=torch.uint8)[None]
+    assert bool((as_table(*squeezed(levels, exact, ENTRIES)).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
+    weights = RATIO ** (-2.0 * torch.arange(LEVELS))
+    assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
+
+
+@pytest.mark.parametrize("factor", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_epsilon_of_a_wandering_norm_is_bounded_closely(factor: float) -> None:
+    """Norms over such a factor in 2,000 steps: against the same steps on the grid without entries."""
+    source = torch.Generator().manual_seed(3)
+    history, exact = NormHistory(1), NormHistory(1)
+    table = torch.zeros(LEVELS, dtype=torch.long)
+    for _ in range(2000):
+        ratio = torch.rand(1, generator=source).mul(-math.log(factor)).exp()
+        history.step(torch.tensor([0]), ratio, 1.0, 0.01)
+        table[history.levels_of(ratio)] += 1
+    exact.anchor, exact.noise_multiplier, exact.sample_rate, exact.steps = 1.0, 1.0, 0.01, 2000
+    exact.counts_of = lambda rows: table[None].int()
+    found, truth = (individual_epsilon(each, torch.tensor([0]), 1e-6).item() for each in (history, exact))
+    assert truth <= found < 1.06 * truth < math.inf
+
+
+# ------------------------------------------------------------------ bounds on every attacker
+
+
+def test_robustness_by_hand() -> None:
+    """Norms of ½C at three steps and of C (the stand-in) at one: the levels' powers composed."""
     history = NormHistory(2)
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    sigmas = [1.0, 0.9, 0.8, 1.1]
-    for sigma in sigmas:
-        history.step(torch.zeros(0, dtype=torch.long), torch.zeros(0), sigma, 0.1)
-    assert history.counts_of(torch.arange(2)).sum(dim=1).tolist() == [4, 4]
-    exact = sum(compute_rdp(q=0.1, noise_multiplier=s, steps=1, orders=orders) for s in sigmas)
-    epsilon = get_privacy_spent(orders=orders, rdp=exact, delta=1e-5)[0]
-    got = individual_epsilon(history, torch.arange(2), 1e-5)
-    assert (got >= epsilon * (1 - 1e-9)).all()
-    assert (got <= 1.15 * epsilon).all()
+    history.step(torch.tensor([], dtype=torch.long), torch.zeros(0), 1.0, 0.1)
+    for _ in range(3):
+        history.step(torch.tensor([0]), torch.tensor([1.05**-14]), 1.0, 0.1)
+    got = individual_robustness(history, torch.arange(2), [0.01, 0.2])
+    alone = bounds.rero([0.01, 0.2], q=0.1, noise_multiplier=[1.0, 1.05**14], steps=[1, 3])
+    clipped = bounds.rero([0.01, 0.2], q=0.1, noise_multiplier=1.0, steps=4)
+    for row, bracket in zip(got, (alone, clipped), strict=True):
+        assert (row >= bracket.low).all()
+        np.testing.assert_allclose(row, bracket.high, rtol=5e-3)
 
 
-def test_worst_example_never_exceeds_the_engines_epsilon() -> None:
-    engine = train(data(93), steps=30).engine
-    individual = engine.get_individual_epsilon(delta=1e-5)
-    assert individual.kind == "estimate"
-    assert individual.value.max() <= engine.get_epsilon(1e-5)
-    assert individual.value.min() < engine.get_epsilon(1e-5), "calm examples spend less"
-    table = engine.leakage(delta=1e-5)
-    assert table["individual_epsilon"].tolist() == individual.value.tolist()
+def test_examples_are_below_everybody_and_ordered_as_their_epsilon() -> None:
+    engine = train(data(93), steps=20, clip="gelu", norm_refresh=5).engine
+    own = engine.get_reconstruction_robustness(prior_success=0.01)
+    everybody = everybodys_robustness(engine.accountant.history, [0.01]).high.item()
+    assert own.kind == "estimate"
+    assert 0.01 < own.value.min() < own.value.max() <= everybody * (1 + 1e-3)
+    epsilon = engine.get_individual_epsilon(delta=1e-5).value
+    assert stats.spearmanr(own.value, epsilon).statistic > 0.95
+    curve = engine.get_reconstruction_robustness([5, 3], prior_success=[0.001, 0.1])
+    assert curve.value.shape == (2, 2)
+    assert engine.get_reconstruction_robustness([5], prior_success=0.01).value[0] == pytest.approx(own.value[5].item())
 
 
-def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon() -> None:
-    """A regression target far out of reach: hard clipping leaves a norm of exactly C at every step."""
-    x = data(40).tensors[0]
-    y = torch.zeros(40, 3, dtype=torch.float64)
-    y[0] = 1e6
-    run = train(
-        TensorDataset(x, y),
-        steps=15,
-        module=nn.Linear(5, 3).double(),
-        loss_fn=F.mse_loss,
-        clip="hard",
-    )
-    engine = run.engine
-    assert engine._training.run.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
-    value = engine.get_individual_epsilon([0], delta=1e-5).value.item()
-    assert value == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+def test_known_batches_count_an_examples_own_steps_alone() -> None:
+    engine = train(data(40), steps=10, poisson_sampling=False).engine
+    norm = engine.ledger.sums["squared_norm"].double().sqrt().cpu().numpy()
+    want = stats.norm.cdf(stats.norm.ppf(0.05) + norm / (SIGMA * C))
+    np.testing.assert_allclose(engine.get_reconstruction_robustness(prior_success=0.05).value, want, rtol=1e-9)
 
 
-def test_norm_refresh_looks_everybody_up() -> None:
-    """Clipped softly: by hard clipping or nearly so, all norms of this model would be C, up to the history's grid."""
-    dataset = data(40)
-    stale = train(dataset, steps=6, clip="gelu").engine
-    fresh = train(dataset, steps=6, clip="gelu", norm_refresh=1).engine
-    assert (fresh._training.run.history.ratio < 1).all(), "nobody keeps the stand-in"
-    assert (stale._training.run.history.ratio == 1).any()
-    fresh_epsilon = fresh.get_individual_epsilon(delta=1e-5).value
-    assert fresh_epsilon.mean() < stale.get_individual_epsilon(delta=1e-5).value.mean()
-    fresh.refresh_norms()
-    module = network()
-    module.load_state_dict(fresh._training.replica.live.state_dict())
-    from torchfil.clipping import get_clip
-    from torchfil.fisher import ClippedJacobian, ExampleGradients
-
-    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
-    want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
-    assert torch.allclose(fresh._training.run.history.ratio.double(), want, rtol=1e-5)
+def test_changing_noise_and_rates_are_composed() -> None:
+    releases = [(1.0, 0.1, 10), (2.0, 0.1, 5), (1.0, 0.1, 3), (1.0, 0.3, 1)]
+    got = everybodys_robustness(releases, [0.1])
+    want = bounds.rero(0.1, q=[0.1, 0.1, 0.3], noise_multiplier=[1.0, 2.0, 1.0], steps=[13, 5, 1])
+    assert got.high.item() == pytest.approx(want.high.item(), rel=1e-3)
+    many = [(1.0 + 0.005 * k, 0.1, 1) for k in range(60)]
+    rounded = everybodys_robustness(many, [0.1])
+    less = bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in (9, 19, 29, 39, 49, 59)], steps=10)
+    more = bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in (0, 10, 20, 30, 40, 50)], steps=10)
+    assert less.low.item() < rounded.high.item() < more.high.item(), "rounded down by 2 %, not by 5 %"
+    assert everybodys_robustness([], [0.1]).high.tolist() == [0.1]
+    assert everybodys_robustness([(0.0, 0.1, 1)], [0.1]).high.tolist() == [1.0]
 
 
-def test_rdp_bound_from_the_accountants_history() -> None:
-    engine = train(data(40), steps=7).engine
-
-    def rdp(order: float) -> float:
-        return float(compute_rdp(q=1 / 5, noise_multiplier=SIGMA, steps=7, orders=order))
-
-    paper = bounds.mse_from_rdp(rdp(2.0), [2.0] * 5)
-    assert engine.get_rdp_mse_bound(2.0, reading="paper") == pytest.approx(paper, rel=1e-9)
-    rigorous = engine.get_rdp_mse_bound(torch.full((5,), 2.0))
-    assert rigorous < paper
-    assert rigorous >= bounds.mse_from_rdp(1.5 * rdp(4.0) + rdp(3.0), [2.0] * 5) * (1 - 1e-9)
-    with pytest.raises(ValueError, match="reading='mine' must be"):
-        engine.get_rdp_mse_bound(reading="mine")  # type: ignore[arg-type]
+def test_nothing_was_released_or_all() -> None:
+    history = NormHistory(3)
+    assert individual_robustness(history, torch.arange(3), [0.1]).tolist() == [[0.1]] * 3
+    history.step(torch.tensor([0]), torch.tensor([0.5]), 0.0, 0.1)
+    assert individual_robustness(history, torch.arange(3), [0.1]).tolist() == [[1.0]] * 3
+    with pytest.warns(UserWarning, match="no privacy"):
+        engine = train(data(40), steps=2, noise_multiplier=0.0).engine
+    assert engine.get_population_mse_bound((-3.0, 3.0)).bound.value.item() == 0.0
+    assert (engine.get_reconstruction_robustness().value == 1).all()
 
 
-def test_impossible_delta_is_refused() -> None:
-    engine = train(data(40), steps=2).engine
-    with pytest.raises(ValueError, match="delta=0 must lie strictly between 0 and 1"):
-        engine.get_individual_epsilon(delta=0)
+def test_population_bound_from_data_box_and_own_prior() -> None:
+    values, labels = data(60).tensors
+    engines = [train(data(60), steps=10, seed=seed).engine for seed in (3, 4)]
+    engine, trace = engines[0], engines[0].totals.get_trace()
+    mean = trace.value.double().mean().item()
+    fitted = engine.get_population_mse_bound()
+    by_hand = bounds.population_mse_bound(trace, 5, bounds.Prior.gaussian(values, [labels]))
+    assert fitted.bound.value.item() == pytest.approx(by_hand.bound.value.item(), rel=1e-6)
+    within = torch.stack([values[labels == label].var(dim=0).mean() for label in labels])
+    assert fitted.prior_variance == pytest.approx(within.mean().item(), rel=1e-5)
+    assert 0 < fitted.bound.value.item() < fitted.prior_variance, "the model tells something"
+    assert fitted.bound.standard_error.item() > 0
+    box = engine.get_population_mse_bound((-3.0, 3.0))
+    assert box.bound.value.item() == pytest.approx(5 / (mean + 5 * math.pi**2 / 9), rel=1e-6)
+    own = engine.get_population_mse_bound(bounds.Prior(torch.tensor(2.0), 3.0, "what we know"))
+    assert own.bound.value.item() == pytest.approx(5 / (mean + 2.0), rel=1e-6)
+    assert own.bound.kind == "estimate"
+    assert "what we know" in str(own)
+    with pytest.raises(TypeError, match="public"):
+        engine.get_population_mse_bound(values)
+    with pytest.raises(ValueError, match="2 coordinates"):
+        engine.get_population_mse_bound(bounds.Prior.gaussian(values[:, :2]))
+
+    traces = FILPrivacyEngine.merge(engines).get_trace()
+    merged = bounds.population_mse_bound(traces, 5, bounds.Prior.box(-3, 3, num_coordinates=5)).bound
+    alone = sorted(each.get_population_mse_bound((-3.0, 3.0)).bound.value.item() for each in engines)
+    assert alone[0] <= merged.value.item() <= alone[1]
+    assert merged.standard_error.item() > 0
 
 
-@pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
-def test_levels_are_those_of_the_formula(noise: float) -> None:
-    """The last level k with anchor · 1.05^(k − 8) ≤ noise/ratio; level 0 also for what is below, or no number."""
-    ratio = torch.cat([torch.rand(5000), torch.tensor([1.05**-k for k in range(100)] + [1.0, 0.0, 1e-30, math.nan])])
-    history = NormHistory(len(ratio))
-    history.anchor, history.noise_multiplier = 1.0, noise
-    found = history.levels_of(ratio)
-    position = 8 + math.log(noise) / math.log(1.05) - ratio.double().clamp(min=1e-12).log() / math.log(1.05)
-    expected = position.add(1e-5).floor().clamp(0, 95).nan_to_num(0).long()
-    on_an_edge = (position.add(1e-5) - position.add(1e-5).round()).abs() < 1e-5
-    assert torch.equal(found[~on_an_edge], expected[~on_an_edge])
-    assert bool(((found - expected).abs() <= 1).all())
-    assert float(on_an_edge.double().mean()) < 0.05
+class Mean(nn.Module):
+    """Estimates a mean: the gradient of an example is w − x, so a step without clipping releases x plus noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (x - self.w).square().sum(dim=1)
+
+
+@pytest.mark.parametrize("public", ["label", "column"])
+def test_a_public_label_or_column_is_no_protection(public: str) -> None:
+    """The private values lie close to what the label, or a public column, says: the answer without a model is good."""
+    source, n = torch.Generator().manual_seed(0), 400
+    noise = 0.1 * torch.randn(n, 3, generator=source, dtype=torch.float64)
+    label = torch.randint(0, 2, (n,), generator=source)
+    column = torch.randn(n, generator=source, dtype=torch.float64)
+    told = 4.0 * label - 2.0 if public == "label" else column
+    x = noise + told[:, None] * torch.tensor([0.0, 1.0, 1.0])
+    x[:, 0] = column
+    engine = FILPrivacyEngine()
+    module, plain = Mean(), DataLoader(TensorDataset(x, label), batch_size=n)
+    options = {"noise_multiplier": 0.02, "max_grad_norm": 100.0, "criterion": lambda losses, _: losses.mean()}
+    options |= {"poisson_sampling": False, "private": Private(coordinates=[1, 2])}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    *_, loader = engine.make_private(module, optimizer, plain, accounting=Accounting(estimator="exact"), **options)
+    for _ in range(6):
+        for inputs, targets in loader:
+            engine.train_step(inputs, targets)
+    found = engine.get_population_mse_bound()
+    reached = noise[:, 1:].square().mean().item()  # by answering what is told
+    assert found.prior_variance == pytest.approx(reached, rel=0.02)
+    assert 0.5 * reached < found.bound.value.item() < reached
+    blind = bounds.population_mse_bound(engine.totals.get_trace(), 2, bounds.Prior.gaussian(x[:, 1:]))
+    assert blind.bound.value.item() > 10 * reached, "a prior of the private values alone claims too much"

@@ -14,11 +14,12 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks import zoo
 from tests.cases import DEVICE, GroupNormResidual, relative_error
 from tests.engine import architectures as arch
 from tests.engine.brute_force import C, Run, Truth, assert_released, assert_true, images, make, texts, train
 from tests.engine.loops import assert_same_run, data, network, tokens
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, Private
 from torchfil.fisher import Theorem4Amplification
 from torchfil.questions import Absent, Label, Question
 
@@ -55,6 +56,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation, not sampled": ({"poisson_sampling": False}, {"every": 2, "divided": True}),
     "accumulation, hooks": ({"poisson_sampling": False, **HOOKS}, {"every": 2}),
     "not sampled": ({"poisson_sampling": False}, {}),
+    "not sampled, train_step": ({"poisson_sampling": False}, {"steps": 4, **WHOLE}),  # masks of the third are foreseen
     "sum": (SUM, {}),
     "sum, hooks": ({**SUM, **HOOKS}, {}),
     "sum, train_step": (SUM, WHOLE),
@@ -147,6 +149,7 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, what is private,
     (seeded(arch.Perceptron), images, None, "loop", "hooks", "train_step", "physical batches"),
     (seeded(arch.Perceptron), images, None, "physical batches, hooks", "physical batches, functorch", "chunks"),
     (seeded(arch.Perceptron), images, None, "chunks, hooks", "chunks, train_step", "empty batches"),
+    (seeded(arch.Perceptron), images, None, "not sampled, train_step"),
     (seeded(arch.Behind), images, None, "loop", "train_step", "chunks", "chunks, train_step"),
     *((seeded(arch.MaskedOtherwise, layout), images, None, "loop") for layout in ("time first", "shared")),
     *((seeded(arch.MaskedOtherwise, layout), images, None, "chunks") for layout in ("flat", "shared alike")),

@@ -86,43 +86,52 @@ def check_all_differ(runs: list[list[tuple[Tensor, list[int]]]]) -> None:
     assert len(set(draws)) == len(draws)
 
 
-def resumed(path: Path, **options: Any) -> Any:
+def saved(made: Any, path: Any) -> Any:
+    made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+    return path
+
+
+def resumed(path: Any, **options: Any) -> Any:
     made = private(**options)
     made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
     return made
 
 
+def unlike(*drawn: Tensor) -> bool:
+    """Independent noise."""
+    return bool((torch.corrcoef(torch.stack(drawn)) - torch.eye(len(drawn))).abs().max() < 0.5)
+
+
 class TestNothingIsRepeated:
     @pytest.mark.parametrize(
-        "options",
-        [{}, {"grad_sample_mode": "hooks"}, {"secure": True}, {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}],
-        ids=["auto", "hooks", "secure", "per layer"],
+        ("way", "options"),
+        [
+            ("loop", {}),
+            ("train_step", {}),
+            ("loop", {"grad_sample_mode": "hooks"}),
+            ("loop", {"secure": True}),
+            ("loop", {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
+        ],
     )
-    def test_a_script_with_a_seed_run_again(self, options: dict[str, Any]) -> None:
-        check_all_differ([releases(private(**options), way=way) for way in ("loop", "loop")])
-
-    def test_whole_steps(self) -> None:
-        check_all_differ([releases(private(), way="train_step") for _ in range(2)])
+    def test_a_script_with_a_seed_run_again(self, way: str, options: dict[str, Any]) -> None:
+        check_all_differ([releases(private(**options), way=way) for _ in range(2)])
 
     @pytest.mark.parametrize("kind", ["run.pt", "folder/"])
     def test_runs_that_resume_from_one_checkpoint(self, tmp_path: Path, kind: str) -> None:
         made = private()
-        before, path = releases(made, 3), f"{tmp_path}/{kind}"
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+        before, path = releases(made, 3), saved(made, f"{tmp_path}/{kind}")
         runs = [before, releases(made, 3), releases(resumed(path), 3), releases(resumed(path), 3)]
         check_all_differ([*runs, releases(resumed(path, lr=0.1), 3)])
 
     def test_stopped_in_the_middle_of_a_pass(self, tmp_path: Path) -> None:
         made = private()
-        batches, path = iter(made[3]), tmp_path / "run.pt"
-        first = releases(made, 1, batches=batches)
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+        batches = iter(made[3])
+        first, path = releases(made, 1, batches=batches), saved(made, tmp_path / "run.pt")
         check_all_differ([first, releases(made, 1, batches=batches), releases(resumed(path), 1)])
 
     def test_states_that_the_loop_keeps_itself(self) -> None:
-        made = private()
+        made, again = private(), private()
         before, state = releases(made), made[0].state_dict()
-        again = private()
         again[0].load_state_dict(state)
         after = releases(again)
         again[0].load_state_dict(state)
@@ -130,47 +139,36 @@ class TestNothingIsRepeated:
 
     def test_a_new_process_that_reseeds(self, tmp_path: Path) -> None:
         made = private()
-        runs, path = [releases(made)], tmp_path / "run.pt"
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+        runs, path = [releases(made)], saved(made, tmp_path / "run.pt")
+        runs += [releases(private()), releases(resumed(path))]
         script = (
             "import pickle, sys; from tests.engine.test_noise import *; "
             "fresh = releases(private()); again = releases(resumed(sys.argv[1])); "
             "sys.stdout.buffer.write(pickle.dumps((fresh, again)))"
         )
-        for _ in range(2):
-            done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, check=True)
-            runs += pickle.loads(done.stdout)
-        check_all_differ(runs)
+        done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, check=True)
+        check_all_differ([*runs, *pickle.loads(done.stdout)])
 
     @pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
     @pytest.mark.parametrize("secure", [False, True])
     def test_forked_processes(self, secure: bool) -> None:
         made = private(secure=secure)
-        runs = [releases(made)]
-        for _ in range(2):
-            runs.append(_in_a_fork(lambda: releases(made)))
-        check_all_differ([*runs, releases(made)])
+        check_all_differ([releases(made), *(_in_a_fork(lambda: releases(made)) for _ in range(2)), releases(made)])
 
-    def test_copies_of_the_source(self) -> None:
+    def test_copies_of_the_source_and_releases_of_linear_models(self) -> None:
         source = NoiseSource()
         source.normal_(torch.empty(3), 1.0)
-        kinds: list[Callable[[], NoiseSource]] = [
-            lambda: source,
-            lambda: copy.deepcopy(source),
-            lambda: pickle.loads(pickle.dumps(source)),
-        ]
-        drawn = torch.stack([make().normal_(torch.empty(200), 1.0) for make in kinds])
-        assert (torch.corrcoef(drawn) - torch.eye(3)).abs().max() < 0.5
-
-    def test_releases_of_linear_models(self) -> None:
+        copies = source, copy.deepcopy(source), pickle.loads(pickle.dumps(source))
+        assert unlike(*(each.normal_(torch.empty(200), 1.0) for each in copies))
+        seed = source.generator(torch.device("cpu")).initial_seed()
+        source.load_state_dict(source.state_dict())  # it resumes with fresh numbers
+        assert source.generator(torch.device("cpu")).initial_seed() != seed
         x, y = np.random.default_rng(0).normal(size=(40, 300)), np.arange(40) % 2
-        model = LogisticRegression(l2=0.1).fit(x, y)
-
-        def drawn() -> Tensor:
+        model, drawn = LogisticRegression(l2=0.1).fit(x, y), []
+        for _ in range(2):
             torch.manual_seed(0)
-            return model.release(1.0) - model.release(1e-12)
-
-        assert abs(float(torch.corrcoef(torch.stack([drawn(), drawn()]))[0, 1])) < 0.5
+            drawn.append(model.release(1.0) - model.release(1e-12))
+        assert unlike(*drawn)
 
 
 def _in_a_fork(work: Callable[[], Any]) -> Any:
@@ -190,28 +188,19 @@ def _in_a_fork(work: Callable[[], Any]) -> Any:
 
 class TestNothingIsGivenAway:
     def test_a_checkpoint_and_the_next_weights_do_not_give_the_noise(self, tmp_path: Path) -> None:
-        made, path = private(), tmp_path / "run.pt"
-        releases(made)
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
-        (noise, _), *_ = releases(made)
-        saved = torch.load(path, weights_only=True)
-        (own,) = saved["fil_engine_state_dict"]["generators"]
-        assert own.keys() == {"loader"}  # which shuffles nothing here
-
-        generators = [saved["random_state"][0]["cpu"], *own.values()]
-        for state in generators:
-            source = torch.Generator()
-            source.set_state(state)
-            guess = torch.cat([torch.empty(p.numel()).normal_(generator=source) for p in made[1].parameters()])
-            assert abs(float(torch.corrcoef(torch.stack([noise, guess]))[0, 1])) < 0.5
-
-    def test_the_run_file_has_no_seed_of_torch(self, tmp_path: Path) -> None:
         made = private()
         releases(made)
-        about = load(made[0].save_run(tmp_path / "run.fil", delta=1e-4)).about
-        assert "seed" not in about
-        assert about["probe_seed"] not in (torch.initial_seed(), 0)
-        assert about["mechanism"]["noise"] == "OS-seeded"
+        path = saved(made, tmp_path / "run.pt")
+        (noise, _), *_ = releases(made)
+        file = torch.load(path, weights_only=True)
+        (own,) = file["fil_engine_state_dict"]["generators"]
+        assert own.keys() == {"loader"}  # which shuffles nothing here
+        for state in (file["random_state"][0]["cpu"], *own.values()):
+            source = torch.Generator()
+            source.set_state(state)
+            assert unlike(
+                noise, torch.cat([torch.empty(p.numel()).normal_(generator=source) for p in made[1].parameters()])
+            )
 
     def test_torchs_own_generator_neither_rules_nor_advances(self) -> None:
         before = torch.get_rng_state()
@@ -223,8 +212,7 @@ class TestNothingIsGivenAway:
         states = [NoiseSource().generator(torch.device("cpu")) for _ in range(20)]
         words = torch.stack([each.get_state()[24 : 24 + 8 * 624].view(torch.int64) for each in states])
         assert words.flatten().unique().numel() > 0.999 * words.numel()
-        assert words.min() >= 0
-        assert words.max() < 2**32
+        assert 0 <= int(words.min()) <= int(words.max()) < 2**32
         by_seed = torch.stack([torch.Generator().manual_seed(each.initial_seed()).get_state() for each in states])
         assert not (by_seed[:, 24 : 24 + 8 * 624].view(torch.int64) == words).any()
 
@@ -257,64 +245,63 @@ class TestDistributions:
 
 class TestSeeding:
     def test_seeded_runs_repeat_and_resume_bit_for_bit(self, tmp_path: Path) -> None:
-        path, runs = tmp_path / "run.pt", []
-        for _ in range(2):
-            made = private(noise_seed=7)
-            runs.append(releases(made, 3))
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+        made, again = private(noise_seed=7), private(noise_seed=7)
+        runs = [releases(each, 3) for each in (made, again)]
+        path = saved(made, tmp_path / "run.pt")
         runs += [releases(made, 3), releases(resumed(path, noise_seed=7), 3)]
         for one, other in (runs[:2], runs[2:]):
-            assert all(torch.equal(a, b) and drawn == again for (a, drawn), (b, again) in zip(one, other, strict=True))
+            assert all(torch.equal(a, b) and drawn == same for (a, drawn), (b, same) in zip(one, other, strict=True))
         check_all_differ([runs[0], runs[2], releases(private(noise_seed=8), 3)])
 
     def test_it_is_logged_and_recorded_and_the_gate_fails(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO, "torchfil")
-        for options, kind, passes in (
-            ({}, "OS-seeded", True),
-            ({"secure": True}, "cryptographic", True),
-            ({"noise_seed": 3}, "seeded", False),
-            ({"noise_generator": torch.Generator(DEVICE).manual_seed(3)}, "seeded", False),
+        engines = []
+        for options, kind in (
+            ({}, "OS-seeded"),
+            ({"secure": True}, "cryptographic"),
+            ({"noise_seed": 3}, "seeded"),
+            ({"noise_generator": torch.Generator(DEVICE).manual_seed(3)}, "seeded"),
         ):
             caplog.clear()
             made = private(**options)
             assert kind in caplog.text
-            assert ("subtract the noise" in caplog.text) is not passes
+            assert ("subtract the noise" in caplog.text) is (kind == "seeded")
             releases(made)
-            run = load(made[0].save_run(tmp_path / "run.fil", delta=1e-4))
+            engines.append(made[0])
+            run = load(made[0].save_run(tmp_path / "run.parquet", delta=1e-4))
             assert run.about["mechanism"]["noise"] == kind
-            (verdict,) = [v for v in check(run, Policy(max_epsilon=1e9)) if v.rule == "allow_seeded_noise"]
-            assert verdict.passed is passes
-            (verdict,) = [v for v in check(run, Policy(allow_seeded_noise=True)) if v.rule == "allow_seeded_noise"]
-            assert verdict.passed
-
-    def test_a_run_file_of_several_runs_says_if_one_was_seeded(self, tmp_path: Path) -> None:
-        both = [private(), private(noise_seed=1)]
-        for made in both:
-            releases(made, 3)
-        path = FILPrivacyEngine.save_merged([made[0] for made in both], tmp_path / "run.fil", delta=1e-4)
+            assert "seed" not in run.about
+            assert run.about["probe_seed"] not in (torch.initial_seed(), 0)
+            for policy, passes in (
+                (Policy(max_epsilon=1e9), kind != "seeded"),
+                (Policy(allow_seeded_noise=True), True),
+            ):
+                (verdict,) = [v for v in check(run, policy) if v.rule == "allow_seeded_noise"]
+                assert verdict.passed is passes
+        path = FILPrivacyEngine.save_merged([engines[0], engines[2]], tmp_path / "run.parquet", delta=1e-4)
         assert load(path).about["mechanism"]["noise"] == "seeded"
 
     def test_contradictions_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="noise_seed"):
-            private(secure=True, noise_seed=1)
-        with pytest.raises(ValueError, match="noise_generator"):
-            private(secure=True, noise_generator=torch.Generator())
-        with pytest.raises(ValueError, match="both"):
-            private(noise_seed=1, noise_generator=torch.Generator())
+        generator = torch.Generator()
+        for options, noun in (
+            ({"secure": True, "noise_seed": 1}, "noise_seed"),
+            ({"secure": True, "noise_generator": generator}, "noise_generator"),
+            ({"noise_seed": 1, "noise_generator": generator}, "both"),
+        ):
+            with pytest.raises(ValueError, match=noun):
+                private(**options)
         with pytest.raises(TypeError, match="copied"):
             copy.deepcopy(noise_source(seed=1))
 
     def test_seeded_ranks_draw_differently(self) -> None:
-        for options in ({"seed": 1}, {"noise": torch.Generator(), "draws": torch.Generator().manual_seed(3)}):
-            state = options["draws"].get_state() if "draws" in options else None
-            drawn = []
-            for rank in range(2):
-                if state is not None:
-                    options["draws"].set_state(state)  # two processes that were seeded alike
-                drawn.append(noise_source(**options, rank=rank).uniform(100))
-            assert not torch.equal(*drawn)
+        def of_generators(rank: int) -> NoiseSource:
+            """In processes that were seeded alike."""
+            return noise_source(noise=torch.Generator(), draws=torch.Generator().manual_seed(3), rank=rank)
+
+        for source in (lambda rank: noise_source(seed=1, rank=rank), of_generators):
+            assert not torch.equal(*(source(rank).uniform(100) for rank in range(2)))
 
 
 class Augmented(Dataset[Any]):
@@ -327,44 +314,34 @@ class Augmented(Dataset[Any]):
         return torch.randn(8), row % 2
 
 
-class TestOtherRunsAreNotResumed:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({"clip": "hard"}, "clip='hard' instead of 'smooth'"),
-            ({"poisson_sampling": False}, "poisson_sampling=False instead of True"),
-            ({"id_of": lambda row: f"patient {row}"}, "other ids"),
-            ({"dataset": TensorDataset(torch.zeros(N, 8), torch.arange(N) % 2)}, "other data"),
-            ({"noise_seed": 1}, "noise='seeded' instead of 'OS-seeded'"),
-            ({"clipping": "per_layer", "max_grad_norm": [0.5] * 4}, "clipping='per_layer' instead of 'flat'"),
-            ({"optimizer": torch.optim.Adam}, "from SGD"),
-        ],
-        ids=["clip", "shuffled", "ids", "data", "seeded", "per layer", "Adam"],
-    )
-    def test_the_difference_is_named_and_nothing_changes(
-        self, tmp_path: Path, options: dict[str, Any], said: str
-    ) -> None:
-        made, path = private(), tmp_path / "run.pt"
-        releases(made)
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
-        other = private(**options)
+def with_one_changed() -> TensorDataset:
+    x, y = (part.clone() for part in private()[3].plain_dataset.tensors)
+    x[7] = 3.0
+    return TensorDataset(x, y)
+
+
+OTHERS: dict[str, Any] = {  # the noun that is told, and how the other run differs
+    "clip=": {"clip": "hard"},
+    "poisson_sampling=": {"poisson_sampling": False},
+    "other ids": {"id_of": lambda row: f"patient {row}"},
+    "other data": {"dataset": with_one_changed},
+    "noise=": {"noise_seed": 1},
+    "clipping=": {"clipping": "per_layer", "max_grad_norm": [0.5] * 4},
+    "from SGD": {"optimizer": torch.optim.Adam},
+}
+
+
+def test_other_runs_are_not_resumed_and_nothing_changes(tmp_path: Path) -> None:
+    made = private()
+    releases(made)
+    path = saved(made, tmp_path / "run.pt")
+    for noun, options in OTHERS.items():
+        other = private(**{name: value() if name == "dataset" else value for name, value in options.items()})
         before = copy.deepcopy(other[1].state_dict())
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=noun):
             other[0].load_checkpoint(path=path, module=other[1], optimizer=other[2])
         assert all(torch.equal(value, before[name]) for name, value in other[1].state_dict().items())
         assert not other[0].accountant.history
         releases(other)  # it goes on as the new run that it is
-
-    def test_one_changed_example_is_noticed(self, tmp_path: Path) -> None:
-        made, path = private(), tmp_path / "run.pt"
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
-        x, y = made[3].plain_dataset.tensors
-        changed = x.clone()
-        changed[7] = 3.0
-        with pytest.raises(ValueError, match="other data"):
-            resumed(path, dataset=TensorDataset(changed, y))
-
-    def test_augmented_data_resume(self, tmp_path: Path) -> None:
-        made, path = private(dataset=Augmented()), tmp_path / "run.pt"
-        made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
-        releases(resumed(path, dataset=Augmented()))
+    path = saved(private(dataset=Augmented()), tmp_path / "augmented.pt")
+    releases(resumed(path, dataset=Augmented()))

@@ -1,24 +1,23 @@
-"""Options check themselves, before anything is touched; shortcuts, and options that belong elsewhere."""
+"""What the options of make_private do, and what a loop may do; what they refuse is in test_refusals.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
-from opacus.schedulers import ExponentialNoise
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.cases import DEVICE, relative_error
-from tests.engine.brute_force import make, take
-from tests.engine.loops import data, loader, network
-from torchfil import Accounting, Execution, FILPrivacyEngine
+from tests.engine import brute_force
+from tests.engine.loops import data, loader, network, train
+from tests.engine.made import make, step
+from torchfil import Accounting, Execution, FILPrivacyEngine, clipping
 from torchfil.fisher import (
     NoAmplification,
     PoissonAmplification,
@@ -32,181 +31,78 @@ from torchfil.fisher import (
 def private(engine: FILPrivacyEngine | None = None, **options: Any) -> Any:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return (engine or FILPrivacyEngine()).make_private(module, optimizer, loader(data(24)), **options)
+    engine = engine or FILPrivacyEngine()
+    make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
+    return make(module, optimizer, loader(data(24)), **options)
+
+
+def accounting_of(**options: Any) -> Accounting:
+    engine = FILPrivacyEngine()
+    private(engine, **options)
+    return engine._training.run.options.accounting
 
 
 class TestAccounting:
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            ({"num_probes": 0}, "num_probes=0 must be at least 1"),
-            ({"rel_error": 0.0}, "rel_error=0.0 must lie strictly between 0 and 1; 0.05 means 5 %"),
-            ({"rel_error": 5.0}, "rel_error=5.0 must lie strictly between 0 and 1"),
-            ({"rel_error": math.nan}, "rel_error=nan must lie strictly"),
-            ({"rel_error": 0.1, "num_probes": 2}, "chooses the probes .* leave out num_probes=2"),
-            ({"rel_error": 0.1, "fil_rate": 0.5}, "leave out num_probes=None and fil_rate=0.5"),
-            ({"rel_error": 0.1, "estimator": "exact"}, "needs estimator='weight-probes', not 'exact'"),
-            ({"epochs": 0}, "epochs=0 must be positive"),
-            ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]: the probability of measuring a step"),
-            ({"fil_rate": 1.5}, r"fil_rate=1.5 must lie in \(0, 1\]"),
-            ({"fil_rate": math.nan}, r"fil_rate=nan must lie in \(0, 1\]"),
-            ({"sketch_rank": 0}, "sketch_rank=0 must be at least 1"),
-            ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
-            ({"sample_rate": 0.0}, r"sample_rate=0.0 must lie in \(0, 1\]"),
-            ({"sample_rate": 1.1}, r"sample_rate=1.1 must lie in \(0, 1\]"),
-            ({"expected_batch_size": 0}, "expected_batch_size=0 must be positive"),
-            ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1"),
-            ({"estimator": "magic"}, "estimator='magic' is unknown; use one of coordinates, exact"),
-            ({"amplification": "magic"}, "amplification='magic' is unknown; use one of none, poisson, theorem4"),
-            ({"track": ("spectrum",)}, r"track=\['spectrum'\] is unknown"),
-            ({"track": "spectrum"}, r"track=\['spectrum'\] is unknown"),
-            (
-                {"track": ("diagonal",), "estimator": "coordinates"},
-                r"track=\('diagonal',\) needs the diagonal, and estimator='coordinates' gives the trace only",
-            ),
-            ({"track": ("fim",), "num_probes": 1}, "needs num_probes of at least 2"),
-        ],
-        ids=str,
-    )
-    def test_refusals(self, options: dict[str, Any], told: str) -> None:
-        with pytest.raises(ValueError, match=told):
-            Accounting(**options)
-
-    def test_amplifications_that_are_none(self) -> None:
-        with pytest.raises(TypeError, match=r"factors\(rho, q, sigma\)"):
-            Accounting(amplification=3)  # type: ignore[arg-type]
-
-        class Mute:
-            def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
-                return rho, rho
-
-        with pytest.raises(TypeError, match="a flag secret_batches"):
-            Accounting(amplification=Mute())  # type: ignore[arg-type]
-
-    def test_is_frozen(self) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            Accounting().num_probes = 3  # type: ignore[misc]
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            Execution().cuda_graphs = False  # type: ignore[misc]
-
-    def test_a_single_name_to_track(self) -> None:
-        assert Accounting(track="diagonal").track == ("diagonal",)
-        assert Accounting(track=["plis"]).track == ("plis",)
-
-    def test_what_it_says_of_itself(self) -> None:
+    def test_it_is_frozen_and_says_what_it_is(self) -> None:
+        for options in (Accounting(), Execution()):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                options.seed = 3
+        assert Accounting(track="diagonal").track == Accounting(track=["diagonal"]).track == ("diagonal",)
         assert Accounting(estimator="exact").exact
         assert not Accounting(estimator="exact", fil_rate=0.5).exact
         assert not Accounting().exact
-        assert Accounting(rel_error=0.1).skips_steps
-        assert Accounting(fil_rate=0.5).skips_steps
-        assert not Accounting().skips_steps
-        assert Accounting().pace().num_probes == 3
-        assert Accounting(num_probes=7).pace().num_probes == 7
-
-    def test_secret_batches_need_poisson_sampling(self) -> None:
-        for amplification in ("poisson", "theorem4", PoissonAmplification(), Theorem4Amplification()):
-            accounting = Accounting(amplification=amplification)
-            with pytest.raises(ValueError, match=r"needs poisson_sampling=True.* Use 'none'"):
-                accounting.amplification_for(poisson_sampling=False)
+        assert [Accounting(**given).skips_steps for given in ({}, {"rel_error": 0.1}, {"fil_rate": 0.5})] == [0, 1, 1]
+        assert (Accounting().pace().num_probes, Accounting(num_probes=7).pace().num_probes) == (3, 7)
         assert Accounting().amplification_for(poisson_sampling=False) == NoAmplification()
         assert Accounting().amplification_for(poisson_sampling=True) == PoissonAmplification()
 
-
-class TestExecution:
-    @pytest.mark.parametrize("max_memory", [0, -1])
-    def test_memory_is_positive(self, max_memory: int) -> None:
-        with pytest.raises(ValueError, match=f"max_memory={max_memory} must be a positive number of bytes"):
-            Execution(max_memory=max_memory)
-
     def test_memory_follows_the_gpu_where_nobody_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        free = 2**36
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
-        assert Execution().memory_on(torch.device("cuda")) == 2**34
+        """A quarter of what is free, never less than on a CPU."""
+        for free, expected in ((2**36, 2**34), (2**20, 2**30)):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+            assert Execution().memory_on(torch.device("cuda")) == expected
         assert Execution().memory_on(torch.device("cpu")) == 2**30
         assert Execution(max_memory=5).memory_on(torch.device("cuda")) == 5
-        free = 2**20
-        assert Execution().memory_on(torch.device("cuda")) == 2**30
+
+    def test_shortcuts_go_into_it(self) -> None:
+        found = accounting_of(num_probes=7, track=("diagonal",))
+        assert (found.num_probes, found.track) == (7, ("diagonal",))
+        found = accounting_of(accounting=Accounting(seed=3), rel_error=0.1)
+        assert (found.seed, found.rel_error) == (3, 0.1)
+        for option in ({"views": 2}, {"accumulation_steps": 2}):
+            for given in (option, {"accounting": Accounting(**option)}):
+                found = accounting_of(criterion=nn.CrossEntropyLoss(), **given)
+                assert {name: getattr(found, name) for name in option} == option
 
 
-class TestMakePrivate:
-    def test_has_at_most_twenty_arguments(self) -> None:
-        parameters = inspect.signature(FILPrivacyEngine.make_private).parameters.values()
-        named = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        assert len(named) - 1 <= 20
-        ours = {"criterion", "clip", "private", "id_of", "batch_to_inputs", "accounting"}
-        theirs = set(inspect.signature(PrivacyEngine.make_private).parameters) - {"kwargs"}
-        assert set(named) - theirs <= ours, "at most six of our own"
+class TestWithEpsilon:
+    WISHED: dict[str, Any] = {  # noqa: RUF012
+        "target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "epsilon_tolerance": 0.2,
+    }  # fmt: skip
 
-    def test_positional_and_keyword_arguments(self) -> None:
-        private()
+    def test_it_is_opacus_noise_and_a_looser_tolerance_ends_no_higher(self) -> None:
         module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        given = {"module": module, "optimizer": optimizer, "data_loader": loader(data(24))}
-        FILPrivacyEngine().make_private(**given, noise_multiplier=1.0, max_grad_norm=1.0)
-        with pytest.raises(TypeError):
-            module = network()
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            FILPrivacyEngine().make_private(module, optimizer, loader(data(24)), 1.0)  # type: ignore[misc]
+        given = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "data_loader": loader(data(24))}
+        opacus = PrivacyEngine(accountant="rdp")
+        stock = opacus.make_private_with_epsilon(module=module, max_grad_norm=1.0, **given, **self.WISHED)
+        ours, loose = (private(**{**self.WISHED, "epsilon_tolerance": tolerance})[1] for tolerance in (0.2, 1.0))
+        assert stock[1].noise_multiplier == ours.noise_multiplier < loose.noise_multiplier
 
-    def test_shortcuts(self) -> None:
+    def test_epochs_are_those_of_the_accounting_where_it_says_none(self) -> None:
+        for accounting, epochs in ((None, 2), (Accounting(num_probes=2), 2), (Accounting(epochs=5), 5)):
+            assert accounting_of(**self.WISHED, accounting=accounting).epochs == epochs
+        assert accounting_of(**self.WISHED, num_probes=5).num_probes == 5
+
+    @pytest.mark.parametrize(("rate", "steps"), [({}, 6), ({"sample_rate": 0.35}, 4)])
+    def test_the_target_is_spent(self, rate: dict[str, float], steps: int) -> None:
+        """Also at a rate that is given, whose passes have ⌊1/q⌋ steps."""
         engine = FILPrivacyEngine()
-        private(engine, num_probes=7, track=("diagonal",))
-        accounting = engine._training.run.options.accounting
-        assert (accounting.num_probes, accounting.track) == (7, ("diagonal",))
-        engine = FILPrivacyEngine()
-        private(engine, accounting=Accounting(seed=3), rel_error=0.1)
-        accounting = engine._training.run.options.accounting
-        assert (accounting.seed, accounting.rel_error) == (3, 0.1)
-
-    @pytest.mark.parametrize("option", [{"views": 2}, {"accumulation_steps": 2}])
-    def test_how_the_loop_trains_may_be_said_in_the_accounting(self, option: dict[str, int]) -> None:
-        for given in (option, {"accounting": Accounting(**option)}):  # type: ignore[arg-type]
-            engine = FILPrivacyEngine()
-            private(engine, criterion=nn.CrossEntropyLoss(), **given)
-            accounting = engine._training.run.options.accounting
-            assert {name: getattr(accounting, name) for name in option} == option
-
-    def test_shortcuts_are_checked_together_with_the_rest(self) -> None:
-        with pytest.raises(ValueError, match="leave out num_probes=2"):
-            private(num_probes=2, rel_error=0.1)
-        with pytest.raises(ValueError, match="'coordinates' gives the trace only"):
-            private(accounting=Accounting(estimator="coordinates"), track="diagonal")
-
-    def test_given_twice(self) -> None:
-        with pytest.raises(ValueError, match="num_probes is given twice, in accounting= and directly; keep one"):
-            private(accounting=Accounting(num_probes=2), num_probes=3)
-        with pytest.raises(ValueError, match="track is given twice"):
-            private(accounting=Accounting(track="plis"), track="plis")
-
-    @pytest.mark.parametrize("name", ["estimator", "fil_rate", "amplification", "max_memory", "cuda_graphs"])
-    def test_options_that_belong_elsewhere(self, name: str) -> None:
-        with pytest.raises(TypeError, match=rf"'{name}'.*accounting=Accounting\(…, execution=Execution\(…\)\)"):
-            private(**{name: 1})
-
-    def test_unknown_options(self) -> None:
-        with pytest.raises(TypeError, match=r"unexpected option 'probes': of Accounting it takes num_probes,"):
-            private(probes=3)
-        with pytest.raises(TypeError, match="unexpected option 'noise_multiplyer'"):
-            private(noise_multiplyer=1.0)
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"probes": 3}, {"num_probes": 0}, {"max_clipbound": 1.0}, {"clip": "soft"}, {"noise_multiplier": -1.0}],
-        ids=str,
-    )
-    def test_refusals_touch_nothing(self, options: dict[str, Any]) -> None:
-        engine, module = FILPrivacyEngine(), network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises((TypeError, ValueError)):
-            engine.make_private(module, optimizer, loader(data(24)), **options)
-        assert not any(part._forward_hooks for part in module.modules())
-        assert not hasattr(module[0].weight, "grad_sample")
-        engine.make_private(module, optimizer, loader(data(24)))  # the engine is as new
-
-    def test_the_clip_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level("INFO", logger="torchfil"):
-            private(max_grad_norm=0.7)
-        assert "clipped to 0.7 by the clip function 'smooth'" in caplog.text
+        *_, batches = private(engine, criterion=nn.CrossEntropyLoss(), **rate, **self.WISHED)
+        for _ in range(2):
+            for x, y in batches:
+                engine.train_step(x, y)
+        assert engine.accountant.history[0][1:] == (rate.get("sample_rate", 1 / 3), steps)
+        assert 2.4 < engine.get_epsilon(1e-3) <= 3.0
 
 
 class TestPublicSizes:
@@ -216,13 +112,11 @@ class TestPublicSizes:
         """The spread of a step's released gradient over 20,000 weights, and the settings of the run."""
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(20, 900), nn.Tanh(), nn.Linear(900, 2))
-        engine = FILPrivacyEngine()
         examples = TensorDataset(torch.randn(n, 20), torch.randint(2, (n,)))
         options = {"noise_multiplier": 20.0, "max_grad_norm": 0.1, "criterion": nn.CrossEntropyLoss(), **options}
-        plain = torch.optim.SGD(module.parameters(), lr=0.1)
-        _, optimizer, batches = engine.make_private(module, plain, loader(examples, 100), **options)
+        engine, _, _, optimizer, batches = make(examples, module, 100, **options)
         engine.train_step(*next(iter(batches)))
-        released = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        released = torch.cat([p.grad.flatten() for p in module.parameters()])
         told = len(batches), optimizer.expected_batch_size, engine.accountant.history, batches.sample_rate
         return float(released.std()), told
 
@@ -233,131 +127,40 @@ class TestPublicSizes:
         assert here == pytest.approx(20.0 * 0.1 / 80, rel=0.03)
         assert half == pytest.approx(here, rel=0.03)
         assert self.scale(500)[0] == pytest.approx(20.0 * 0.1 / 100, rel=0.03)  # 500 // 5
+        assert private(expected_batch_size=7, poisson_sampling=False)[1].expected_batch_size == 7
 
     def test_the_draws_have_the_given_rate(self) -> None:
-        engine = FILPrivacyEngine()
-        *_, batches = private(engine, sample_rate=0.5)
+        *_, batches = private(sample_rate=0.5)
         sizes = [len(x) for _ in range(200) for x, _ in batches]
         assert len(sizes) == 400
         assert sum(sizes) / 400 == pytest.approx(12, abs=0.6)  # 24 examples; the mean's error is 0.12
-        assert engine._training.run.options.sample_rate == 0.5
-
-    def test_a_rate_without_poisson_sampling(self) -> None:
-        with pytest.raises(ValueError, match="leave one of them out"):
-            private(sample_rate=0.5, poisson_sampling=False)
-        _, optimizer, _ = private(expected_batch_size=7, poisson_sampling=False)
-        assert optimizer.expected_batch_size == 7
-
-    def test_noise_for_a_target_epsilon_at_the_given_rate(self) -> None:
-        engine = FILPrivacyEngine()
-        options = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 10, "criterion": nn.CrossEntropyLoss()}
-        module = network()
-        made = engine.make_private_with_epsilon(
-            module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(24)), sample_rate=0.35, **options
-        )
-        for _ in range(10):
-            for x, y in made[2]:
-                engine.train_step(x, y)
-        assert engine.accountant.history[0][1:] == (0.35, 20)  # passes of ⌊1/0.35⌋ steps
-        assert engine.get_epsilon(1e-3) <= 3.0
-
-
-class TestWithEpsilon:
-    def given(self, engine: FILPrivacyEngine, **options: Any) -> Any:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wished = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "epsilon_tolerance": 0.05, **options}
-        return engine.make_private_with_epsilon(module, optimizer, loader(data(24)), **wished)
-
-    def test_a_looser_tolerance_ends_no_higher(self) -> None:
-        multipliers = []
-        for tolerance in (0.05, 1.0):
-            _, optimizer, _ = self.given(FILPrivacyEngine(), epsilon_tolerance=tolerance)
-            multipliers.append(optimizer.noise_multiplier)
-        assert multipliers[0] < multipliers[1]
-
-    def test_it_is_opacus_noise(self) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        _, stock, _ = PrivacyEngine(accountant="rdp").make_private_with_epsilon(
-            module=module,
-            optimizer=optimizer,
-            data_loader=loader(data(24)),
-            target_epsilon=3.0,
-            target_delta=1e-3,
-            epochs=2,
-            max_grad_norm=1.0,
-            epsilon_tolerance=0.05,
-        )
-        _, ours, _ = self.given(FILPrivacyEngine())
-        assert ours.noise_multiplier == stock.noise_multiplier
-
-    def test_epochs_are_those_of_the_accounting_where_it_says_none(self) -> None:
-        for accounting, epochs in ((None, 2), (Accounting(num_probes=2), 2), (Accounting(epochs=5), 5)):
-            engine = FILPrivacyEngine()
-            self.given(engine, accounting=accounting)
-            assert engine._training.run.options.accounting.epochs == epochs
-
-    def test_the_noise_is_not_the_callers(self) -> None:
-        with pytest.raises(TypeError, match="noise_multiplier"):
-            self.given(FILPrivacyEngine(), noise_multiplier=1.0)
-
-    def test_shortcuts_and_refusals_come_through(self) -> None:
-        engine = FILPrivacyEngine()
-        self.given(engine, num_probes=5)
-        assert engine._training.run.options.accounting.num_probes == 5
-        with pytest.raises(TypeError, match="unexpected option 'probes'"):
-            self.given(FILPrivacyEngine(), probes=3)
-        with pytest.raises(TypeError, match=r"'fil_rate'.*others go into accounting=Accounting\("):
-            self.given(FILPrivacyEngine(), fil_rate=0.5)
-
-
-class TestParameters:
-    def test_an_optimizer_of_other_parameters(self) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module[2] = nn.Linear(6, 3).double()
-        with pytest.raises(ValueError, match=r"2 of the optimizer's 4 are not the module's.* Make the optimizer after"):
-            FILPrivacyEngine().make_private(module, optimizer, loader(data(24)))
-
-    def test_an_optimizer_of_too_few(self) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"does not hold 2 trainable ones \(.*2.weight.*2.bias.*freeze"):
-            FILPrivacyEngine().make_private(module, optimizer, loader(data(24)))
 
 
 class TestLabels:
-    def train(self, **options: Any) -> FILPrivacyEngine:
-        run = make(network(), data(24), batch_size=8, noise_multiplier=0.9, **options)
-        for batch in run.private:
-            take(run, batch)
-        return run.engine
-
-    def test_a_registered_exact_estimator_is_exact(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_registered_estimator_is_what_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
         register_estimator("columns", estimators.exact, quantities=("trace", "diagonal"), exact=True)
-        engine = self.train(estimator="columns", track=("diagonal",))
-        assert engine.get_fil().kind == engine.get_attribute_fil().kind == "exact"
-        truth = self.train(estimator="exact", track=("diagonal",))
-        assert torch.equal(engine.get_attribute_fil().value, truth.get_attribute_fil().value)
-
-    def test_one_of_the_trace_alone_is_refused_at_construction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
+        ours, truth = (
+            train(data(24), steps=3, estimator=name, track=("diagonal",)).engine for name in ("columns", "exact")
+        )
+        assert ours.get_fil().kind == ours.get_attribute_fil().kind == "exact"
+        assert set(ours.leakage()["fil_kind"]) == {"exact"}
+        assert torch.equal(ours.get_attribute_fil().value, truth.get_attribute_fil().value)
         register_estimator("traces", estimators.exact)
-        with pytest.raises(ValueError, match=r"estimator='traces' gives the trace only, not the diagonal; use"):
+        with pytest.raises(ValueError, match="trace only"):
             Accounting(estimator="traces", track=("diagonal",))
 
-    def test_batches_that_are_known_have_no_sampling_error_however_that_is_said(self) -> None:
-        engines = [self.train(amplification=given) for given in ("none", NoAmplification())]
-        fil = [engine.get_fil().value for engine in engines]
-        assert torch.equal(*fil)
-        for engine in engines:
-            assert not bool(engine.totals.get_sampling_error().any())
-        named, given = (self.train(amplification=given) for given in ("poisson", PoissonAmplification()))
-        errors = [engine.totals.get_sampling_error() for engine in (named, given)]
-        assert torch.equal(*errors)
-        assert bool((errors[0] > 0).any())
+    @pytest.mark.parametrize(("kinds", "known"), [(("none", NoAmplification()), True), (("poisson", None), False)])
+    def test_known_batches_have_no_sampling_error_however_it_is_said(self, kinds: Any, known: bool) -> None:
+        """By name, by object, or by default."""
+        named, given = (
+            train(data(24), steps=4, estimator="exact", **({"amplification": kind} if kind else {})).engine.totals
+            for kind in kinds
+        )
+        assert torch.equal(named.get_fil().value, given.get_fil().value)
+        for leakage in (named, given):
+            assert leakage.conditions.sample_rate == (None if known else pytest.approx(1 / 3))
+            assert bool((leakage.get_sampling_error() > 0).any()) is not known
 
 
 class Louder:
@@ -365,35 +168,92 @@ class Louder:
 
     secret_batches = True
 
-    def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
-        assert q is not None
+    def factors(self, rho: Tensor, q: float, sigma: float) -> tuple[Tensor, Tensor]:
         return torch.full_like(rho, 1 + q + sigma), torch.full_like(rho, 1 + q + sigma)
 
 
-@pytest.mark.parametrize("way", ["auto", "hooks", "train_step"])
 @pytest.mark.parametrize(
-    "amplification", [Louder(), Theorem4Amplification(), "poisson"], ids=["own", "thm4", "poisson"]
+    ("way", "amplification", "clip"),
+    [("auto", Louder(), "smooth"), ("hooks", Theorem4Amplification(), "quartic"), ("train_step", "poisson", "quartic")],
 )
-def test_an_amplification_follows_a_noise_scheduler(way: str, amplification: Any) -> None:
-    sigma, clip, q = 0.9, 0.5, 1 / 3
-    options = {"noise_multiplier": sigma, "amplification": amplification, "criterion": nn.CrossEntropyLoss()}
-    mode = "hooks" if way == "hooks" else "auto"
-    run = make(network(), data(24), batch_size=8, max_grad_norm=clip, grad_sample_mode=mode, **options)
-    scheduler = ExponentialNoise(run.optimizer, gamma=0.7)
+def test_clips_of_ones_own_and_amplifications_follow_schedulers(
+    way: str, amplification: Any, clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping, "_REGISTRY", dict(clipping._REGISTRY))
+    clipping.register_clip("quartic", lambda t: (1 + t**4) ** 0.25)
+    sigma, threshold, q = 0.9, 0.5, 1 / 3
+    options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "amplification": amplification, "clip": clip}
+    options |= {"criterion": nn.CrossEntropyLoss(), "grad_sample_mode": "hooks" if way == "hooks" else "auto"}
+    run = brute_force.make(network(), data(24), batch_size=8, **options)
+    schedulers = ExponentialNoise(run.optimizer, gamma=0.7), ExponentialGradClip(run.optimizer, gamma=0.95)
     expected = torch.zeros(24, dtype=torch.float64)
-    for batch in run.private:
+    for k, batch in enumerate(run.private):
+        sigma, threshold = 0.9 * 0.7**k, 0.5 * 0.95**k
         run.plain.load_state_dict(run.module.state_dict())
-        begun = take(run, batch, way)
-        arguments = (run.plain, F.cross_entropy, begun.x, begun.y)
-        jacobian = reference.exact_jacobian(*arguments, max_grad_norm=clip)
+        begun = brute_force.take(run, batch, way)
+        given = {"max_grad_norm": threshold, "clip": clip}
+        jacobian = reference.exact_jacobian(run.plain, F.cross_entropy, begun.x, begun.y, **given)
         if amplification == "poisson":
-            clipped = reference.clipped_gradients(*arguments, max_grad_norm=clip)
-            fim = reference.poisson_fim(jacobian, clipped, sigma * clip, q)
+            clipped = reference.clipped_gradients(run.plain, F.cross_entropy, begun.x, begun.y, **given)
+            fim = reference.poisson_fim(jacobian, clipped, sigma * threshold, q)
         else:
             kappa = amplification.factors(torch.ones(1), q, sigma)[0].item()
-            fim = kappa * jacobian.mT @ jacobian / (sigma * clip) ** 2
+            fim = kappa * jacobian.mT @ jacobian / (sigma * threshold) ** 2
         expected[begun.ids] += torch.einsum("bii->b", fim).cpu()
-        scheduler.step()
-        sigma *= 0.7
+        for scheduler in schedulers:
+            scheduler.step()
     assert relative_error(run.engine.totals.get_trace().value, expected) < 1e-6
-    assert DEVICE in str(run.engine.totals.get_trace().value.device)
+    history = run.engine.accountant.history
+    assert [noise for noise, *_ in history] == pytest.approx([0.9 * 0.7**k for k in range(3)])
+    assert run.engine.get_individual_epsilon(delta=1e-5).value.max() <= run.engine.get_epsilon(1e-5) + 1e-9
+
+
+class TestLoops:
+    def test_the_bare_call_and_what_it_logs(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO", logger="torchfil"):
+            engine, _, model, optimizer, batches = make(max_grad_norm=0.7)
+        assert "clipped to 0.7 by the clip function 'smooth'" in caplog.text
+        engine, _, model, optimizer, batches = make()
+        for batch in batches:
+            step(model, optimizer, batch)
+        assert optimizer.noise_multiplier == optimizer.max_grad_norm == 1.0
+        assert engine.get_fil().kind == "estimate"
+        assert (engine.get_fil().standard_error > 0).any()
+
+    def test_passes_that_do_not_train_and_gradients_that_are_thrown_away(self) -> None:
+        engine, _, model, optimizer, batches = make(data(60))
+        seen = torch.zeros(60, dtype=torch.long)
+        for _ in range(2):
+            for x, _ in batches:
+                model(x.to(DEVICE))  # in training mode, without a backward pass
+        for k, batch in enumerate(batches):
+            x, y = (t.to(DEVICE) for t in batch)
+            with torch.no_grad():
+                model(x)
+            model.eval()
+            model(x)
+            model.train()
+            loss = F.cross_entropy(model(x), y)
+            (model if k else optimizer).zero_grad()  # after the forward pass
+            loss.backward()
+            if k == 2:
+                model.zero_grad()
+                continue
+            optimizer.step()
+            seen[batch._ids] += 1
+        assert torch.equal(engine.ledger.sums["participations"].cpu(), seen)
+        assert engine._training.run.history.steps == len(batches) - 1
+
+    def test_weighted_draws_without_replacement_have_no_amplification(self) -> None:
+        sampler = WeightedRandomSampler(torch.rand(40).tolist(), 40, replacement=False)
+        engine, _, model, optimizer, batches = make(DataLoader(data(40), 8, sampler=sampler), poisson_sampling=False)
+        for batch in batches:
+            step(model, optimizer, batch)
+        assert engine._training.run.options.amplification == NoAmplification()
+        assert engine.ledger.sums["participations"].tolist() == [1] * 40
+
+    def test_a_model_that_is_not_smooth_warns_and_names_the_operators(self) -> None:
+        module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(DEVICE)
+        _, _, model, optimizer, batches = make(module=module)
+        with pytest.warns(UserWarning, match=r"relu.*SmoothnessValidator"):
+            step(model, optimizer, next(iter(batches)))

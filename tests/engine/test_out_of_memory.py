@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, grouped
-from tests.engine.hunger import Device, room_for
+from tests.engine.hunger import room_for
 from tests.engine.loops import assert_same_run, data, loader, network
 from tests.engine.test_state import same
 from torchfil import FILPrivacyEngine
@@ -33,7 +34,8 @@ WAYS = {
     "hooks": {"grad_sample_mode": "hooks"},
 }
 
-QUICK = ("recorded", "train_step", "questions", "hooks")  # the others are slow
+QUICK = ("recorded", "train_step", "dropout", "questions", "hooks")
+SLOW = pytest.mark.slow
 
 
 class Run:
@@ -64,67 +66,41 @@ class Run:
         nn.functional.cross_entropy(self.model(x.to(DEVICE)), y.to(DEVICE)).backward()
         self.optimizer.step()
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     @property
-    def state(self) -> dict[int, Any]:
-        weights = {name: value.clone() for name, value in self.module.state_dict().items()}
-        return dict(enumerate((copy.deepcopy(self.engine.state_dict()), weights)))
+    def state(self) -> tuple[Any, Any]:
+        return copy.deepcopy((self.engine.state_dict(), self.module.state_dict()))
 
 
-def run_twice(way: str, most: int, steps: int = 2, skipped: int = 0) -> tuple[Run, Run, Device, list[str]]:
-    whole, cut = Run(way), Run(way)
-    for _ in range(2):
-        whole.step()
-        cut.step()
-    for _ in range(steps):
-        whole.step()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with room_for(most, skipped) as device:
-            for _ in range(steps):
-                cut.step()
-    return whole, cut, device, [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
+def assert_same(cut: Run, whole: Run, tolerance: float = 1e-9) -> None:
+    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), tolerance)
 
 
 @pytest.mark.parametrize(
-    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "dropout"]
+    ("way", "skipped"),
+    [("input probes", 1), *(pytest.param(way, 0, marks=[] if way in QUICK else [SLOW]) for way in WAYS)],
 )
-def test_the_same_numbers_as_without(way: str) -> None:
-    whole, cut, device, told = run_twice(way, most=4)
+def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
+    """Masks are drawn once, also where memory ends in a step whose first pieces had succeeded."""
+    if way == "dropout" and DEVICE == "cuda":
+        pytest.skip("a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
+    whole = Run(way)
+    whole.steps(4)
+    cut = Run(way)  # with the same random numbers
+    cut.steps(2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with room_for(4, skipped) as device:
+            cut.steps(2)
     assert device.refused
-    assert max(device.served) <= 4
-    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
-    assert len(told) == 1
-    assert "is repeated with" in told[0]
-    assert "GPU 0 has" not in told[0], "one line"
-    assert "Execution(max_memory=" in told[0]
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
-def test_masks_are_drawn_once() -> None:
-    """The loop's own forward pass runs again from the same random numbers."""
-
-    def run(most: int) -> Run:
-        run = Run("dropout")
-        for _ in range(3):
-            run.step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with room_for(most) as device:
-                for _ in range(6):
-                    run.step()
-        assert bool(device.refused) == (most < 60)
-        return run
-
-    whole, cut = run(60), run(3)
-    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
-
-
-@pytest.mark.parametrize("skipped", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_at_any_call(skipped: int) -> None:
-    """Also in the middle of a step whose first pieces had succeeded."""
-    whole, cut, device, _ = run_twice("input probes", most=2, steps=1, skipped=skipped)
-    assert device.refused
-    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
+    assert skipped or max(device.served) <= 4
+    assert_same(cut, whole)
+    (text,) = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
+    assert "Execution(max_memory=" in text
+    assert "GPU 0 has" not in text, "one line"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
@@ -133,42 +109,12 @@ def test_pieces_are_halves() -> None:
     run.step()
     batch = next(run.batches)
     count = len(batch[0])
-    with room_for(2) as device, pytest.warns(UserWarning, match=f"a pass over {count} examples ran out of memory"):
+    with room_for(2) as device, pytest.warns(UserWarning, match=f"{count} examples ran out of memory"):
         run.step(batch)
     expected = [count]
     while expected[-1] // 2 > 2:
         expected.append(expected[-1] // 2)
     assert device.refused == expected
-
-
-@pytest.mark.parametrize(
-    "way", ["recorded", "hooks", *(pytest.param(way, marks=pytest.mark.slow) for way in ("train_step", "per layer"))]
-)
-def test_where_one_example_does_not_fit_the_step_is_not_taken(way: str) -> None:
-    run, whole = Run(way), Run(way)
-    for each in (run, whole):
-        each.step()
-        each.step()
-    before, batch = run.state, next(run.batches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with (
-            room_for(0),
-            pytest.raises(torch.OutOfMemoryError, match=r"one example ran out .* step was not taken"),
-        ):
-            run.step(batch)
-    after = run.state
-    for state in (before[0], after[0]):  # a batch was drawn
-        del state["generators"][0]["loader"], state["generators"][0]["draws"]
-    assert same(after, before)
-
-    # with memory again, it is as if nothing had been
-    run.step(batch)
-    whole.step()
-    for _ in range(3):
-        run.step()
-        whole.step()
-    assert_same_run((run.engine, run.module), (whole.engine, whole.module), 1e-12)
 
 
 class Eating(torch.autograd.Function):
@@ -197,27 +143,43 @@ class Hungry(nn.Module):
         return Eating.apply(x, self) if self.at else x
 
 
-@pytest.mark.parametrize(("mode", "at"), [("auto", "forward"), ("hooks", "forward"), ("hooks", "backward")])
-def test_an_error_in_the_users_own_pass_comes_through(mode: str, at: str) -> None:
-    """Nothing is lost: the step is repeated once there is memory."""
-    module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Hungry(), nn.Linear(6, 3))
-    run, whole = (Run(module=module, grad_sample_mode=mode) for _ in range(2))
+MODULE = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Hungry(), nn.Linear(6, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("way", "options", "at"),
+    [
+        ("recorded", {}, ""),
+        ("hooks", {}, ""),
+        pytest.param("train_step", {}, "", marks=SLOW),
+        pytest.param("per layer", {}, "", marks=SLOW),
+        ("recorded", {"module": MODULE}, "forward"),
+        ("hooks", {"module": MODULE}, "forward"),
+        ("hooks", {"module": MODULE}, "backward"),
+    ],
+)
+def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, options: dict[str, Any], at: str) -> None:
+    """Not even one example fits, or the user's own pass fails: with memory again, it is as if nothing had been."""
+    run, whole = Run(way, **options), Run(way, **options)
     for each in (run, whole):
-        each.step()
-        each.step()
+        each.steps(2)
     batch = next(run.batches)
     before = run.state
-    run.module[2].at = at
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+    if at:
+        run.module[2].at = at
+    with (
+        contextlib.nullcontext() if at else room_for(0),
+        pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory" if at else "step was not taken"),
+    ):
         run.step(batch)
     assert same(run.state, before)
-    run.module[2].at = ""
+    if at:
+        run.module[2].at = ""
     run.step(batch)
-    whole.step()
-    for _ in range(2):
-        run.step()
-        whole.step()
-    assert_same_run((run.engine, run.module), (whole.engine, whole.module), 1e-12)
+    run.steps(2)
+    whole.steps(3)
+    assert_same(run, whole, 1e-12)
 
 
 @pytest.mark.cuda
@@ -233,14 +195,11 @@ def test_a_gpu_that_is_really_full() -> None:
         first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
         module = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.AvgPool2d(16), nn.Flatten(), nn.Linear(512, 3))
         module, engine = module.double().cuda(), FILPrivacyEngine()
-        _, _, batches = engine.make_private(
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
-            loader(TensorDataset(images, labels), 64),
-            poisson_sampling=False,
-            noise_generator=torch.Generator(device="cuda").manual_seed(8),
-            **grouped(noise_multiplier=1.0, max_grad_norm=0.8, seed=3, criterion=nn.CrossEntropyLoss()),
-        )
+        given = {"noise_multiplier": 1.0, "max_grad_norm": 0.8, "seed": 3, "criterion": nn.CrossEntropyLoss()}
+        given |= {"poisson_sampling": False, "noise_generator": torch.Generator(device="cuda").manual_seed(8)}
+        plain = loader(TensorDataset(images, labels), 64)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        *_, batches = engine.make_private(module, optimizer, plain, **grouped(**given))
         gc.collect()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import zoo
 from tests.cases import DEVICE
 from tests.engine.ways import LOSS, start
-from torchfil import Execution, FILPrivacyEngine, Private, zoo
+from torchfil import Execution, FILPrivacyEngine, Private
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian
@@ -152,7 +153,7 @@ def test_precision_of_probes(name: str, precision: str, trained_in: Any, tmp_pat
     if precision == "bfloat16" and name != "convolutional" and not is_the_same:
         assert apart(ours, truth) > 0
     if name == "perceptron":
-        saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
+        saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
         assert saved.about["mechanism"]["probe_precision"] == precision
 
 

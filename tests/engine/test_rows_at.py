@@ -25,7 +25,7 @@ def told(engine: FILPrivacyEngine, folder: Path) -> dict[str, np.ndarray]:
     """All columns of the saved run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dict(load(engine.save_run(folder / "run.fil", delta=1e-5)).columns)
+        return dict(load(engine.save_run(folder / "run.parquet", delta=1e-5)).columns)
 
 
 def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_quantities_of_chosen_examples(tmp_path: Path) -> None:
     assert torch.equal(some.get_plis(), whole.get_plis())
     assert torch.equal(some.get_fil().value, whole.get_fil().value)
     assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * 5 - 4) - 5 * 12 * 5
-    saved = load(some.save_run(tmp_path / "run.fil", delta=1e-5))
+    saved = load(some.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert np.array_equal(np.isnan(np.asarray(saved.attributes.shown)).all(axis=1), ~is_chosen.numpy())
     some.report(tmp_path / "report", delta=1e-5)
 

@@ -60,7 +60,7 @@ def assert_fil(engine: FILPrivacyEngine, fim: Tensor, rtol: float = 1e-7) -> Non
 
 
 def run(model: nn.Module, dataset: Any, step: Any, **options: Any) -> FILPrivacyEngine:
-    """One pass in batches of five, exactly accounted for; step: a batch's loss, "train_step", or that of inputs alone."""
+    """One pass in batches of five, exactly accounted for; step: a batch's loss, "train_step", or "inputs alone"."""
     dataset = TensorDataset(*dataset) if isinstance(dataset, tuple) else dataset
     given = {**SETTINGS, "criterion": None, "estimator": "exact", "amplification": "none", "track": ("diagonal",)}
     engine, private, optimizer, loader = start(model, dataset, "auto", batch=5, **{**given, **options})

@@ -46,7 +46,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     engine = trained.engine
     sides = ["left" if i % 3 else "right" for i in range(60)]
     path = engine.save_run(
-        tmp_path / "run.fil",
+        tmp_path / "run.parquet",
         delta=DELTA,
         title="a trial",
         attribute_names=list("abcde"),
@@ -60,21 +60,18 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     for column in ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "participations", "missed"):
         np.testing.assert_array_equal(run.columns[column], table[column])
     np.testing.assert_array_equal(run.columns["epsilon"], table["individual_epsilon"])
-    assert run.about["title"] == "a trial"
-    assert run.about["epsilon"] == engine.get_epsilon(DELTA)
-    assert run.about["model"] == {"name": "Sequential", "num_parameters": 57}
-    assert run.about["dataset"]["input_shape"] == [5]
-    assert run.about["dataset"]["input_range"] == [-5, 5]
-    assert run.about["dataset"]["data_sha256"] == data_sha256(data(60))
-    assert run.about["mechanism"]["steps"] == 12
-    assert run.about["probe_seed"] == 3
+    about = run.about
+    assert (about["title"], about["epsilon"], about["probe_seed"]) == ("a trial", engine.get_epsilon(DELTA), 3)
+    assert about["model"] == {"name": "Sequential", "num_parameters": 57}
+    assert (about["dataset"]["input_shape"], about["dataset"]["input_range"]) == ([5], [-5, 5])
+    assert about["dataset"]["data_sha256"] == data_sha256(data(60))
+    assert about["mechanism"]["steps"] == 12
     assert run.attributes is not None
     attribute_fil = engine.get_attribute_fil()
     np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)
     assert run.attributes.error_low is not None
     np.testing.assert_allclose(run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6)
-    assert run.groups["side"].tolist() == sides
-    assert set(run.groups["same"]) == {"7"}
+    assert (run.groups["side"].tolist(), set(run.groups["same"])) == (sides, {"7"})
     assert run.pictures is None, "rows of five numbers are no images"
     assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound(10.0)
     success = run.bounds["rero"]["success"]
@@ -97,29 +94,29 @@ def test_report(trained: Any, tmp_path: Path) -> None:
 
 def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) -> None:
     """Set beside the run's bounds, by id; a comparison with other bounds is kept as it is."""
-    wanted = ["patient 7", "patient 3"]
+    wanted = ["patient 3", "patient 7"]
     keys = [f"patient {i}" for i in range(20)]
     # all are clipped: their norms are the same, and few ε need be computed
     engine = train(data(20), steps=40, id_of=keys, max_grad_norm=0.01).engine
     assert min(engine.leakage_columns(wanted)[1]["participations"]) >= 5  # so that one run tells
     bound = engine.get_mse_bound(wanted).value.tolist()
     attack = AttackResult(
-        "a guess", "knows all else", wanted, [2 * bound[0], 1e-9], "mse", 9, standard_error=[1e-12, 1e-12]
+        "a guess", "knows all else", wanted, [1e-9, 2 * bound[1]], "mse", 9, standard_error=[1e-12, 1e-12]
     )
-    other = torchfil.compare_with_bounds({"patient 7": 1e9, "patient 3": 0.0}, attack)
-    first, second = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, attacks=[attack, other])).attacks
+    other = torchfil.compare_with_bounds({"patient 3": 0.0, "patient 7": 1e9}, attack)
+    first, second = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])).attacks
     assert (first.name, first.threat_model) == ("a guess", "knows all else")
-    assert first.rows.tolist() == second.rows.tolist() == [7, 3]
+    assert first.rows.tolist() == second.rows.tolist() == [3, 7]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
-    assert first.violated.tolist() == [False, True]
-    assert (second.predicted.tolist(), second.violated.tolist()) == ([1e9, 0.0], [True, False])
+    assert first.violated.tolist() == [True, False]
+    assert (second.predicted.tolist(), second.violated.tolist()) == ([0.0, 1e9], [False, True])
     assert "a guess" in engine.report(tmp_path / "page", delta=DELTA, attacks=[attack]).read_text(encoding="utf-8")
 
 
 def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
     before, generator = trained.engine.state_dict(), torch.get_rng_state()
-    trained.engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_groups={"pair": ["coordinate 0"]})
     assert equal(trained.engine.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -137,36 +134,47 @@ def test_saving_data_that_are_augmented_leaves_all_generators(tmp_path: Path) ->
 
     engine = train(Augmented(), steps=2).engine
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    engine.save_run(tmp_path / "run.parquet", delta=DELTA)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
 
 
-def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
-    def saved(**options: Any) -> None:
-        trained.engine.save_run(tmp_path / "run.fil", delta=DELTA, **options)
+ELSEWHERE = torchfil.compare_with_bounds([1.0], AttackResult("a", "t", [0], [0.5], "mse", 1))
 
-    with pytest.raises(ValueError, match="attribute_names has 2 entries for 5 private coordinates"):
-        saved(attribute_names=["a", "b"])
-    with pytest.raises(ValueError, match="attribute 'region' is named 2 times; names must differ, such as"):
-        saved(attribute_names=["region", "b", "region", "d", "e"])
-    with pytest.raises(ValueError, match="grouping 'side' has 3 labels for 60 examples"):
-        saved(groups={"side": ["x"] * 3})
-    with pytest.raises(ValueError, match="grouping 'side' has 1 labels for 60 examples"):
-        saved(groups={"side": {"patient 0": "x"}})
-    with pytest.raises(ValueError, match=r"input_range=\(1, 0\) must be"):
-        saved(input_range=(1, 0))
-    with pytest.raises(ValueError, match=r"input_range=\(-inf, 1\) must be .* finite"):
-        saved(input_range=(-math.inf, 1))
-    with pytest.raises(ValueError, match="measure is 'accuracy'"):
-        saved(attacks=[AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)])
-    elsewhere = torchfil.compare_with_bounds([1.0], AttackResult("a", "t", [0], [0.5], "mse", 1))
-    with pytest.raises(ValueError, match="attacked examples .0. are not among the run's 60 ids"):
-        saved(attacks=[elsewhere])
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attribute_names": ["a", "b"]}, "attribute_names has 2 entries for 5"),
+        ({"attribute_names": ["region", "b", "region", "d", "e"]}, "'region' is named 2 times"),
+        ({"groups": {"side": ["x"] * 3}}, "grouping 'side' has 3 labels for 60"),
+        ({"groups": {"side": {"patient 0": "x"}}}, "grouping 'side' has 1 labels for 60"),
+        ({"input_range": (1, 0)}, "input_range"),
+        ({"input_range": (-math.inf, 1)}, "input_range.* finite"),
+        ({"attacks": [AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)]}, "measure is 'accuracy'"),
+        ({"attacks": [ELSEWHERE]}, "attacked examples .0. are not among the run's 60 ids"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    trained: Any, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attributes were not tracked"):
-        train(data(20), steps=1).engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_names=["a"] * 5)
+        train(data(20), steps=1).engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_names=["a"] * 5)
     with pytest.raises(RuntimeError, match="call make_private first"):
-        FILPrivacyEngine().save_run(tmp_path / "run.fil", delta=DELTA)
+        FILPrivacyEngine().save_run(tmp_path / "run.parquet", delta=DELTA)
+
+
+def test_too_many_attributes_are_left_out_aloud(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfil.engine.saving.attributes._MOST_ATTRIBUTES", 4)
+    with pytest.warns(UserWarning, match="attributes are not saved: .* there are 5; read them with engine.get_attr"):
+        run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA))
+    assert run.attributes is None
 
 
 def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
@@ -181,7 +189,7 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     )
     for x, y in private:
         engine.train_step(x, y)
-    run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=4))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=4))
     pictures = run.pictures
     assert pictures is not None
     assert pictures.maps is not None
@@ -265,13 +273,10 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
     assert data_sha256([{"x": np.ones(2), "y": 1}]) != data_sha256([{"x": np.ones(2), "y": 2}])
 
 
-def test_a_target_of_accuracy_is_saved_instead_of_probes(tmp_path: Path) -> None:
-    trained = train(data(40), steps=3, rel_error=0.5)
-    trained.engine.save_run(tmp_path / "run.fil", delta=1e-5)
-    mechanism = load(tmp_path / "run.fil").about["mechanism"]
-    assert mechanism["rel_error"] == 0.5
-    assert mechanism["num_probes"] is None
-    plain = train(data(40), steps=3)
-    plain.engine.save_run(tmp_path / "plain.fil", delta=1e-5)
-    mechanism = load(tmp_path / "plain.fil").about["mechanism"]
-    assert (mechanism["num_probes"], mechanism["fil_rate"], mechanism["rel_error"]) == (3, 1.0, None)
+@pytest.mark.parametrize(("options", "expected"), [({"rel_error": 0.5}, (None, None, 0.5)), ({}, (3, 1.0, None))])
+def test_a_target_of_accuracy_is_saved_instead_of_probes(
+    tmp_path: Path, options: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    engine = train(data(40), steps=3, **options).engine
+    mechanism = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)).about["mechanism"]
+    assert tuple(mechanism[name] for name in ("num_probes", "fil_rate", "rel_error")) == expected

@@ -1,39 +1,41 @@
-"""Stopping and resuming, averaging, pausing, tables and groups, and the statistics of a probed run."""
+"""Stopping and resuming, all or nothing; pausing, tables and groups; the statistics of a probed run."""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
 
 from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, data, loader, network, train
+from tests.engine.made import make
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.leakage import Leakage
 from torchfil.engine.distributed.checkpoints import write_file
-from torchfil.fisher import NoAmplification, PoissonAmplification, estimators, register_estimator
 from torchfil.utils.errors import CheckpointError
 
 OPTIONS: dict[str, Any] = {
-    "noise_multiplier": SIGMA,
-    "max_grad_norm": C,
-    "track": ("diagonal", "sketch"),
-    "fil_rate": 0.7,
-    "seed": 5,
-}
+    "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "sketch"), "fil_rate": 0.7, "seed": 5,
+}  # fmt: skip
 
 
-def start(seed: int = 0) -> Any:
+def start(seed: int = 0, groups: bool = False) -> Any:
     torch.manual_seed(seed)
     module = network()
     engine = FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    parameters: Any = [{"params": [p]} for p in module.parameters()] if groups else module.parameters()
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
     noise = torch.Generator(device=DEVICE).manual_seed(8)
     return engine, *engine.make_private(
         module, optimizer, loader(data(60)), **grouped(noise_generator=noise, **OPTIONS)
@@ -59,36 +61,60 @@ def same(a: Any, b: Any) -> bool:
 
 
 class TestResume:
-    def test_bit_for_bit(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", ["run.pt", "folder/"])
+    def test_bit_for_bit(self, tmp_path: Path, kind: str) -> None:
+        """From a file; from a folder that was written while the run went on."""
         whole, model, optimizer, private = start()
-        epochs(model, optimizer, private, 4)
-
-        first, model, optimizer, private = start()
-        epochs(model, optimizer, private, 2)
-        first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+        epochs(model, optimizer, private, 1)
+        meanwhile = {"asynchronous": True} if kind == "folder/" else {}
+        path = f"{tmp_path}/{kind}"
+        saving = whole.save_checkpoint(path=path, module=model, optimizer=optimizer, **meanwhile)
+        epochs(model, optimizer, private, 1)
+        if saving is not None:
+            saving.result()
 
         second, model, optimizer, private = start(seed=99)
-        second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
-        epochs(model, optimizer, private, 2)
+        second.load_checkpoint(path=path, module=model, optimizer=optimizer)
+        epochs(model, optimizer, private, 1)
         assert same(second.state_dict(), whole.state_dict())
         assert second.get_epsilon(1e-5) == whole.get_epsilon(1e-5)
-        assert [path.name for path in tmp_path.iterdir()] == ["run.pt"], "no temporary file is left"
+        assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")], "no temporary file is left"
 
-    def test_state_dict_round_trip_before_and_after_steps(self) -> None:
+    def test_a_state_may_be_loaded_twice_and_stays_what_it_was(self) -> None:
         engine, model, optimizer, private = start()
         before = engine.state_dict()
         epochs(model, optimizer, private, 1)
-        after = engine.state_dict()
+        after, epsilon = engine.state_dict(), engine.get_epsilon(1e-4)
+        kept = copy.deepcopy(after)
         other, *_ = start(seed=3)
         other.load_state_dict(after)
         assert same(other.state_dict(), after)
+        epochs(model, optimizer, private, 1)
+        assert same(after, kept)
+        assert other.get_epsilon(1e-4) == epsilon < engine.get_epsilon(1e-4)
+        engine.load_state_dict(after)
+        assert engine.get_epsilon(1e-4) == epsilon
         other.load_state_dict(before)
         with pytest.raises(RuntimeError, match="no private step"):
             other.get_fil()
 
+    def test_schedules_go_on_from_where_a_checkpoint_was_taken(self) -> None:
+        found, file = [], io.BytesIO()
+        for method in ("save_checkpoint", "load_checkpoint"):
+            engine, model, optimizer, private = start()
+            noise, clip = ExponentialNoise(optimizer, gamma=0.8), ExponentialGradClip(optimizer, gamma=0.9)
+            if method == "save_checkpoint":
+                epochs(model, optimizer, private, 1)
+                noise.step()
+                clip.step()
+            schedulers = {"noise_scheduler": noise, "grad_clip_scheduler": clip}
+            getattr(engine, method)(path=file, module=model, optimizer=optimizer, **schedulers)
+            file.seek(0)
+            found.append((optimizer.noise_multiplier, optimizer.max_grad_norm))
+        assert found[0] == found[1] == pytest.approx((0.8 * SIGMA, 0.9 * C))
+
     def test_a_failed_save_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine, model, optimizer, private = start()
-        epochs(model, optimizer, private, 1)
+        engine, model, *_ = start()
         path = tmp_path / "run.pt"
         engine.save_checkpoint(path=path, module=model)
         old = path.read_bytes()
@@ -102,61 +128,78 @@ class TestResume:
         assert path.read_bytes() == old
         assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
-    def test_foreign_states_are_refused_and_change_nothing(self, tmp_path: Path) -> None:
+
+def changed(state: Any, *path: str, value: Any = None) -> Any:
+    """A copy with another value at this place, or without it."""
+    result = place = copy.deepcopy(state)
+    for name in path[:-1]:
+        place = place[name]
+    del place[path[-1]]
+    if value is not None:
+        place[path[-1]] = value
+    return result
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "another data set": (lambda state: train(data(40), steps=2, **OPTIONS).engine.state_dict(), "data_set"),
+    "other quantities": (lambda state: train(data(60), steps=2).engine.state_dict(), "track"),
+    "nothing": (lambda state: {"run": {}}, "lacks"),
+    "no timeline": (lambda state: changed(state, "run", "timeline"), "timeline"),
+    "accountant": (lambda state: changed(state, "settings", "accountant", value="prv"), "accountant"),
+    "no rate": (lambda state: changed(state, "run", "pace", "rate"), "rate"),
+    "no history": (lambda state: changed(state, "accountant", "history"), ""),
+    "generator": (lambda state: changed(state, "run", "generator", value=state["run"]["generator"][:3]), "RNG state"),
+}
+
+
+class TestAllOrNothing:
+    def test_states_that_do_not_fit_change_nothing(self) -> None:
         engine, model, optimizer, private = start()
         epochs(model, optimizer, private, 1)
+        earlier = engine.state_dict()
+        epochs(model, optimizer, private, 1)
         before = engine.state_dict()
-        other = train(data(40), steps=2, **{**OPTIONS, "track": ("diagonal", "sketch")}).engine
-        with pytest.raises(ValueError, match="data_set='60 examples' instead of '40 examples'"):
-            engine.load_state_dict(other.state_dict())
-        plain = train(data(60), steps=2).engine
-        with pytest.raises(ValueError, match=r"track=\['diagonal', 'sketch'\] instead of \[\]"):
-            engine.load_state_dict(plain.state_dict())
-        with pytest.raises(ValueError, match="the state lacks"):
-            engine.load_state_dict({"run": {}})
-        older = {k: v for k, v in before["run"].items() if k != "timeline"}
-        with pytest.raises(ValueError, match="the state lacks 'timeline'"):
-            engine.load_state_dict({**before, "run": older})
-        with pytest.raises(ValueError, match="accountant='rdp' instead of 'prv'"):
-            engine.load_state_dict({**before, "settings": {**before["settings"], "accountant": "prv"}})
+        for spoil, noun in SPOILT.values():
+            with pytest.raises((ValueError, RuntimeError), match=noun):
+                engine.load_state_dict(spoil(earlier))
+            assert same(engine.state_dict(), before)
+        engine.load_state_dict(earlier)
+        assert same(engine.state_dict(), earlier)
+
+    def test_files_that_do_not_fit_change_nothing(self, tmp_path: Path) -> None:
+        engine, model, optimizer, private = start()
+        epochs(model, optimizer, private, 1)
+        engine.save_checkpoint(path=tmp_path / "groups.pt", module=model, optimizer=optimizer)
+        saved = torch.load(tmp_path / "groups.pt", weights_only=True)
+        saved["random_state"][0]["cpu"] = saved["random_state"][0]["cpu"][:3]
+        write_file(tmp_path / "random.pt", saved)
         write_file(tmp_path / "other.pt", {"module_state_dict": {}})
-        with pytest.raises(ValueError, match="holds no Fisher accounting"):
-            engine.load_checkpoint(path=tmp_path / "other.pt", module=model)
-        assert same(engine.state_dict(), before)
-
-    def test_unsafe_files_are_refused(self, tmp_path: Path) -> None:
-        engine, model, *_ = start()
         write_file(tmp_path / "evil.pt", {"fil_engine_state_dict": Leakage})
-        with pytest.raises(
-            CheckpointError, match=r"evil.pt .*cannot be unpickled safely.*only tensors and plain values"
+
+        other, model, optimizer, private = start(groups=True)
+        epochs(model, optimizer, private, 2)
+        parts = other.state_dict, model.state_dict, lambda: copy.deepcopy(optimizer.state_dict())
+        before = [copy.deepcopy(part()) for part in parts]
+        for name, error, noun, fitting in (
+            ("groups.pt", ValueError, "parameter groups", {"optimizer": optimizer}),
+            ("random.pt", RuntimeError, "RNG state", {}),
+            ("other.pt", ValueError, "no Fisher accounting", {}),
+            ("evil.pt", CheckpointError, "safely", {}),
         ):
-            engine.load_checkpoint(path=tmp_path / "evil.pt", module=model)
+            with pytest.raises(error, match=noun):
+                other.load_checkpoint(path=tmp_path / name, module=model, **fitting)
+            assert same([part() for part in parts], before)
 
-
-class TestMerge:
-    def test_mean_and_run_to_run_error(self) -> None:
-        engines = [
-            train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)
-        ]
-        traces = torch.stack([e.totals.get_trace().value for e in engines])
-        merged = FILPrivacyEngine.merge(engines)
-        assert torch.allclose(merged.get_trace().value, traces.mean(dim=0))
-        assert torch.allclose(merged.get_trace().standard_error, traces.std(dim=0) / math.sqrt(3))
-        assert merged.get_trace().degrees_of_freedom == 2
-        assert merged.get_trace().kind == "estimate"
-        assert len(merged.leakage()) == 40
-
-    def test_one_run_is_itself(self) -> None:
-        engine = train(data(40), steps=3, estimator="exact").engine
-        merged = FILPrivacyEngine.merge([engine])
-        assert torch.equal(merged.get_fil().value, engine.get_fil().value)
-        assert merged.get_fil().kind == "exact"
-
-    def test_different_data_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="runs to average must share data set"):
-            FILPrivacyEngine.merge([train(data(40), steps=2).engine, train(data(41), steps=2).engine])
-        with pytest.raises(ValueError, match="at least one engine"):
-            FILPrivacyEngine.merge([])
+    def test_no_state_is_loaded_within_a_logical_batch(self) -> None:
+        engine, model, optimizer, private = start()
+        state = engine.state_dict()
+        with BatchMemoryManager(data_loader=private, max_physical_batch_size=3, optimizer=optimizer) as physical:
+            for batch in physical:
+                epochs(model, optimizer, [batch], 1)
+                if optimizer.inside_logical_batch:
+                    with pytest.raises(RuntimeError, match="discard_partial_batch"):
+                        engine.load_state_dict(state)
+        assert engine.accountant.history[-1][2] == len(private)
 
 
 class TestPaused:
@@ -164,21 +207,16 @@ class TestPaused:
         engine, model, optimizer, private = start()
         epochs(model, optimizer, private, 1)
         complete = engine.totals.get_trace().value.clone()
-        with pytest.warns(UserWarning, match="Fisher accounting is paused"), engine.paused():
+        with pytest.warns(UserWarning, match="paused"), engine.paused():
             epochs(model, optimizer, private, 1)
         missed = engine.ledger.sums["missed"]
         assert missed.sum() > 0
-        with pytest.warns(UserWarning, match="took part in paused steps"):
-            fil = engine.get_fil()
-        assert fil.kind == "lower bound"
+        with pytest.warns(UserWarning, match="paused steps"):
+            kinds = engine.get_fil().kind, engine.get_mse_bound().kind, engine.leakage()["fil_kind"]
+        assert kinds[:2] == ("lower bound", "upper bound")
+        assert [kind == "lower bound" for kind in kinds[2]] == (missed > 0).tolist()
         assert torch.equal(engine.ledger.sums["trace"], complete)
-        with pytest.warns(UserWarning):
-            assert engine.get_mse_bound().kind == "upper bound"
-        untouched = (missed == 0).nonzero().flatten().tolist()
-        assert engine.get_fil(untouched).kind == "estimate"
-        with pytest.warns(UserWarning):
-            kinds = engine.leakage()["fil_kind"]
-        assert [kind == "lower bound" for kind in kinds] == (missed > 0).tolist()
+        assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
         assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
 
     def test_pausing_from_the_first_step_and_in_a_pause(self) -> None:
@@ -195,78 +233,47 @@ class TestPaused:
 
 
 class TestTables:
-    def test_columns(self) -> None:
+    def test_columns_and_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = train(data(40), steps=8).engine
         table = engine.leakage()
         assert table.index.name == "id"
-        assert list(table.columns) == [
-            "fil",
-            "fil_error",
-            "sampling_error",
-            "fil_kind",
-            "mse_bound",
-            "mse_bound_low",
-            "rel_error",
-            "participations",
-            "missed",
-            "squared_norm",
-        ]
+        assert " ".join(table.columns) == (
+            "fil fil_error sampling_error fil_kind mse_bound mse_bound_low rel_error participations missed squared_norm"
+        )
         seen = table[table.participations > 0]
         assert (seen.mse_bound_low < seen.mse_bound).all()
         assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
-
-    def test_without_pandas_a_dict_of_lists(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import sys
-
-        engine = train(data(40), steps=3).engine
-        monkeypatch.setitem(sys.modules, "pandas", None)
-        table = engine.leakage([2, 5])
-        assert table["id"] == [2, 5]
-        assert len(table["fil"]) == 2
-
-    def test_groups(self) -> None:
-        engine = train(data(40), steps=8, estimator="exact").engine
         group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
-        table = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,))
+        row = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,)).loc["even"]
         values = engine.get_fil(range(0, 40, 2)).value
-        row = table.loc["even"]
+        expected = [values.mean(), values.max(), values.quantile(0.5), (values > 0.1).double().mean()]
         assert row["count"] == 20
-        assert row["mean"] == pytest.approx(values.mean().item())
-        assert row["max"] == pytest.approx(values.max().item())
-        assert row["q50"] == pytest.approx(values.quantile(0.5).item())
-        assert row["share_above"] == pytest.approx((values > 0.1).double().mean().item())
+        assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx([float(v) for v in expected])
+        monkeypatch.setitem(sys.modules, "pandas", None)
+        assert engine.leakage([2, 5])["id"] == [2, 5]
 
-    def test_what_was_not_tracked_is_told(self) -> None:
-        engine = train(data(40), steps=2).engine
-        with pytest.raises(ValueError, match=r"make_private with track=\('diagonal',\)"):
-            engine.get_attribute_fil()
-        with pytest.raises(ValueError, match=r"track=\('fim',\)"):
-            engine.get_fil(kind="spectral")
+
+def frozen_run(n: int, passes: int, draws: int = 2, **options: Any) -> FILPrivacyEngine:
+    """A run whose weights do not change."""
+    torch.manual_seed(0)
+    module, engine = nn.Linear(5, 3).double().to(DEVICE), FILPrivacyEngine()
+    plain = loader(data(n), n // (2 if n == 24 else 4), generator=torch.Generator().manual_seed(draws))
+    given = grouped(noise_multiplier=SIGMA, max_grad_norm=C, **options)
+    made = engine.make_private(module, torch.optim.SGD(module.parameters(), lr=0.0), plain, **given)
+    epochs(*made, passes)
+    return engine
 
 
 def check_calibration(
     options: dict[str, Any], runs: int, critical: float = 4.0, coverage: Any = (0.90, 0.99), rtol: float = 0.15
 ) -> None:
-    """Frozen weights (lr = 0), the same batches: many seeds of the probes against the exact sums.
+    """Frozen weights, the same batches: many seeds of the probes against the exact sums.
 
     A bias of one example is looked for, and one that all share: their mean over a run is known far better. A skipped
     step is one for all, which leaves less to be learned of the spread from each run.
     """
-    dataset = data(24)
-
-    def run(**more: Any) -> FILPrivacyEngine:
-        torch.manual_seed(0)
-        module = nn.Linear(5, 3).double().to(DEVICE)
-        engine = FILPrivacyEngine()
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
-        model, optimizer, private = engine.make_private(
-            module, optimizer, loader(dataset, 12), **grouped(noise_multiplier=SIGMA, max_grad_norm=C, **more)
-        )
-        epochs(model, optimizer, private, 8)
-        return engine
-
-    truth = run(estimator="exact").totals.get_trace().value
-    results = [run(seed=s, **options).totals.get_trace() for s in range(runs)]
+    truth = frozen_run(24, 8, estimator="exact").totals.get_trace().value
+    results = [frozen_run(24, 8, seed=s, **options).totals.get_trace() for s in range(runs)]
     values = torch.stack([r.value for r in results])
     z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(runs))
     assert (z.abs() < critical).all()
@@ -279,92 +286,47 @@ def check_calibration(
     assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=rtol)
 
 
-PROBED: dict[str, dict[str, Any]] = {
-    "three probes": {"num_probes": 3},
-    "half of the steps": {"num_probes": 3, "fil_rate": 0.5},
-    "input probes": {"num_probes": 2, "estimator": "input-probes"},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROBED)
-def test_probed_runs_are_unbiased_and_their_errors_calibrated(name: str) -> None:
-    check_calibration(PROBED[name], 60 if name == "half of the steps" else 30)
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"num_probes": 3}, 30),
+        ({"num_probes": 3, "fil_rate": 0.5}, 60),
+        ({"num_probes": 2, "estimator": "input-probes"}, 30),
+    ],
+)
+def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str, Any], runs: int) -> None:
+    check_calibration(options, runs)
 
 
 def test_few_probed_runs_are_unbiased_and_their_errors_no_worse_than_told() -> None:
     """What few runs can tell: Student's t, as likely as four standard deviations are."""
     critical = float(stats.t.isf(stats.norm.sf(4), 7))
-    check_calibration(PROBED["three probes"], 8, critical, coverage=(0.85, 1.0), rtol=0.4)
+    check_calibration({"num_probes": 3}, 8, critical, coverage=(0.85, 1.0), rtol=0.4)
 
 
 def test_sampling_error_is_the_spread_over_batches() -> None:
     """Frozen weights, many draws of the batches: the spread of η̄² about its mean is what one run reports.
 
-    Examples are drawn independently: 96 of them in 15 runs tell as much of the spread as 24 in 60.
+    Examples are drawn independently: 144 of them in 10 runs tell as much of the spread as 24 in 60.
     """
-    dataset = data(96)
-
-    def run(seed: int) -> FILPrivacyEngine:
-        torch.manual_seed(0)
-        module = nn.Linear(5, 3).double().to(DEVICE)
-        engine = FILPrivacyEngine()
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
-        plain = loader(dataset, 24, generator=torch.Generator().manual_seed(seed))
-        model, optimizer, private = engine.make_private(
-            module, optimizer, plain, **grouped(noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact")
-        )
-        epochs(model, optimizer, private, 2)
-        return engine
-
-    engines = [run(seed) for seed in range(15)]
-    traces = torch.stack([e.totals.get_trace().value for e in engines])
-    squares = torch.stack([e._training.run.ledger.sums["trace_square"].double() for e in engines])
+    leakages = [frozen_run(144, 2, seed, estimator="exact").totals for seed in range(10)]
+    traces = torch.stack([leakage.get_trace().value for leakage in leakages])
+    squares = torch.stack([leakage.ledger.sums["trace_square"].double() for leakage in leakages])
     reported = ((1 - 1 / 4) * squares.mean(dim=0)).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
-    leakage = engines[0].totals
-    error = leakage.get_sampling_error()
-    never = leakage.ledger.sums["participations"] == 0
-    assert torch.equal(torch.isinf(error), never)
-    public = train(dataset, steps=4, poisson_sampling=False).engine.totals
-    assert torch.equal(public.get_sampling_error(), torch.zeros(96, dtype=torch.float64, device=public.ledger.device))
-
-
-def test_batches_are_known_however_it_is_said() -> None:
-    """By name or by object: the same FIL, and no chance in which batches drew an example."""
-    for options in ({"amplification": "none"}, {"amplification": NoAmplification()}):
-        leakage = train(data(24), steps=4, estimator="exact", **options).engine.totals
-        assert leakage.conditions.sample_rate is None
-        assert float(leakage.get_sampling_error().abs().max()) == 0
-    secret = train(data(24), steps=4, estimator="exact", amplification=PoissonAmplification()).engine.totals
-    assert secret.conditions.sample_rate == pytest.approx(1 / 3)
-
-
-def test_a_registered_exact_estimator_is_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
-    register_estimator("columns", estimators.exact, quantities=("trace", "diagonal"), exact=True)
-    engine = train(data(24), steps=2, estimator="columns", track=("diagonal",)).engine
-    assert engine.get_fil().kind == engine.get_attribute_fil().kind == "exact"
-    assert set(engine.leakage()["fil_kind"]) == {"exact"}
-
-
-def test_a_registered_estimator_of_the_trace_cannot_track_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
-    register_estimator("traces", estimators.exact)
-    with pytest.raises(
-        ValueError,
-        match=r"track=\('diagonal',\) needs the diagonal, and estimator='traces' gives the trace only, not the "
-        "diagonal; use estimator='exact' or 'weight-probes'",
-    ):
-        train(data(24), steps=2, estimator="traces", track=("diagonal",))
+    never = leakages[0].ledger.sums["participations"] == 0
+    assert torch.equal(torch.isinf(leakages[0].get_sampling_error()), never)
+    public = make(data(96), poisson_sampling=False)
+    epochs(*public[2:], 1)
+    assert not public[0].totals.get_sampling_error().any()
 
 
 def test_accounting_leaves_the_training_alone() -> None:
     """Global random numbers and weights evolve as if nothing were accounted (exact, probed, skipped)."""
     finals = []
     for options in ({"estimator": "exact"}, {"num_probes": 1}, {"fil_rate": 0.3}):
-        run = train(data(40), steps=6, **options)
-        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._training.replica.live.parameters()]))
-    for state, weights in finals[1:]:
-        assert torch.equal(state, finals[0][0])
-        assert all(torch.equal(a, b) for a, b in zip(weights, finals[0][1], strict=True))
+        run = train(data(40), steps=4, **options)
+        finals.append([torch.get_rng_state(), *(p.clone() for p in run.engine._training.replica.live.parameters())])
+    assert same(finals[0], finals[1])
+    assert same(finals[0], finals[2])

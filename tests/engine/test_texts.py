@@ -167,7 +167,7 @@ def test_tables_run_files_averages_and_plis(tmp_path: Path) -> None:
     engine = run.engine
     own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (traces(run) > 0).tolist(), strict=True)]
     assert engine.leakage_columns()[1]["num_coordinates"] == own
-    saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-3))
+    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
     assert saved.columns["num_coordinates"].tolist() == own
     assert saved.about["dataset"]["most_coordinates"] == max(own)
     with pytest.raises(ValueError, match="coordinates"):
@@ -234,7 +234,7 @@ BY_TOKEN = {"track": ("diagonal",), "private": Private(submodule="words", max_le
 def test_maps_by_token_are_those_of_brute_force(given: Any, collate: Any, tmp_path: Path) -> None:
     """η² of a word is the mean of its coordinates' I_jj; padding is neither decoded nor shown."""
     run = trained(collate=collate, poisson_sampling=False, **BY_TOKEN)
-    saved = load(run.engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=given))
+    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=given))
     maps = saved.texts
     assert maps.rows.tolist() == run.engine.get_fil().value.argsort(descending=True).tolist()[:3]  # of the one batch
     for row, own, shown_fil, shown_plis in zip(maps.rows, maps.words, maps.fil, maps.plis, strict=True):
@@ -253,7 +253,7 @@ def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     longer = [[*each, *"abcde"] for each in STRINGS]
     for run, given, why in ((engine, STRINGS[:-1], "7"), (engine, longer, "fit"), (untracked, STRINGS, "'diagonal'")):
         with pytest.raises(ValueError, match=why):
-            run.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=given)
+            run.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=given)
     passes = engine._training.passes
     passes.dataset = None
     with pytest.raises(ValueError, match="stream"):

@@ -100,7 +100,7 @@ def test_tables_files_and_reports(track: tuple[str, ...], tmp_path: Path) -> Non
     engine = trained(*made(track=track))
     assert not engine.leakage(delta=1e-5).select_dtypes("number").isna().any().any()
     options: dict[str, Any] = {"delta": 1e-5, "input_range": (-1.0, 1.0), "groups": {"half": [0, 1] * 12}}
-    saved = load(engine.save_run(tmp_path / "run.fil", **options))
+    saved = load(engine.save_run(tmp_path / "run.parquet", **options))
     for name, column in [*saved.columns.items(), *saved.history.items()]:
         assert not np.isnan(column).any(), name
     assert saved.about["epsilon"] == math.inf

@@ -75,12 +75,7 @@ def adaptive(norm: float, other: float, cosine: float, q: float) -> float:
 @given(st.floats(0, 5), st.floats(0, 5), st.floats(-1, 1), st.floats(math.log(1e-5), math.log(0.99)).map(math.exp))
 def test_against_adaptive_integration(norm: float, other: float, cosine: float, q: float) -> None:
     assert divergence(norm, other, cosine, q) == pytest.approx(adaptive(norm, other, cosine, q), abs=1e-8)
-
-
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.floats(5, 50), st.floats(0, 50), st.floats(-1, 1), st.sampled_from([1e-5, 0.01, 0.5]))
-def test_large_norms(norm: float, other: float, cosine: float, q: float) -> None:
-    for pair in ((norm, other), (other, norm)):
+    for pair in ((norm * 10, other), (other, norm * 10)):  # large norms
         assert divergence(*pair, cosine, q) == pytest.approx(adaptive(*pair, cosine, q), rel=1e-4, abs=1e-8)
 
 

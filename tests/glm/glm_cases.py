@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
+from tests.cases import DEVICE
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -47,3 +49,33 @@ def data(name: str, weighted: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     else:
         y = X @ np.array([1.0, -0.5, 0.2, 0.0]) + rng.normal(size=N)
     return X, y, rng.uniform(0.5, 2.0, N) if weighted else np.ones(N)
+
+
+# --- for refits and attacks: an attribute of three levels in the columns 1 and 2, and fits to the last digit
+
+COLUMNS = [1, 2]
+CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+EXACT: dict[str, Any] = {"tolerance": 1e-14, "device": DEVICE}
+EXACT_MODELS: dict[str, Callable[[], GeneralizedLinearModel]] = {
+    "linear": lambda: LinearRegression(l2=0.0, **EXACT),
+    "ridge with intercept": lambda: LinearRegression(l2=0.02, fit_intercept=True, **EXACT),
+    "logistic": lambda: LogisticRegression(l2=0.05, **EXACT),
+    "logistic with intercept": lambda: LogisticRegression(l2=0.05, fit_intercept=True, **EXACT),
+    "poisson": lambda: PoissonRegression(l2=0.1, **EXACT),
+    "pseudo-huber": lambda: GeneralizedLinearModel(pseudo_huber, l2=0.05, **EXACT),
+}
+
+
+def table(name: str, n: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs with the attribute, targets, and its levels."""
+    rng = np.random.default_rng(3)
+    levels = rng.integers(3, size=n)
+    X = np.column_stack([rng.normal(size=n), CODES[levels], rng.normal(size=(n, 2))])
+    signal = X @ np.array([0.5, 1.0, -1.0, 0.3, 0.0])
+    if name.startswith("logistic"):
+        y = (rng.random(n) < 1 / (1 + np.exp(-signal))).astype(float)
+    elif name == "poisson":
+        y = rng.poisson(np.exp(0.3 * signal)).astype(float)
+    else:
+        y = signal + 0.5 * rng.normal(size=n)
+    return X, y, levels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from torchfil.glm.best_attacker import best_accuracy
+from torchfil.glm.guesses import best_accuracy
 
 GRID = 1201
 
@@ -100,9 +100,9 @@ def test_the_stated_error_is_that_of_the_points(monkeypatch: pytest.MonkeyPatch)
     """Against 64 times the points; few points, so that there is an error to be seen."""
     rng = np.random.default_rng(4)
     distances, prior = distances_of(rng.normal(size=(100, 6, 5))), np.full((100, 6), 1 / 6)
-    monkeypatch.setattr("torchfil.glm.best_attacker._POINTS", 4096)
+    monkeypatch.setattr("torchfil.glm.guesses._POINTS", 4096)
     reference = best_accuracy(distances, prior).value
-    monkeypatch.setattr("torchfil.glm.best_attacker._POINTS", 64)
+    monkeypatch.setattr("torchfil.glm.guesses._POINTS", 64)
     found = best_accuracy(distances, prior)
     errors = np.abs(found.value - reference) / found.error
     assert found.error.max() < 0.01

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.glm.glm_cases import CASES, D, N, data
 from torchfil.glm import GeneralizedLinearModel, LinearRegression
 from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
-from torchfil.glm.fil import Sensitivity
-from torchfil.glm.losses import tangent_basis
-from torchfil.glm.solver import Objective, minimise
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "largest": {},
@@ -98,36 +93,6 @@ def test_the_derivative_is_that_of_refits(name: str, asked: str) -> None:
     else:
         size = D + 1 if options.get("kind") == "trace" else 1
         assert squares[[3, 12]] == pytest.approx(whole.sum(axis=1) / size, rel=1e-4)
-
-
-def test_labels_of_a_softmax_move_within_the_simplex() -> None:
-    """Against minima with targets that are no labels: points between the corners."""
-    X, y, _ = data("softmax", False)
-    model = CASES["softmax"]().set_params(tolerance=1e-13).fit(X, y)
-    objective, row, step = model._objective(*model._tensors(X, y, None)), 3, 1e-5
-    directions = [("X", direction) for direction in torch.eye(D, dtype=torch.float64)]
-    directions += [("y", direction) for direction in tangent_basis(3).mT]
-    squares = []
-    for name, direction in directions:
-        logs = []
-        for sign in (1, -1):
-            values = getattr(objective, name).clone()
-            values[row] += sign * step * direction
-            moved: Objective = replace(objective, **{name: values})
-            fit = minimise(moved, tolerance=1e-13)
-            sensitivity = Sensitivity.build(
-                moved.loss,
-                moved.X,
-                moved.y,
-                moved.sample_weight,
-                fit.weights,
-                fit.hessian,
-                num_inputs=D,
-                private_target=True,
-            )
-            logs.append(float(sensitivity.squared_norm().max().log()) / 2)
-        squares.append(((logs[0] - logs[1]) / (2 * step)) ** 2)
-    assert squares_of(model, X, y)[row] == pytest.approx(sum(squares), rel=1e-4)
 
 
 def test_the_information_of_release_and_choice_by_simulation() -> None:

@@ -22,8 +22,9 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from benchmarks import zoo
 from tests.cases import grouped
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, Private
 from torchfil.questions import Absent, Change, Column, Label, Token
 
 KEPT = Path(__file__).with_name("kept.npz")

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.distributed.rank_runs import replaying
+from tests.integrations.model_zoo.hugging_face import BERT_DROPS, ENCODER, built
+from tests.integrations.model_zoo.model import EXAMPLES, texts
 from torchfil import Accounting, FILPrivacyEngine, Private
 from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler
 from torchfil.integrations.huggingface import FILTrainer
@@ -139,14 +141,6 @@ class Looks(pl.Callback):
         self.is_plain = trainer.strategy.model is pl_module
 
 
-def data(n: int = 41, bad: int | None = None) -> TensorDataset:
-    source = torch.Generator().manual_seed(0)
-    x, y = torch.randn(n, 5, generator=source, dtype=torch.float64), torch.randint(3, (n,), generator=source)
-    if bad is not None:
-        x[bad] = torch.nan
-    return TensorDataset(x, y)
-
-
 def lightning_fit(
     folder: str,
     *,
@@ -162,24 +156,20 @@ def lightning_fit(
 ) -> Fitted:
     """A fit in this process, as one of several ranks where there are any."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # rank 0's weights count
-    module, dataset = Classifier(), data(n, bad)
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n, 5, generator=source, dtype=torch.float64), torch.randint(3, (n,), generator=source)
+    if bad is not None:
+        x[bad] = torch.nan
+    module, dataset = Classifier(), TensorDataset(x, y)
     callback = FILCallback(path=Path(folder) / "leakage.csv", delta=DELTA, max_grad_norm=0.8, **settings(**options))
     Path(folder).mkdir(exist_ok=True)
     looks, saved = Looks(), Path(folder) / "last.ckpt"
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {"num_sanity_val_steps": 0, "enable_checkpointing": False}
     with as_a_rank() as size, noting_draws() as draws, replaying(replayed), replaying_batches(replayed):
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=size,
-            strategy="ddp" if size > 1 else "auto",
-            precision="64-true",
-            callbacks=[callback, looks],
-            default_root_dir=folder,
-            max_epochs=epochs,
-            **quiet,
-            **(trainer_options or {}),
-        )
+        ranks = {"devices": size, "strategy": "ddp" if size > 1 else "auto", "accelerator": "cpu"}
+        quiet |= {"default_root_dir": folder, "max_epochs": epochs, "precision": "64-true", **(trainer_options or {})}
+        trainer = pl.Trainer(callbacks=[callback, looks], **ranks, **quiet)
         loader = DataLoader(dataset, batch_size=batch_size, generator=torch.Generator().manual_seed(2))
         if weighted:
             sampler = WeightedRandomSampler(torch.ones(n).tolist(), n, replacement=False)
@@ -205,35 +195,6 @@ def lightning_refusal(folder: str, **options: Any) -> str:
 
 # ---------------------------------------------------------------------- Hugging Face
 
-LENGTH, WORDS = 5, 12
-
-
-def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=LENGTH,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForSequenceClassification(config).double()
-
-
-def texts(n: int) -> list[dict[str, Tensor]]:
-    source = torch.Generator().manual_seed(0)
-    return [
-        {
-            "input_ids": torch.randint(WORDS, (LENGTH,), generator=source),
-            "attention_mask": (torch.arange(LENGTH) < 3 + i % 3).long(),
-            "labels": torch.randint(3, (), generator=source),
-        }
-        for i in range(n)
-    ]
-
 
 def trainer_fit(
     folder: str,
@@ -248,29 +209,19 @@ def trainer_fit(
 ) -> Fitted:
     """A training run in this process, as one of several ranks where there are any."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
-    model = bert()
+    model = built(0.0, ("BertForSequenceClassification", ENCODER, BERT_DROPS)).double()
+    data = [texts()[i % EXAMPLES] for i in range(n)]
     Path(folder).mkdir(exist_ok=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     with as_a_rank(), noting_draws() as draws, replaying(replayed), replaying_batches(replayed):
-        args = transformers.TrainingArguments(
-            folder,
-            max_grad_norm=0.8,
-            per_device_train_batch_size=batch_size,
-            num_train_epochs=epochs,
-            learning_rate=0.1,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            use_cpu=True,
-            report_to=[],
-            logging_steps=2,
-            disable_tqdm=True,
-            seed=7,
-            **{"save_strategy": "no", **(arguments or {})},
-        )
+        sizes = {"per_device_train_batch_size": batch_size, "num_train_epochs": epochs, "max_grad_norm": 0.8}
+        rate = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "use_cpu": True, "seed": 7}
+        quiet: dict[str, Any] = {"report_to": [], "logging_steps": 2, "disable_tqdm": True, "save_strategy": "no"}
+        args = transformers.TrainingArguments(folder, **{**sizes, **rate, **quiet, **(arguments or {})})
         trainer = FILTrainer(
             model=model,
             args=args,
-            train_dataset=texts(n),  # type: ignore[arg-type]
+            train_dataset=data,  # type: ignore[arg-type]
             privacy=settings(private=Private(submodule="bert.embeddings.word_embeddings"), **options),
             leakage_path=Path(folder) / "leakage.csv",
             delta=DELTA,

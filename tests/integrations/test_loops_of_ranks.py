@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (torch
 
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import as_one
-from tests.integrations.loop_ranks import (
-    Fitted,
-    lightning_fit,
-    lightning_refusal,
-    trainer_fit,
-)
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+from tests.integrations.loop_ranks import Fitted, lightning_fit, lightning_refusal, trainer_fit
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +41,11 @@ def assert_same(ours: Fitted, theirs: Fitted, tolerance: float = 1e-6) -> None:
         assert ours.columns[name] == same, name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param(
-            {"trainer_options": {"accumulate_grad_batches": 2}, "batch_size": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"poisson_sampling": False, "n": 40}, marks=pytest.mark.slow),
-    ],
-    ids=["forward", "accumulated", "without Poisson sampling"],
-)
+ACCUMULATED = {"trainer_options": {"accumulate_grad_batches": 2}, "batch_size": 2}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [{}, slow(ACCUMULATED), slow({"poisson_sampling": False, "n": 40})], ids=str)
 def test_two_ranks_in_lightning_are_one_process(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     parts = ranks.run(lightning_fit, str(tmp_path), **options)
     of_one = {**options, "batch_size": 8, "trainer_options": {}, "replayed": as_one([part.draws for part in parts])}
@@ -115,11 +98,7 @@ def test_a_sampler_that_may_draw_the_same_on_two_ranks_is_refused(ranks: RankPoo
     assert all("two ranks can draw the same" in each for each in told)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"poisson_sampling": False, "n": 24}, marks=pytest.mark.slow)],
-    ids=["Poisson", "without Poisson sampling"],
-)
+@pytest.mark.parametrize("options", [{}, slow({"poisson_sampling": False, "n": 24})], ids=str)
 def test_two_ranks_in_the_trainer_are_one_process(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     parts = ranks.run(trainer_fit, str(tmp_path), **options)
     draws = as_one([part.draws for part in parts])

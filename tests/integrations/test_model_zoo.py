@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ for package in ("transformers", "peft", "timm", "torchvision"):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed (make test-integrations)", allow_module_level=True)
 
-from tests.integrations.model_zoo.catalogue import MODELS  # noqa: E402
-from tests.integrations.model_zoo.outcomes import CASES, Case, Outcome, outcome_of  # noqa: E402
+from tests.integrations.model_zoo.outcomes import CASES, MODELS, Case, Outcome, outcome_of  # noqa: E402
 from tests.integrations.model_zoo.table import DOCS, read_table, text_of  # noqa: E402
 from tests.integrations.model_zoo.truth import assert_true, trained  # noqa: E402
 
@@ -30,12 +30,13 @@ REMEDY = "run make models, which writes docs/models.md anew"
 SLOW = ("convnext", "Deberta", "nfnet", "resnet", "swin", "Swin", "T5", "Wav2Vec2")  # over 5 s on a busy machine
 
 
-def parameter(case: Case) -> Any:
-    slow = any(name in case.name for name in SLOW)
-    return pytest.param(case, id=str(case), marks=pytest.mark.slow if slow else ())
-
-
-@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if any(name in case.name for name in SLOW) else ())
+        for case in CASES
+    ],
+)
 def test_a_model_does_what_the_page_says(case: Case) -> None:
     outcome = outcome_of(case)
     assert case in WRITTEN, REMEDY
@@ -55,11 +56,9 @@ def test_few_models_are_refused_and_none_fails() -> None:
 
 
 def test_reasons_survive_the_page() -> None:
-    outcomes = {CASES[0]: Outcome("runs"), CASES[1]: Outcome("refused", "ValueError: a reason [N]. Do 1. this / that")}
-    assert (
-        read_table(text_of({**dict.fromkeys(CASES, Outcome("runs (vmap)")), **outcomes}))[CASES[1]]
-        == outcomes[CASES[1]]
-    )
+    refused = Outcome("refused", "ValueError: a reason [N]. Do 1. this / that")
+    outcomes = {**dict.fromkeys(CASES, Outcome("runs (vmap)")), CASES[1]: refused}
+    assert read_table(text_of(outcomes)) == outcomes
 
 
 @pytest.mark.parametrize("name", ["multilayer perceptron", "Opacus DPMultiheadAttention", "timm vit"])
@@ -72,15 +71,14 @@ def test_more_steps(name: str) -> None:
 def test_the_truth_notices(forged: str) -> None:
     run = trained(MODELS["multilayer perceptron"], "loop", dropout=True)
     assert_true(run)
-    step = run.steps[-1]
-    if forged == "masks":
-        step.state = torch.Generator().manual_seed(9).get_state()
-    elif forged == "probes":
-        step.seeds = tuple(seed + 1 for seed in step.seeds)
-    elif forged == "weights":
-        step.weights["0.weight"] = step.weights["0.weight"] * (1 + 1e-4)
-    else:
-        step.released = step.released * (1 + 1e-5)
+    step: Any = run.steps[-1]
+    forgeries = {
+        "masks": {"state": torch.Generator().manual_seed(9).get_state()},
+        "probes": {"seeds": tuple(seed + 1 for seed in step.seeds)},
+        "weights": {"weights": {**step.weights, "0.weight": step.weights["0.weight"] * (1 + 1e-4)}},
+        "released": {"released": step.released * (1 + 1e-5)},
+    }
+    run.steps[-1] = replace(step, **forgeries[forged])
     with pytest.raises(AssertionError, match="off by"):
         assert_true(run)
 

@@ -75,18 +75,9 @@ def run_tests(engine: str, tests: Sequence[str] = (), expression: str = "") -> d
         results = Path(temporary) / "results.json"
         named = Path(temporary) / "tests.txt"
         named.write_text("\n".join(str(path) for path in ([folder / test for test in tests] or files)))
-        options = [
-            "-q",
-            "--tb=no",
-            "--no-summary",
-            "--disable-warnings",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            f"{__package__}.plugin",
-        ]
+        options = ["-q", "--tb=no", "--no-summary", "--disable-warnings", "-p", "no:cacheprovider"]
         # Neither settings nor conftest.py of a folder above theirs: the latter would also put that folder on the path.
-        options += ["-c", os.devnull, f"--rootdir={folder}", "--noconftest"]
+        options += ["-p", f"{__package__}.plugin", "-c", os.devnull, f"--rootdir={folder}", "--noconftest"]
         if expression:
             options += ["-k", expression]
         environment = {**os.environ, ENGINE_VARIABLE: engine, RESULTS_VARIABLE: str(results)}

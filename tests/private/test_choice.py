@@ -35,21 +35,15 @@ class Named(nn.Module):
         super().__init__()
         self.words, self.places, self.segments = nn.Embedding(9, 2), nn.Embedding(9, 2), nn.Embedding(2, 2)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, position_ids: Tensor
-    ) -> Tensor:
+    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any, position_ids: Any) -> Tensor:
         read: Tensor = self.words(input_ids) + self.segments(token_type_ids) + self.places(position_ids)
         return (read * attention_mask[..., None]).sum(dim=1)
 
 
 def inputs() -> dict[str, Tensor]:
-    zeros = torch.zeros(2, 4, dtype=torch.long)
-    return {
-        "input_ids": words(),
-        "attention_mask": (words() != 0).float(),
-        "token_type_ids": zeros,
-        "position_ids": torch.arange(4).expand(2, 4),
-    }
+    zeros, places = torch.zeros(2, 4, dtype=torch.long), torch.arange(4).expand(2, 4)
+    mask = (words() != 0).float()
+    return {"input_ids": words(), "attention_mask": mask, "token_type_ids": zeros, "position_ids": places}
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -57,94 +51,72 @@ def test_of_several_embeddings_that_of_the_text_is_private(by_name: bool) -> Non
     args, kwargs = ((), inputs()) if by_name else (tuple(inputs().values()), {})
     assert embeddings_to_protect(Named(), args, kwargs) == ("words",)
     examples = Examples.build(kwargs if by_name else args, None, Private(submodule="words"), model=Named())
-    assert examples.own_coordinates.tolist() == [6, 2]  # type: ignore[union-attr]
+    assert examples.own_coordinates.tolist() == [6, 2]
     assert str(examples.layout).startswith("the output of 'words', 4×2, without positions masked by")
 
 
 def test_an_empty_batch_tells_the_same() -> None:
     empty = {name: value[:0] for name, value in inputs().items()}
     assert embeddings_to_protect(Named(), (), empty) == ("words",)
-    examples = Examples.build(empty, None, Private(submodule="words"), model=Named())
-    assert examples.z.shape == (0, 8)
-    whole = Examples.build(inputs(), None, Private(submodule="words"), model=Named())
-    assert str(examples.layout) == str(whole.layout)
-
-
-def test_a_floating_mask_is_not_private_by_itself() -> None:
-    x = torch.randn(2, 4, 3)
-    examples = Examples.build({"x": x, "attention_mask": inputs()["attention_mask"]}, None)
-    assert torch.equal(examples.z, x.flatten(1))
-    assert examples.own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
-    named = Examples.build({"attention_mask": inputs()["attention_mask"]}, None, Private(inputs="attention_mask"))
-    assert named.z.shape == (2, 4)
-    with pytest.raises(ValueError, match="no input is floating-point except masks, which are not private by default"):
-        Examples.build({"input_ids": words(), "attention_mask": inputs()["attention_mask"]}, None)
-
-
-def test_a_mask_of_a_text_says_nothing_of_other_inputs() -> None:
-    given = {"input_ids": words(), "attention_mask": words() != 0, "pixel_values": torch.randn(2, 4, 3, 3)}
-    assert Examples.build(given, None).own_coordinates == 36
-    assert Examples.build({**given, "pixel_values": torch.randn(2, 4)}, None).own_coordinates == 4
-
-
-def test_a_mask_may_be_infinite_but_not_nan() -> None:
-    given = {"x": torch.randn(2, 4, 3), "attention_mask": torch.zeros(2, 4).masked_fill(words() == 0, -torch.inf)}
-    assert Examples.build(given, None).own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"inputs\['attention_mask'\] has NaN or infinite values in 2 of 2 rows"):
-        Examples.build({**given, "attention_mask": torch.full((2, 4), torch.nan)}, None)
-    with pytest.raises(ValueError, match=r"inputs\['x'\] has NaN or infinite values in 1 of 2 rows: 1"):
-        Examples.build({**given, "x": torch.tensor([[0.0], [torch.inf]])}, None)
-
-
-def test_torchs_own_padding_masks_are_true_at_padding() -> None:
-    x = torch.randn(2, 4, 3)
-    examples = Examples.build({"src": x, "src_key_padding_mask": words() == 0}, None)
-    assert examples.own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
-
-
-def test_embeddings_of_all_columns_and_those_that_share_a_table() -> None:
-    def columns(model: Any, x: Tensor) -> Any:
-        return model.town(x[:, 0]) + model.job(x[:, 1])
-
-    assert embeddings_to_protect(Model(columns, town=nn.Embedding(9, 2), job=nn.Embedding(9, 2)), (words(),), {}) == (
-        "town",
-        "job",
+    none, whole = (
+        Examples.build(given, None, Private(submodule="words"), model=Named()) for given in (empty, inputs())
     )
-
-    def decoding(model: Any, x: Tensor) -> Any:
-        return model.encoder(x) + model.decoder(x + 1) + model.place(torch.arange(x.shape[1]))
-
-    model = Model(decoding, encoder=nn.Embedding(9, 2), decoder=nn.Embedding(9, 2), place=nn.Embedding(9, 2))
-    assert embeddings_to_protect(model, (words(),), {}) == ("encoder",)
-    model.decoder.weight = model.encoder.weight
-    assert embeddings_to_protect(model, (words(),), {}) == ("encoder", "decoder")
+    assert none.z.shape == (0, 8)
+    assert str(none.layout) == str(whole.layout)
 
 
-def test_bags_and_integers_that_are_changed_before() -> None:
+def test_masks_are_not_private_and_say_what_is_padding() -> None:
+    x, mask, added = torch.randn(2, 4, 3), inputs()["attention_mask"], torch.zeros(2, 4)
+    added = added.masked_fill(words() == 0, -torch.inf)
+    for given in ({"attention_mask": mask}, {"attention_mask": added}, {"src_key_padding_mask": words() == 0}):
+        examples = Examples.build({"x": x, **given}, None)
+        assert torch.equal(examples.z, x.flatten(1))
+        assert examples.own_coordinates.tolist() == [9, 3]
+    assert Examples.build({"attention_mask": mask}, None, Private(inputs="attention_mask")).z.shape == (2, 4)
+    text = {"input_ids": words(), "attention_mask": words() != 0}  # which says nothing of other inputs
+    for pixels, count in ((torch.randn(2, 4, 3, 3), 36), (torch.randn(2, 4), 4)):
+        assert Examples.build({**text, "pixel_values": pixels}, None).own_coordinates == count
+    for given, noun in (
+        ({"input_ids": words(), "attention_mask": mask}, "masks"),
+        ({"x": x, "attention_mask": torch.full((2, 4), torch.nan)}, "2 of 2 rows"),
+        ({"x": torch.tensor([[0.0], [torch.inf]]), "attention_mask": added}, "1 of 2 rows: 1"),
+    ):
+        with pytest.raises(ValueError, match=noun):
+            Examples.build(given, None)
+
+
+EMBEDDINGS: dict[str, tuple[Any, dict[str, int], tuple[str, ...]]] = {
+    "columns": (lambda m, x: m.town(x[:, 0]) + m.job(x[:, 1]), {"town": 9, "job": 9}, ("town", "job")),
+    "positions": (
+        lambda m, x: m.encoder(x) + m.decoder(x + 1) + m.place(torch.arange(x.shape[1])),
+        {"encoder": 9, "decoder": 9, "place": 9},
+        ("encoder",),
+    ),
+    "changed before": (lambda m, x: m.words(x + 1), {"words": 10}, ("words",)),
+    "positions alone": (lambda m, x: x + m.places(torch.arange(4)).sum(), {"places": 9}, ()),
+    "unclear": (lambda m, x: m.a(x + 1) + m.b(x + 2), {"a": 11, "b": 11}, ()),
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+def test_embeddings_that_are_private_by_themselves(case: str) -> None:
+    forward, sizes, expected = EMBEDDINGS[case]
+    model = Model(forward, **{name: nn.Embedding(size, 2) for name, size in sizes.items()})
+    assert embeddings_to_protect(model, (words(),), {}) == expected
+    if case == "positions":
+        model.decoder.weight = model.encoder.weight
+        assert embeddings_to_protect(model, (words(),), {}) == ("encoder", "decoder")
+
+
+def test_bags() -> None:
     bag = Model(lambda model, x: model.bag(x), bag=nn.EmbeddingBag(9, 2))
     assert embeddings_to_protect(bag, (words(),), {}) == ("bag",)
-    examples = Examples.build(words(), None, Private(submodule="bag"), model=bag)
-    assert examples.z.shape == (2, 2)
-    changed = Model(lambda model, x: model.words(x + 1), words=nn.Embedding(10, 2))
-    assert embeddings_to_protect(changed, (words(),), {}) == ("words",)
-    placed = Model(lambda model, x: x + model.places(torch.arange(4)).sum(), places=nn.Embedding(9, 2))
-    assert embeddings_to_protect(placed, (words(),), {}) == ()
-    unclear = Model(lambda model, x: model.a(x + 1) + model.b(x + 2), a=nn.Embedding(11, 2), b=nn.Embedding(11, 2))
-    assert embeddings_to_protect(unclear, (words(),), {}) == ()
+    assert Examples.build(words(), None, Private(submodule="bag"), model=bag).z.shape == (2, 2)
 
 
 def test_floats_inside_dicts_and_lists_are_private() -> None:
-    def forward(_model: Any, visit: dict[str, Any], days: list[Tensor]) -> Tensor:
-        return visit["dose"] ** 2 + visit["more"]["age"][:, :1] * days[0].sum(dim=1, keepdim=True)
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(1, 2)
-
-        def forward(self, visit: dict[str, Any], days: list[Tensor]) -> Tensor:
-            out: Tensor = self.head(forward(self, visit, days))
-            return out
+    def forward(model: Any, visit: dict[str, Any], days: list[Tensor]) -> Tensor:
+        return model.head(visit["dose"] ** 2 + visit["more"]["age"][:, :1] * days[0].sum(dim=1, keepdim=True))
 
     given = {
         "visit": {"dose": torch.randn(3, 1), "more": {"age": torch.randn(3, 2), "kind": torch.ones(3).long()}},
@@ -153,20 +125,16 @@ def test_floats_inside_dicts_and_lists_are_private() -> None:
     examples = Examples.build(given, None)
     assert list(examples.maps(examples.z)) == ["visit.dose", "visit.more.age", "days.0"]
     _, kwargs, _, _ = examples.restore(examples.z * 2, examples.public)
-    assert torch.equal(kwargs["visit"]["more"]["age"], 2 * given["visit"]["more"]["age"])  # type: ignore[index]
+    assert torch.equal(kwargs["visit"]["more"]["age"], 2 * given["visit"]["more"]["age"])
     assert torch.equal(kwargs["days"][0], 2 * given["days"][0])
-    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    fim = fisher.exact_fim(Head(), nn.CrossEntropyLoss(), given, torch.tensor([0, 1, 1]), **settings)
-    one = fisher.exact_fim(
-        Head(), nn.CrossEntropyLoss(), given, torch.tensor([0, 1, 1]), **settings, private=Private(inputs="visit.dose")
-    )
-    assert fim.shape == (3, 7, 7)
-    assert one.shape == (3, 1, 1)
+    model, y = Model(forward, head=nn.Linear(1, 2)), torch.tensor([0, 1, 1])
+    for private, d in ((Private(), 7), (Private(inputs="visit.dose"), 1)):
+        settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": private}
+        assert fisher.exact_fim(model, nn.CrossEntropyLoss(), given, y, **settings).shape == (3, d, d)
 
 
 def test_lengths_as_a_mask_as_numbers_and_as_a_function() -> None:
-    x, mask = torch.randn(2, 4, 3), words() != 0
-    lengths = torch.tensor([3, 1])
+    x, mask, lengths = torch.randn(2, 4, 3), words() != 0, torch.tensor([3, 1])
     for said, more in (
         ("own", {"own": mask}),
         ("how_many", {"how_many": lengths}),
@@ -174,19 +142,19 @@ def test_lengths_as_a_mask_as_numbers_and_as_a_function() -> None:
         ("added", {"added": (mask.float() - 1) * 1e4}),
         ({"x": lambda _: lengths}, {}),
     ):
-        examples = Examples.build({"x": x, **more}, None, Private(inputs="x", lengths=said))  # type: ignore[arg-type]
-        assert examples.own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
-        columns = Private(inputs="x", lengths=said, coordinates=[0, 2], max_length=6)  # type: ignore[arg-type]
+        examples = Examples.build({"x": x, **more}, None, Private(inputs="x", lengths=said))
+        assert examples.own_coordinates.tolist() == [9, 3]
+        columns = Private(inputs="x", lengths=said, coordinates=[0, 2], max_length=6)
         chosen = Examples.build({"x": x, **more}, None, columns)
-        assert chosen.own_coordinates.tolist() == [6, 2]  # type: ignore[union-attr]
+        assert chosen.own_coordinates.tolist() == [6, 2]
         assert chosen.z.shape == (2, 12)
         assert torch.equal(chosen.restore(chosen.z, chosen.public)[1]["x"], x)
         moved = chosen.restore(chosen.z + 1, chosen.public)[1]["x"] - x
         assert torch.equal(moved != 0, mask[..., None] & torch.tensor([True, False, True]))
-    with pytest.raises(ValueError, match=r"lengths='where' is not among the inputs \['x'\]"):
-        Examples.build({"x": x}, None, Private(inputs="x", lengths="where"))
-    with pytest.raises(ValueError, match=r"yields a mask of shape \(2, 5\) for private values at 4 positions"):
-        wrong = Examples.build({"x": x}, None, Private(inputs="x", lengths=lambda _: torch.ones(2, 5)))
-        _ = wrong.own_coordinates
-    with pytest.raises(ValueError, match="more than max_length=0"):
-        Examples.build({"x": x}, None, Private(max_length=0))
+    for private, noun in (
+        (Private(inputs="x", lengths="where"), "'where'"),
+        (Private(inputs="x", lengths=lambda _: torch.ones(2, 5)), r"\(2, 5\)"),
+        (Private(max_length=0), "max_length=0"),
+    ):
+        with pytest.raises(ValueError, match=noun):
+            _ = Examples.build({"x": x}, None, private).own_coordinates

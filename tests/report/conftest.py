@@ -33,9 +33,3 @@ def dark(browser: Any) -> Iterator[Any]:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     yield browser
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-@pytest.fixture
-def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing PNGs takes most of a report's time."""
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)

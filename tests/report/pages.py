@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +46,9 @@ def sentences(page: Path, slug: str) -> str:
     return re.sub(r"<[^>]+>", "", section[1])
 
 
-def unpacked(data: str, kind: str) -> np.ndarray:
-    dtype = np.dtype(kind.lower()).newbyteorder("<")
-    planes = np.frombuffer(gzip.decompress(base64.b64decode(data)), np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).view(dtype)[:, 0]
+def table_data(page: Path) -> dict[str, Any]:
+    """What the page's script draws the table from."""
+    found = re.search(r'id="spec">(.*?)</script>', page.read_text(), flags=re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data

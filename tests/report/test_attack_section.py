@@ -15,8 +15,6 @@ from torchfil.attacks import AttackResult
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
 
-pytestmark = pytest.mark.usefixtures("no_png")
-
 
 def test_a_violated_bound_is_the_first_thing_said(tmp_path: Path) -> None:
     run = made_up()
@@ -52,7 +50,7 @@ def test_one_trial_is_not_testable_and_never_held(tmp_path: Path) -> None:
     record = compared.record(range(40))
     assert not record.testable
     run = made_up(attacks=[record])
-    assert not load(save(run, tmp_path / "run.fil")).attacks[0].testable
+    assert not load(save(run, tmp_path / "run.parquet")).attacks[0].testable
     page = write_report(run, tmp_path / "report").read_text()
     assert "not testable" in page
     assert "the bound held" not in page

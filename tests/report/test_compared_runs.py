@@ -15,8 +15,8 @@ import pytest
 from tests.report.run_cases import made_up
 from tests.test_cli import call, refused
 from torchfil.report import save
-from torchfil.report.comparison import compare_runs
-from torchfil.report.page.compared import in_short, render_comparison
+from torchfil.report.comparison import compare_runs, in_short
+from torchfil.report.page import render_comparison
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
@@ -234,7 +234,7 @@ class TestCommand:
     @pytest.fixture
     def runs(self, tmp_path: Path) -> tuple[Path, Path]:
         run = made_up(text_ids=True)
-        return save(run, tmp_path / "before.fil"), save(quieter(run), tmp_path / "after.fil")
+        return save(run, tmp_path / "before.parquet"), save(quieter(run), tmp_path / "after.parquet")
 
     def test_text_json_and_page(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
         page = tmp_path / "page.html"
@@ -259,7 +259,7 @@ class TestCommand:
 
     def test_mistakes_take_one_line(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
         assert "is one of the runs" in refused("compare", *runs, "-o", runs[0])
-        assert "no file" in refused("compare", runs[0], tmp_path / "none.fil")
-        other = save(made_up(), tmp_path / "other.fil")
+        assert "no file" in refused("compare", runs[0], tmp_path / "none.parquet")
+        other = save(made_up(), tmp_path / "other.parquet")
         assert "share no ids" in refused("compare", runs[0], other)
         assert "at least 2" in refused("compare", *runs, "--redacted", "--min-group", 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import struct
+import os
+import pickle
 import tracemalloc
 import unicodedata
 from pathlib import Path
@@ -13,14 +13,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from tests.report.run_cases import made_up
+from tests.report.run_files import edited, facts_of, with_footer
 from tests.test_cli import call, refused
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.run.arrays import pack
-from torchfil.run.file import _whole_file
+from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
@@ -51,7 +53,7 @@ class TestNames:
     def files(self, tmp_path: Path) -> tuple[Path, Path]:
         policy = tmp_path / "policy.toml"
         policy.write_text("max_epsilon = 1\nmax_group_disparity = 1.0\nmin_attacks = 1\n")
-        return save(with_fake_names(), tmp_path / "fake.fil"), policy
+        return save(with_fake_names(), tmp_path / "fake.parquet"), policy
 
     def test_the_terminal_shows_them_and_obeys_none(self, files: tuple[Path, Path]) -> None:
         run, policy = files
@@ -59,7 +61,7 @@ class TestNames:
         assert gated.exit_code == 1
         assert gated.stdout.splitlines()[-1].startswith("FAILED: ")
         assert "passed" not in gated.stdout.splitlines()
-        compared = call("compare", run, save(made_up(40), run.with_name("other.fil")))
+        compared = call("compare", run, save(made_up(40), run.with_name("other.parquet")))
         texts = [gated.output, call("inspect", run).stdout, compared.output, call("compare", run, run).stdout]
         texts += [call(*command, "--json").stdout for command in (("inspect", run), ("gate", run, "--policy", policy))]
         for text in texts:
@@ -68,14 +70,13 @@ class TestNames:
 
     def test_errors(self, files: tuple[Path, Path]) -> None:
         run, policy = files
-        other = save(made_up(40, questions=[]), run.with_name("other.fil"))
+        other = save(made_up(40, questions=[]), run.with_name("other.parquet"))
         assert acting(refused("compare", run, other)) == []
         with pytest.raises(ValueError, match="share no ids") as found:
             compare_runs(load(run), load(other))
         assert acting(str(found.value)) == []
-        arrays, header = pack(load(run))
-        run.write_bytes(_whole_file(arrays, {**header, "version": FAKE}))
-        assert acting(refused("gate", run, "--policy", policy)) == []
+        for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
+            assert acting(refused("gate", edited(run, facts), "--policy", policy)) == []
 
     def test_files_for_pipelines(self, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         run, policy = files
@@ -86,17 +87,10 @@ class TestNames:
         for path in (junit, steps):
             assert acting(path.read_text(encoding="utf-8")) == []
 
-    def test_pages(self, tmp_path: Path, no_png: None) -> None:
+    def test_pages(self, tmp_path: Path) -> None:
         for redacted in (False, True):
             page = write_report(with_fake_names(), tmp_path / f"report {redacted}", redacted=redacted)
             assert acting(page.read_text(encoding="utf-8")) == []
-
-
-def written(path: Path, header: dict[str, Any] | None = None, **arrays: np.ndarray) -> Path:
-    """A file with a right checksum whose header or arrays were edited."""
-    own, texts = pack(made_up(30, text_ids=True))
-    path.write_bytes(_whole_file({**own, **arrays}, {**texts, **(header or {})}))
-    return path
 
 
 def nested(depth: int) -> Any:
@@ -115,52 +109,100 @@ class TestAbsurdNumbers:
         path.write_text("max_epsilon = 50\nmax_individual_epsilon = 50\nmax_share_spared = 1\n")
         return path
 
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        return save(made_up(30, text_ids=True), tmp_path / "run.parquet")
+
     def test_a_run_without_examples(self, tmp_path: Path, policy: Path) -> None:
         empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
-        assert "has no examples" in refused("gate", save(empty, tmp_path / "run.fil"), "--policy", policy)
+        assert "has no examples" in refused("gate", save(empty, tmp_path / "run.parquet"), "--policy", policy)
 
     @pytest.mark.parametrize(
         "about",
         [{"epsilon": -3.0}, {"epsilon": math.nan}, {"delta": 2.0}, {"mechanism": {"sample_rate": -1}}],
         ids=str,
     )
-    def test_settings(self, tmp_path: Path, policy: Path, about: dict[str, Any]) -> None:
-        run = written(tmp_path / "run.fil", {"about": json.dumps({**made_up(30).about, **about})})
-        assert "is damaged (about: " in refused("gate", run, "--policy", policy)
+    def test_settings(self, run: Path, policy: Path, about: dict[str, Any]) -> None:
+        crafted = edited(run, {"about": {**facts_of(run)["about"], **about}})
+        assert "is damaged (about: " in refused("gate", crafted, "--policy", policy)
 
     @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])
-    def test_columns(self, tmp_path: Path, policy: Path, name: str) -> None:
+    def test_columns(self, run: Path, policy: Path, name: str) -> None:
         values = made_up(30).columns[name].astype(np.float64)
         for absurd in (-1.0, math.nan)[: 1 if name in ("fil", "mse_bound", "epsilon") else 2]:
             values[4] = absurd
-            run = written(tmp_path / "run.fil", **{f"column/{name}": values})
-            assert f"column '{name}' is {absurd} for 'Zoë 4'" in refused("gate", run, "--policy", policy)
+            text = refused("gate", edited(run, **{name: values}), "--policy", policy)
+            assert f"column '{name}' is {absurd} for 'Zoë 4'" in text
 
-    def test_places(self, tmp_path: Path, policy: Path) -> None:
-        arrays, _ = pack(made_up(30, text_ids=True))
-        offsets, codes = arrays["ids/offsets"], arrays["group/sex/codes"]
-        for edited in (
-            *({"ids/offsets": wrong} for wrong in (-offsets, offsets * 10**9, offsets[::-1].copy())),
-            *({"group/sex/codes": wrong} for wrong in (codes + 1000, codes - 2)),
-        ):
-            assert "is damaged" in refused("gate", written(tmp_path / "run.fil", **edited), "--policy", policy)
+    @pytest.mark.parametrize("rows", [[-1, 0, 1, 2], [0, 1, 2, 30], [0, 1, 2, 29]], ids=str)
+    def test_places(self, run: Path, policy: Path, rows: list[int]) -> None:
+        crafted = edited(run, {"pictures": {**facts_of(run)["pictures"], "rows": rows}})
+        assert "is damaged" in refused("gate", crafted, "--policy", policy)
 
-    def test_deep_json(self, tmp_path: Path, policy: Path) -> None:
-        deep = written(tmp_path / "deep.fil", {"about": "[" * 10**5 + "]" * 10**5})
-        assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
-        deep.write_bytes(struct.pack("<Q", 10**5) + b'{"a":' + b"[" * (10**5 - 5))
-        assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
-        odd = written(tmp_path / "odd.fil", {"about": json.dumps({"title": "odd", "seed": nested(600)})})
+    def test_deep_json(self, run: Path, policy: Path) -> None:
+        odd = edited(run, {"about": {"title": "odd", "seed": nested(600)}})
         assert "RecursionError" in refused("inspect", odd, "--json")
+        deep = edited(run, b"[" * 10**5 + b"]" * 10**5)
+        assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
 
-    def test_a_large_header_takes_no_memory(self, tmp_path: Path) -> None:
-        with open(tmp_path / "large.fil", "wb") as file:
-            file.write(struct.pack("<Q", 90_000_000) + b'{"')
-            file.truncate(90_000_008)
-        tracemalloc.start()
+
+class Bomb:
+    """Its pickle makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class TestFooters:
+    """Nothing in a footer is executed, and its size is no threat."""
+
+    @pytest.mark.parametrize("name", ["arrow.py_extension_type", "tests.bomb"])
+    def test_types_that_are_pickles(self, tmp_path: Path, name: str) -> None:
+        class Registered(pa.ExtensionType):
+            def __init__(self) -> None:
+                super().__init__(pa.float64(), "tests.bomb")
+
+            def __arrow_ext_serialize__(self) -> bytes:
+                return b""
+
+            @classmethod
+            def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Any:
+                pickle.loads(serialized)
+                return cls()
+
+        path, made = save(made_up(), tmp_path / "run.parquet"), tmp_path / "made"
+        facts, table = parquet.read_metadata(path).metadata, parquet.read_table(path)
+        extension = {"ARROW:extension:name": name, "ARROW:extension:metadata": pickle.dumps(Bomb(made))}
+        table = table.cast(table.schema.set(1, table.schema.field(1).with_metadata(extension)))
+        with_footer(path, table, facts, store_schema=True)
+        assert b"ARROW:schema" in parquet.read_metadata(path).metadata
+        pa.register_extension_type(Registered())
+        try:
+            with pytest.raises(RunFileError, match="is not a saved run"):
+                load(path)
+        finally:
+            pa.unregister_extension_type("tests.bomb")
+        assert not made.exists()
+
+    def test_metadata_of_others(self, tmp_path: Path) -> None:
+        path = save(made_up(), tmp_path / "run.parquet")
+        facts, table = parquet.read_metadata(path).metadata, parquet.read_table(path)
+        for more in ({b"pandas": pickle.dumps(Bomb(tmp_path / "made"))}, {b"more": b"x"}):
+            with pytest.raises(RunFileError, match="is not a saved run"):
+                load(with_footer(path, table, {**facts, **more}))
         with pytest.raises(RunFileError, match="is not a saved run"):
-            load(tmp_path / "large.fil")
+            load(with_footer(path, table, {KEY: b" " * 2**22 + facts[KEY]}))
+
+    def test_a_large_footer_takes_no_memory(self, tmp_path: Path) -> None:
+        with open(tmp_path / "large.parquet", "wb") as file:
+            file.write(b"PAR1")
+            file.seek(90_000_000)
+            file.write((89_000_000).to_bytes(4, "little") + b"PAR1")
+        tracemalloc.start()
+        with pytest.raises(RunFileError, match="not a saved run"):
+            load(tmp_path / "large.parquet")
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
         tracemalloc.stop()
-        with pytest.raises(RunFileError, match="names and settings take"):
-            save(made_up(30, about={"title": "x" * 2**23}), tmp_path / "long.fil")

@@ -14,8 +14,7 @@ import pytest
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.report.disclosure import joined, split_beside
-from torchfil.report.group_summary import Grouping, GroupSummary
+from torchfil.report.groups import Grouping, GroupSummary, joined, split_beside
 from torchfil.report.summary import summarise
 from torchfil.run.saved_run import Attributes
 
@@ -172,7 +171,7 @@ class TestOutliers:
         assert self.recovered(1e-4, redacted=True) > 1 / 17
         assert self.recovered(1.0, redacted=True) == pytest.approx(1.0, rel=0.7), "usual values count as they are"
 
-    def test_no_file_tells_by_how_much_somebody_stands_out(self, tmp_path: Path, no_png: None) -> None:
+    def test_no_file_tells_by_how_much_somebody_stands_out(self, tmp_path: Path) -> None:
         """Of the tenth, all files say the same for a leakage of a hundred times the median as for a million times."""
         files = []
         for fil in (1e2, 1e4, 1e6):

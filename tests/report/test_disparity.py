@@ -17,7 +17,6 @@ from torchfil.report import SavedRun, write_report
 from torchfil.report.summary import summarise
 from torchfil.run.statistics import SMALLEST_EFFECT, disparity_of, group_levels
 
-pytestmark = pytest.mark.usefixtures("no_png")
 RNG = np.random.default_rng(0)
 HALF = np.r_[np.ones(11), np.full(9, 90.0)]  # its median is 1, its geometric mean is not
 NOISE, WIDE = RNG.lognormal(0, 0.05, 500), RNG.lognormal(0, 2.0, (2, 12))

@@ -20,14 +20,7 @@ from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Rule, Verdict, rounded_up
 from torchfil.report import write_report
 from torchfil.run.baselines import blind_errors
-from torchfil.run.records import Attributes, Spread, Yardsticks
-from torchfil.run.saved_run import SavedRun
-
-
-@pytest.fixture(autouse=True)
-def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-    monkeypatch.setattr("torchfil.run.tables.find_spec", lambda name: None)
+from torchfil.run.saved_run import Attributes, SavedRun, Spread, Yardsticks
 
 
 class FirstScreen(HTMLParser):
@@ -88,12 +81,6 @@ def test_a_stranger_reads_verdict_and_reason_off_the_first_screen(case: Case, tm
     assert told in text
 
 
-def test_there_are_five_of_each() -> None:
-    cases = ten()
-    assert [case.verdict for case in cases] == ["PASS"] * 5 + ["FAIL"] * 5
-    assert {case.reason for case in cases} == {"", *REASONS}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cards_answer_without_a_policy(kind: str, tmp_path: Path) -> None:
     run = of_kind(kind, safe=False)
@@ -124,31 +111,14 @@ def test_what_leaks_is_told_in_people_and_per_cent(tmp_path: Path) -> None:
     )
     text = written(run, tmp_path)["card-what"]
     assert (
-        "“genotype” of 3 of 200 examples is not protected: guessed right up to 61 % of the time instead of 50 %" in text
+        "For 3 of 200 examples, any attacker could guess “genotype” correctly in up to 61 % of cases instead of" in text
     )
-    assert (
-        "“age” of 2 of 200 examples is not protected: an unbiased guess may be off by 0.2 instead of 0.5, 40 % of a "
-        "blind guess’s error." in text
-    )
+    assert "For 2 of 200 examples, “age” could be estimated to ± 0.2 (blind guess: ± 0.5)." in text
     assert "“weight”" not in text
     assert text.index("genotype") < text.index("age")
     nothing = written(of_kind("table", safe=True), tmp_path)["card-what"]
     assert "Nothing that was asked or tracked can be estimated much better than by a blind guess" in nothing
     assert "No question was asked" in written(of_kind("text", safe=True), tmp_path)["card-what"]
-
-
-def test_who_is_bound_is_told_of_what_the_card_shows(tmp_path: Path) -> None:
-    run = of_kind("table", safe=False)
-    assert "Questions: every attacker" in written(run, tmp_path)["card-what"]
-    text = written(dataclasses.replace(run, questions=[]), tmp_path)["card-what"]
-    assert "Questions: every attacker" not in text
-    assert "Attributes: unbiased attackers. No question was asked: nothing in this card binds biased" in text
-
-
-def test_nobody_is_exposed_as_a_whole(tmp_path: Path) -> None:
-    """An attribute may leak where the example as a whole does not: the two cards do not contradict each other."""
-    card = written(of_kind("image", safe=True), tmp_path)["card-who"]
-    assert "examples as a whole can be estimated more closely" in card
 
 
 def test_what_is_not_known_is_called_so(tmp_path: Path) -> None:
@@ -274,16 +244,6 @@ def test_the_signed_page_repeats_title_verdict_and_findings(tmp_path: Path) -> N
     assert "An unbiased guess of the most exposed example has a mean squared error" in text
 
 
-def test_one_unit(tmp_path: Path) -> None:
-    """Errors of inputs are mean squared errors everywhere; roots stood beside them."""
-    text = write_report(of_kind("table", safe=False), tmp_path / "report").read_text()
-    assert "± per input" not in text
-    assert "root mean square;" not in text
-    assert 'id="bounds"' in text  # beside other bounds, where roots stood longest
-    assert "least error of an unbiased guess" not in text
-    assert "off by at least this (root mean square)" not in text
-
-
 def with_yardsticks() -> SavedRun:
     """Ages of deviation 12 years, known to 3 for twelve patients; the inputs have deviation 0.7."""
     errors = np.full((200, 2), 40.0)
@@ -302,15 +262,13 @@ def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> 
     cards = written(run, tmp_path)
     assert "12 of 200" in cards["card-who"]
     assert "that of a blind guess is 0.49" in cards["card-who"]
-    told = (
-        "“age” of 12 of 200 examples is not protected: an unbiased guess may be off by 3 instead of 12 years, 25 % of"
-    )
+    told = "For 12 of 200 examples, “age” could be estimated to ± 3 years (blind guess: ± 12 years)."
     assert told in cards["card-what"]
     assert f"σ = {rounded_up(4.0):g}" in cards["card-todo"]  # for the ages; the inputs need less
 
     public = written(run, tmp_path, redacted=True)
     assert "about 10 of 200" in public["card-who"]
-    assert "“age” of about 10 examples is not protected" in public["card-what"]
+    assert "For about 10 examples, “age” could be estimated with" in public["card-what"]
     assert "25 % of a blind guess’s error" in public["card-what"]
     assert not re.search(r"\b12\b|0\.49|years", public["first"])  # neither count nor deviation
     assert "the questions and attributes named here could not be" in public["card-todo"]
@@ -350,7 +308,7 @@ class TestPublic:
         assert "fewer than 10 of 200" in cards["card-who"]
         assert "Show" not in cards["card-who"]
         assert "3 of 200" not in cards["first"]
-        assert "“genotype” of fewer than 10 of 200 examples is not protected" in cards["card-what"]
+        assert "For fewer than 10 of 200 examples, any attacker could tell “genotype”" in cards["card-what"]
         assert "Zoë" not in cards["first"]
 
     def test_the_suggested_noise_follows_from_what_is_published(self, tmp_path: Path) -> None:
@@ -373,15 +331,3 @@ def test_one_remedy_for_two_rules_is_told_once(tmp_path: Path) -> None:
     policy = Policy(min_error_share=0.5, min_attribute_error_share=0.5)
     assert sum(not verdict.passed for verdict in check(run, policy)) == 2
     assert written(run, tmp_path, policy)["first"].count("Measure more") == 1
-
-
-def test_the_worst_of_several_is_not_said_of_all() -> None:
-    """400 examples break a rule, and one of them by far: the number in the sentence is that one's."""
-    several = Verdict("min_error_share", False, 0.5, 0.0893, np.arange(400), "")
-    assert "as close as 8.93 % of a blind guess's error, in the worst case; the policy" in in_words(several)
-    assert "worst case" not in in_words(dataclasses.replace(several, rows=np.arange(1)))
-
-
-def test_only_what_the_page_shows_is_to_be_kept_private(tmp_path: Path) -> None:
-    page = write_report(of_kind("linear", safe=True), tmp_path / "report").read_text()
-    assert "who knows the seed" not in page

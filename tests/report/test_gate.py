@@ -207,7 +207,7 @@ def test_the_unit_of_the_data_does_not_matter(template_policy: Policy, scale: fl
 
 def test_why_an_attack_tests_nothing_is_kept_in_the_file(tmp_path: Path) -> None:
     blind = dataclasses.replace(BLIND.attacks[0], blind=np.arange(3.0))
-    (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.fil")).attacks
+    (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.parquet")).attacks
     assert (again.testable, again.untestable, list(again.blind)) == (False, "never saw the model", [0.0, 1.0, 2.0])
 
 

@@ -19,7 +19,7 @@ from torchfil.report import load, save
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return run_file(tmp_path / "run.fil", ids=np.asarray([f"=patient {i}" for i in range(30)]))
+    return run_file(tmp_path / "run.parquet", ids=np.asarray([f"=patient {i}" for i in range(30)]))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     bare = call("gate", run, "--policy", start)
     assert bare.exit_code == 1
     assert "the run kept no question: make_private(…, questions={…}) keeps them" in bare.stdout
-    passed = call("gate", save(worrying(safe=True), tmp_path / "safe.fil"), "--policy", start)
+    passed = call("gate", save(worrying(safe=True), tmp_path / "safe.parquet"), "--policy", start)
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, "passed"), passed.output
     failed = call("gate", run, "--policy", policy)
     assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: 1 rule broken")
@@ -65,7 +65,7 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert "cannot be read as TOML" in refused("gate", run, "--policy", tmp_path)
     assert "name a saved run, or use --init" in refused("gate", "--policy", policy)
     assert "exists already and is not overwritten" in refused("gate", "--init", "--policy", policy)
-    assert "no file" in refused("gate", tmp_path / "none.fil", "--policy", policy)
+    assert "no file" in refused("gate", tmp_path / "none.parquet", "--policy", policy)
     lost = tmp_path / "none" / "policy.toml"
     assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
     before = run.read_bytes()
@@ -85,7 +85,7 @@ def test_ties_can_be_told_apart(run: Path, policy: Path) -> None:
 
 
 def test_choices_that_no_rule_judges_are_noted(policy: Path, tmp_path: Path) -> None:
-    path = save(made_up(), tmp_path / "spared.fil")
+    path = save(made_up(), tmp_path / "spared.parquet")
     assert "note: 3 examples were trained with a smaller weight, of 40" in call("gate", path, "--policy", policy).stdout
     assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
     assert "note:" not in call("gate", path, "--policy", policy, "--quiet").stdout

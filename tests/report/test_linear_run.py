@@ -162,7 +162,7 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
         "scores": {"score": 0.5},
         "title": "doses",
     }
-    path = save_linear_run(tmp_path / "run.fil", model, X, y, 0.05, **options)
+    path = save_linear_run(tmp_path / "run.parquet", model, X, y, 0.05, **options)
     assert path.stat().st_mode & 0o777 == 0o600
     run, want = load(path), linear_run(model, X, y, 0.05, **options)
     assert run.about | {"created": ""} == want.about | {"created": ""}

@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.report.pages import unpacked
-from torchfil.report.page.html import number
-from torchfil.report.page.payload import pack, pack_text
-from torchfil.report.page.png import as_data_url, overlay, thumbnail
-
-
-@pytest.mark.parametrize("kind", ["float", "small", "large", "negative", "text"])
-def test_packed_columns_come_back(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    values = {
-        "float": np.concatenate([rng.lognormal(size=50), [np.inf, np.nan, 0.0]]),
-        "small": rng.integers(0, 200, 50),
-        "large": rng.integers(0, 2**31, 50),
-        "negative": rng.integers(-(2**40), 2**40, 50),
-    }
-    if kind == "text":
-        texts = np.array(["a", "", "Zoë", "𝔘nicode", "a\nb"])
-        packed, lengths = pack_text(texts)
-        joined = gzip.decompress(base64.b64decode(packed.data)).decode()
-        units = joined.encode("utf-16-le")
-        ends = np.cumsum(np.concatenate([[0], unpacked(lengths.data, "Uint8")])) * 2
-        assert [units[a:b].decode("utf-16-le") for a, b in pairwise(ends)] == texts.tolist()
-        return
-    packed = pack(values[kind])
-    assert packed.kind == {"float": "Float32", "small": "Uint8", "large": "Uint32", "negative": "Float64"}[kind]
-    np.testing.assert_allclose(unpacked(packed.data, packed.kind), values[kind], rtol=1e-7)
-    if kind == "float":
-        short = pack(values[kind], short=True)
-        np.testing.assert_allclose(unpacked(short.data, short.kind), values[kind], rtol=2**-12)
+from torchfil.report.examples import as_data_url, overlay, thumbnail
+from torchfil.report.formats import number
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 from tests.report.prepared_runs import bare, question
 from torchfil.guessing import largest_success
 from torchfil.report import SavedRun, write_report
-from torchfil.report.prior_guesses import PriorGuess, largest_success_at, prior_guess
+from torchfil.report.leaks import PriorGuess, largest_success_at, prior_guess
 from torchfil.run.saved_run import QuestionRecord
 
 
@@ -116,9 +116,8 @@ class TestPage:
         page = write_report(self.genotypes(), tmp_path / "report")
         # TV ≤ sqrt(0.5/2) = 1/2: 0.4 + (0.4 + 0.35)/2 around the truth, 0.4 + 0.35·1 + 0.25/2 around the commonest
         assert (
-            "“genotype” of 10 of 200 examples is not protected: guessed right up to 78 % of the time instead of 40 % "
-            "(always naming the commonest answer); between two equally likely answers, up to 75 % instead of 50 %, by "
-            "any attacker."
+            "For 10 of 200 examples, any attacker could guess “genotype” correctly in up to 78 % of cases instead of "
+            "40 % (always naming the commonest answer); between two equally likely answers, in up to 75 % instead"
         ) in self.text(page, "card-what")
         assert "every attacker, if answers were as likely before as said" in self.text(page, "card-what")
         section = self.text(page, "questions")

@@ -18,19 +18,12 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.saved_run import QuestionRecord
 from torchfil.run.statistics import histogram, windows
 
 N = 240
-
-
-@pytest.fixture(autouse=True)
-def no_png(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing PNGs takes most of a report's time; one test draws them."""
-    if request.node.name != "test_only_known_files_are_written":
-        monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
 
 
 def planted(**changes: Any) -> SavedRun:
@@ -139,18 +132,19 @@ def test_the_cards_count_in_tens_and_name_nobody(tmp_path: Path) -> None:
 
     private, public = first_screen("private", False), first_screen("public", True)
     assert "3 of 239" in private
-    assert "“smokes” of 4 of 239 examples" in private  # one of the five was not measured
+    assert "For 4 of 239 examples, any attacker could guess “smokes”" in private  # one of the five was not measured
     assert "fewer than 10 of 240" in public
-    assert "“smokes” of fewer than 10 of 240 examples" in public
+    assert "For fewer than 10 of 240 examples, any attacker could tell “smokes”" in public
     counts = re.findall(r"([\d,]+) of 2\d0", public)
     assert {int(count) % 10 for count in counts} <= {0}
     assert not re.search(r"PLANTED|PASS|FAIL|NO POLICY|#show|make_private|239", public)
 
 
 def test_only_known_files_are_written(tmp_path: Path) -> None:
-    folder = write_report(planted(), tmp_path / "public", redacted=True).parent
+    folder = write_report(planted(), tmp_path / "public", redacted=True, pictures=True).parent
     names = {path.name for path in folder.iterdir()}
-    assert names == {"index.html", "summary.json", "mse_bounds.png", "individual_epsilon.png", "groups_1.png"}
+    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
+    assert names == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
     assert not [path.name for path in folder.iterdir() if b"PLANTED" in path.read_bytes()]
 
 

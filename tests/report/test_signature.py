@@ -26,12 +26,12 @@ def key(folder: Path, name: str) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A signed run with weights and policy, and a list that trusts Alice."""
-    save(worrying(safe=True), tmp_path / "run.fil")
+    save(worrying(safe=True), tmp_path / "run.parquet")
     (tmp_path / "model.pt").write_bytes(b"weights")
     (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
     key(tmp_path, "alice")
     (tmp_path / "signers").write_text(f"alice@example.org {(tmp_path / 'alice.pub').read_text()}")
-    signed = call("sign", tmp_path / "run.fil", "--key", tmp_path / "alice", *others(tmp_path))
+    signed = call("sign", tmp_path / "run.parquet", "--key", tmp_path / "alice", *others(tmp_path))
     assert signed.exit_code == 0, signed.output
     return tmp_path
 
@@ -42,7 +42,9 @@ def others(folder: Path) -> tuple[str | Path, ...]:
 
 def verified(folder: Path, *options: str | Path) -> str:
     """What verify says; its exit code is 1 where it does not hold."""
-    found = call("verify", folder / "run.fil", "--allowed-signers", folder / "signers", *(options or others(folder)))
+    found = call(
+        "verify", folder / "run.parquet", "--allowed-signers", folder / "signers", *(options or others(folder))
+    )
     assert found.exit_code == (1 if found.stdout.startswith("NOT VERIFIED: ") else 0), found.output
     return found.stdout
 
@@ -50,18 +52,18 @@ def verified(folder: Path, *options: str | Path) -> str:
 def test_the_right_key(folder: Path) -> None:
     said = verified(folder)
     assert said.startswith("verified: signed by alice@example.org (ED25519 key SHA256:")
-    assert all(name in said for name in ("run.fil", "model.pt", "policy.toml", "not that the numbers"))
-    found = call("verify", folder / "run.fil", "--allowed-signers", folder / "signers", *others(folder), "--json")
+    assert all(name in said for name in ("run.parquet", "model.pt", "policy.toml", "not that the numbers"))
+    found = call("verify", folder / "run.parquet", "--allowed-signers", folder / "signers", *others(folder), "--json")
     assert [file["role"] for file in json.loads(found.stdout)["files"]] == ["run", "weights", "policy"]
 
 
 def test_another_key(folder: Path) -> None:
     key(folder, "mallory")
-    assert call("sign", folder / "run.fil", "--key", folder / "mallory", *others(folder)).exit_code == 0
+    assert call("sign", folder / "run.parquet", "--key", folder / "mallory", *others(folder)).exit_code == 0
     assert "is not signed by a key of" in verified(folder)
 
 
-@pytest.mark.parametrize(("name", "role"), [("run.fil", "run"), ("model.pt", "weights"), ("policy.toml", "policy")])
+@pytest.mark.parametrize(("name", "role"), [("run.parquet", "run"), ("model.pt", "weights"), ("policy.toml", "policy")])
 def test_a_changed_file(folder: Path, name: str, role: str) -> None:
     """An edited run has a right checksum again, and passes the gate; its signature does not hold."""
     if role == "run":
@@ -73,7 +75,7 @@ def test_a_changed_file(folder: Path, name: str, role: str) -> None:
 
 
 def test_a_changed_manifest_and_no_signature(folder: Path) -> None:
-    place = folder / "run.fil.sig"
+    place = folder / "run.parquet.sig"
     text = place.read_text()
     place.write_text(text.replace('"policy"', '"polic"'))
     assert "does not hold: Signature verification failed: incorrect signature" in verified(folder)
@@ -84,7 +86,7 @@ def test_a_changed_manifest_and_no_signature(folder: Path) -> None:
 
 def test_a_signature_for_something_else(folder: Path) -> None:
     """The same key and the same bytes, signed as a file or a commit would be."""
-    manifest = (folder / "run.fil.sig").read_text().partition("-----BEGIN")[0]
+    manifest = (folder / "run.parquet.sig").read_text().partition("-----BEGIN")[0]
     made = subprocess.run(
         ["ssh-keygen", "-Y", "sign", "-f", folder / "alice", "-n", "file"],
         input=manifest,
@@ -92,7 +94,7 @@ def test_a_signature_for_something_else(folder: Path) -> None:
         text=True,
         check=True,
     )
-    (folder / "run.fil.sig").write_text(manifest + made.stdout)
+    (folder / "run.parquet.sig").write_text(manifest + made.stdout)
     assert "namespace does not match" in verified(folder)
     assert NAMESPACE == "torchfil-run"
 
@@ -104,7 +106,7 @@ def test_all_that_was_signed_must_be_compared_and_nothing_else(folder: Path) -> 
 
 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, signers = folder / "run.fil", folder / "signers"
+    run, signers = folder / "run.parquet", folder / "signers"
     assert "cannot be used" in refused("sign", run, "--key", folder / "none")
     assert "which would be lost" in refused("sign", run, "--key", folder / "alice", "--signature", run)
     assert "none: No such file" in refused("verify", run, "--allowed-signers", folder / "none")
@@ -114,9 +116,9 @@ def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ssh-keygen was not found" in refused("verify", run, "--allowed-signers", signers)
 
 
-def test_the_page_says_who_signed(folder: Path, no_png: None) -> None:
-    run, trust = folder / "run.fil", ("--allowed-signers", folder / "signers")
-    vouched = ("--signature", folder / "run.fil.sig", *trust)
+def test_the_page_says_who_signed(folder: Path) -> None:
+    run, trust = folder / "run.parquet", ("--allowed-signers", folder / "signers")
+    vouched = ("--signature", folder / "run.parquet.sig", *trust)
 
     def page(*options: str | Path) -> str:
         out = folder / "report"

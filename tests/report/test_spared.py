@@ -17,11 +17,9 @@ from tests.report.run_cases import SPARED, made_up
 from tests.test_cli import call
 from torchfil.gate.gate import notes
 from torchfil.report import SavedRun, load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.statistics import is_spared, published_count, summarise_spared
-
-pytestmark = pytest.mark.usefixtures("no_png")
 
 
 def without_weights(run: SavedRun) -> SavedRun:
@@ -179,13 +177,13 @@ def test_the_gate_notes_it(tmp_path: Path) -> None:
     assert spared == "3 examples were trained with a smaller weight, of 40: bounds and ε take the weights as fixed"
     assert pilots.startswith("σ was chosen by pilots, for this target: every MSE bound at least 0.1;")
     assert notes(without_weights(made_up())) == []
-    path = save(made_up(), tmp_path / "run.fil")
+    path = save(made_up(), tmp_path / "run.parquet")
     assert "3 examples: trained with a smaller weight" in call("inspect", path).stdout
 
 
 def test_the_file_keeps_weights_and_rounds(tmp_path: Path) -> None:
     run = made_up()
-    loaded = load(save(run, tmp_path / "run.fil"))
+    loaded = load(save(run, tmp_path / "run.parquet"))
     assert {name: values.tolist() for name, values in loaded.rounds.items() if name != "epsilon"} == {
         name: values.tolist() for name, values in run.rounds.items() if name != "epsilon"
     }
@@ -200,5 +198,5 @@ def test_the_file_keeps_weights_and_rounds(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="about: '"):
         about(**wrong)
-    with pytest.raises(ValueError, match="rounds's columns must have one length"):
+    with pytest.raises(ValueError, match="rounds: .* has shape"):
         made_up(rounds={"worst": np.ones(2), "score": np.ones(3)})

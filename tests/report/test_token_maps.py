@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
-from torchfil.report.page.sections.words import shares_of
+from torchfil.report.examples import shares_of
 from torchfil.run.saved_run import SavedRun, Texts
 
 FIL = np.asarray([[0.1, 0.2, 0.5, 0.0], [0.3, 0.3, np.nan, np.nan]], "f4")
@@ -72,7 +72,7 @@ def test_tokens_are_private(tmp_path: Path) -> None:
 
 def test_the_file_keeps_both_maps(tmp_path: Path) -> None:
     for plis in (PLIS, None):
-        texts = load(save(with_tokens(plis), tmp_path / "run.fil")).texts
+        texts = load(save(with_tokens(plis), tmp_path / "run.parquet")).texts
         assert texts is not None
         assert texts.words == [[" she", " has", " <gout>", " "], ["co", "##ld"]]
         assert np.array_equal(texts.fil, FIL, equal_nan=True)

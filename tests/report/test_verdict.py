@@ -14,8 +14,6 @@ from tests.test_cli import call
 from torchfil.gate.policy import Policy
 from torchfil.report import save, write_report
 
-pytestmark = pytest.mark.usefixtures("no_png")
-
 
 def told(page: Path, slug: str) -> str:
     """A section as a reader sees it."""
@@ -68,7 +66,7 @@ def test_the_public_version_has_no_verdict(tmp_path: Path) -> None:
 
 
 def test_at_the_command_line(tmp_path: Path) -> None:
-    run, policy = save(made_up(), tmp_path / "run.fil"), tmp_path / "policy.toml"
+    run, policy = save(made_up(), tmp_path / "run.parquet"), tmp_path / "policy.toml"
     policy.write_text("min_mse_bound = 100.0\n")
     for path, code in ((policy, 0), (tmp_path / "none.toml", 2)):  # what was there stays
         assert call("report", run, "-o", tmp_path / "report", "--policy", path).exit_code == code

@@ -12,41 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.report.pages import with_unmeasured
 from tests.report.run_cases import made_up
 from torchfil.report import write_report
 
 
-@pytest.fixture(autouse=True)
-def no_png(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing PNGs takes most of a report's time; one test draws them."""
-    if "complete_and_only" not in request.node.name:
-        monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-
-
 def test_the_folder_is_complete_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    page = write_report(made_up(), tmp_path / "report")
+    page = write_report(made_up(), tmp_path / "report", pictures=True)
     folder = page.parent
     assert page == tmp_path / "report" / "index.html"
     names = {path.name for path in folder.iterdir()}
-    assert {"index.html", "leakage.csv", "leakage.parquet", "summary.json", "mse_bounds.png", "groups_1.png"} <= names
+    assert {"index.html", "leakage.csv", "summary.json", "mse_bounds.svg", "groups_1.svg"} <= names
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["confidential"]
     assert set(summary["files"]) == names - {"index.html"}
-
-
-def test_the_parquet_file_holds_the_run(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    run = with_unmeasured()
-    table = parquet.read_table(write_report(run, tmp_path / "report").parent / "leakage.parquet").to_pydict()
-    assert table["id"] == run.ids.tolist()
-    assert table["fil"][7] is None
-    assert table["fil"][6] == run.columns["fil"][6]
-    assert table["least error of age"][6] == run.attributes.error[6, 0]  # type: ignore[union-attr]
-    assert table["group sex"] == run.groups["sex"].tolist()
 
 
 def test_texts_are_no_formulas_in_spreadsheets(tmp_path: Path) -> None:
@@ -97,16 +78,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     assert write_report(made_up(), tmp_path / "empty").exists()
 
 
-def test_optional_packages_are_missed_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.run.tables.find_spec", lambda name: None)
-    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
-    page = write_report(made_up(), tmp_path / "report")
-    assert {path.name for path in page.parent.iterdir()} == {"index.html", "leakage.csv", "summary.json"}
-    assert "leakage.parquet was not written: pyarrow is not installed." in page.read_text()
-    assert "not written as PNG: matplotlib is not installed." in page.read_text()
-
-
 def test_the_page_is_installed_with_the_package() -> None:
     assets = resources.files("torchfil.report") / "assets"
-    assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js"}
-    assert "torchfil.report = assets/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()
+    assert {path.name for path in assets.iterdir()} == {"charts.css", "page.css", "page.js"}
+    assert "torchfil.report = assets/*, templates/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()

@@ -16,7 +16,7 @@ from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
-from torchfil.report.page.html import number
+from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run.baselines import (
     NOT_MEASURED,
@@ -34,8 +34,6 @@ from torchfil.run.baselines import (
     status_of,
 )
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
-
-pytestmark = pytest.mark.usefixtures("no_png")
 
 
 def words(page: Path, section: str) -> str:
@@ -232,7 +230,7 @@ class TestFile:
     @pytest.mark.parametrize("rows", [slice(None), slice(3, 20)])
     def test_round_trip(self, tmp_path: Path, rows: slice) -> None:
         run = with_yardsticks(pixelated(40), 0.3, **{"pixel 0,0": {"0": 0.1, "1": 0.9}})
-        loaded = load(save(run.take(rows), tmp_path / "run.fil"))
+        loaded = load(save(run.take(rows), tmp_path / "run.parquet"))
         assert loaded.yardsticks is not None
         assert run.yardsticks is not None
         assert (loaded.yardsticks.examples, loaded.yardsticks.levels) == (40, run.yardsticks.levels)
@@ -244,14 +242,14 @@ class TestFile:
         np.testing.assert_array_equal(loaded.attributes.pixels, run.attributes.pixels)
 
     def test_a_run_without_them(self, tmp_path: Path) -> None:
-        assert load(save(made_up(), tmp_path / "run.fil")).yardsticks is None
+        assert load(save(made_up(), tmp_path / "run.parquet")).yardsticks is None
 
     def test_what_does_not_fit_is_refused(self) -> None:
         run = with_yardsticks(made_up())
-        with pytest.raises(ValueError, match=r"yardsticks of shapes \[\(3,\)\] for 0 attributes"):
+        with pytest.raises(ValueError, match="yardsticks has shape"):
             dataclasses.replace(run, attributes=None)
         with pytest.raises(ValueError, match="levels of 'nobody', which is no attribute"):
             with_yardsticks(made_up(), 1.0, nobody={"a": 1.0})
         assert run.attributes is not None
-        with pytest.raises(ValueError, match=r"pixels of shape \[3, 3\] for 3 attributes"):
+        with pytest.raises(ValueError, match="pixels has shape"):
             made_up(attributes=dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64)))

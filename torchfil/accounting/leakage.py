@@ -23,7 +23,7 @@ from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.errors import require
-from torchfil.utils.tables import html_table
+from torchfil.utils.text import html_table
 
 __all__ = ["Leakage", "LeakageSummary", "as_table"]
 

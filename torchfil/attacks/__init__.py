@@ -11,11 +11,10 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.attacks.glm_reconstruction import BiasedBound, GLMReconstruction, biased_bound
 from torchfil.attacks.guesses import GuessAttack, best_guess
-from torchfil.attacks.informed import expected_information, informed_reconstruction
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.membership import membership_inference, shadow_runs
 from torchfil.attacks.property import federated_gradients, property_inference
-from torchfil.attacks.transcripts import record_dpsgd
+from torchfil.attacks.transcripts import expected_information, informed_reconstruction, record_dpsgd
 from torchfil.glm.guesses import NominalAttribute
 
 __all__ = [

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult, check_release, release_noise
-from torchfil.glm.guesses import NominalAttribute
+from torchfil.attacks.base import AttackResult, mean_of_trials, release_noise
+from torchfil.glm.guesses import NominalAttribute, ask
 from torchfil.glm.refits import GLMView, minimiser_changes, numbers_at_once
-from torchfil.utils.progress import with_progress
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
@@ -25,7 +26,46 @@ _CHUNK_NUMBERS = 2**23
 _ARRAYS = 8  # of that size, at the most expensive moment
 
 
-class WhiteBoxInversion:
+class _Inversion:
+    """An attack on every example in each of many releases; a subclass says which level fits a release best."""
+
+    name: str
+    threat_model: str
+
+    def __init__(
+        self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
+    ) -> None:
+        self.view = GLMView.build(model, X, y)
+        self.attribute = attribute
+        self.progress = progress
+        self.truth = torch.as_tensor(attribute.levels(X), device=self.view.X.device)
+
+    def run(
+        self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> AttackResult:
+        """Attack every example in each of ``trials`` releases w* + N(0, σ²I).
+
+        Args:
+            sigma: σ.
+            trials: The number of releases.
+            seed: The seed of the noise.
+            generator: Instead of a seed.
+
+        Returns:
+            Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial, [n, trials].
+        """
+        noise = sigma * release_noise(sigma, trials, self.view.weights, seed, generator)
+        numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
+        parts = noise.split(max(1, numbers // (len(self.truth) * len(self.attribute.codes))))
+        guesses = [self._best(part) for part in with_progress(parts, self.progress, "releases")]
+        return _accuracies(self.name, self.threat_model, torch.cat(guesses, dim=1), self.truth)
+
+    def _best(self, noise: Tensor) -> Tensor:
+        """The level that fits each release best, [n, part], for noise [part, p]."""
+        raise NotImplementedError
+
+
+class WhiteBoxInversion(_Inversion):
     """The closest refit: argmin over levels v of ‖w′ − w*(x_i with level v)‖, w′ = w* + N(0, σ²I).
 
     Threat model: the attacker knows the released weights, how they were trained, and the whole training set except the
@@ -41,6 +81,7 @@ class WhiteBoxInversion:
         progress: Whether to show progress bars.
     """
 
+    name = "white-box attribute inversion"
     threat_model = (
         "knows the released weights, the training procedure and all training data except the attribute of the example "
         "under attack"
@@ -49,36 +90,16 @@ class WhiteBoxInversion:
     def __init__(
         self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
     ) -> None:
-        view = GLMView.build(model, X, y)
-        self.progress = progress
-        self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
-        self.changes = minimiser_changes(view, attribute.ask(view).alternatives, progress=progress)  # [n, k, p]
-        self._squares = self.changes.square().sum(dim=2)
+        super().__init__(model, X, y, attribute, progress=progress)
+        self.changes = minimiser_changes(self.view, ask(attribute, self.view).alternatives, progress=progress)
+        self._squares = self.changes.square().sum(dim=2)  # of changes [n, k, p]
 
-    def run(
-        self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
-    ) -> AttackResult:
-        """Attack every example in each of ``trials`` releases.
-
-        ‖w′ − w* − Δ_v‖² = ‖Δ_v‖² − 2σ⟨ξ, Δ_v⟩ + const for the noise σξ.
-
-        Returns:
-            Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial, [n, trials].
-        """
-        check_release(sigma, trials)
-        n, k, _ = self.changes.shape
-        noise = sigma * release_noise(trials, self.changes[0, 0], seed, generator)
-
-        numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
-        parts = noise.split(max(1, numbers // (n * k)))
-        guesses = []
-        for part in with_progress(parts, self.progress, "releases"):
-            scores = self._squares[:, :, None] - 2 * self.changes @ part.mT  # [n, k, part]
-            guesses.append(scores.argmin(dim=1))
-        return _accuracies("white-box attribute inversion", self.threat_model, torch.cat(guesses, dim=1), self.truth)
+    def _best(self, noise: Tensor) -> Tensor:
+        """The smallest ‖w′ − w* − Δ_v‖² = ‖Δ_v‖² − 2σ⟨ξ, Δ_v⟩ + const, for the noise σξ."""
+        return (self._squares[:, :, None] - 2 * self.changes @ noise.mT).argmin(dim=1)
 
 
-class BlackBoxInversion:
+class BlackBoxInversion(_Inversion):
     """Fredrikson et al. 2014: argmax over levels v of log p(v) + log π(prediction for x_i with level v, y_i).
 
     π is a Gaussian in the residual with the released model's own variance on the training set, Σω(y − ŷ)²/(n − p), for
@@ -95,6 +116,7 @@ class BlackBoxInversion:
         progress: Whether to show progress bars.
     """
 
+    name = "black-box attribute inversion"
     threat_model = (
         "knows the rest of the example and its target, the attribute's distribution, and the model's predictions and "
         "performance statistics"
@@ -103,45 +125,22 @@ class BlackBoxInversion:
     def __init__(
         self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
     ) -> None:
-        self.view = view = GLMView.build(model, X, y)
-        if view.loss.name not in ("squared", "logistic"):
-            raise ValueError(
-                f"the {view.loss.name} loss has no performance statistic here; use LinearRegression or "
-                "LogisticRegression"
-            )
-        self.progress = progress
-        self.attribute = attribute
-        self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
-        counts = torch.bincount(self.truth, view.sample_weight, minlength=len(attribute.codes))
+        super().__init__(model, X, y, attribute, progress=progress)
+        loss = self.view.loss.name
+        known = loss in ("squared", "logistic")
+        require(known, f"the {loss} loss has no performance statistic; use LinearRegression or LogisticRegression")
+        counts = torch.bincount(self.truth, self.view.sample_weight, minlength=len(attribute.codes))
         self._log_prior = (counts / counts.sum()).log()
 
-    def run(
-        self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
-    ) -> AttackResult:
-        """Attack every example in each of ``trials`` releases; see :meth:`WhiteBoxInversion.run`."""
-        check_release(sigma, trials)
-        view = self.view
-        noise = sigma * release_noise(trials, view.weights, seed, generator)
-        statistic = self._gaussian if view.loss.name == "squared" else self._confusion
-        columns = list(self.attribute.columns)
-        codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(view.X)
-        true_codes = codes[self.truth]  # [n, c]
-
-        # The margin without the attribute, plus each level's part: one product for all levels.
-        guesses = []
-        numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
-        parts = noise.split(max(1, numbers // (len(view.X) * len(codes))))
-        for part in with_progress(parts, self.progress, "releases"):
-            weights = (view.weights + part).mT  # [p, part]
-            margins = view.X @ weights
-            rest = margins - true_codes @ weights[columns]
-            score = statistic(margins)
-            scores = [
-                prior + score(rest + code @ weights[columns])
-                for prior, code in zip(self._log_prior, codes, strict=True)
-            ]
-            guesses.append(torch.stack(scores, dim=1).argmax(dim=1))
-        return _accuracies("black-box attribute inversion", self.threat_model, torch.cat(guesses, dim=1), self.truth)
+    def _best(self, noise: Tensor) -> Tensor:
+        """The margin without the attribute, plus each level's part, scored: one product for all levels."""
+        codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(self.view.X)
+        weights = (self.view.weights + noise).mT  # [p, part]
+        own, margins = weights[list(self.attribute.columns)], self.view.X @ weights
+        rest = margins - codes[self.truth] @ own
+        score = self._gaussian(margins) if self.view.loss.name == "squared" else self._confusion(margins)
+        scores = [prior + score(rest + code @ own) for prior, code in zip(self._log_prior, codes, strict=True)]
+        return torch.stack(scores, dim=1).argmax(dim=1)
 
     def _gaussian(self, margins: Tensor) -> Any:
         y, weight = self.view.y[:, None], self.view.sample_weight[:, None]
@@ -210,24 +209,13 @@ def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.nd
         score: [m], smallest first.
         parts: The number of parts.
     """
-    if result.measure != "accuracy":
-        raise ValueError(f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")
-    order = np.argsort(as_array(score), kind="stable")
-    if len(order) != len(result.achieved):
-        raise ValueError(f"score has {len(order)} entries for {len(result.achieved)} attacked examples")
+    accuracy = result.measure == "accuracy"
+    require(accuracy, f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")
+    order, count = np.argsort(as_array(score), kind="stable"), len(result.achieved)
+    require(len(order) == count, f"score has {len(order)} entries for {count} attacked examples")
     return np.array([result.achieved[part].mean() if len(part) else np.nan for part in np.array_split(order, parts)])
 
 
 def _accuracies(name: str, threat_model: str, guesses: Tensor, truth: Tensor) -> AttackResult:
     correct = (guesses == truth[:, None]).double()  # [n, trials]
-    trials = correct.shape[1]
-    return AttackResult(
-        name,
-        threat_model,
-        range(len(truth)),
-        correct.mean(dim=1),  # type: ignore[arg-type]
-        measure="accuracy",
-        trials=trials,
-        standard_error=correct.std(dim=1) / trials**0.5 if trials > 1 else None,
-        guesses=guesses.to(torch.int16),  # type: ignore[arg-type]
-    )
+    return mean_of_trials(name, threat_model, range(len(truth)), correct, "accuracy", guesses=guesses.to(torch.int16))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
 
@@ -59,12 +61,9 @@ class AttackResult:
                 continue
             array = as_array(value)
             object.__setattr__(self, name, array)
-            if len(array) != len(self.ids) or (name != "guesses" and array.ndim != 1):
-                raise ValueError(
-                    f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one for each"
-                )
-        if self.trials < 1:
-            raise ValueError(f"trials={self.trials} must be at least 1")
+            fits = len(array) == len(self.ids) and (name == "guesses" or array.ndim == 1)
+            require(fits, f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one for each")
+        require(self.trials >= 1, f"trials={self.trials} must be at least 1")
 
     @property
     def untestable(self) -> str:
@@ -72,6 +71,15 @@ class AttackResult:
         if not self.saw_model:
             return "never saw the model"
         return "" if self.trials > 1 and self.standard_error is not None else "one trial"
+
+
+def mean_of_trials(
+    name: str, threat_model: str, ids: Sequence[Hashable], values: Tensor, measure: str, **more: Any
+) -> AttackResult:
+    """The result of an attack that achieved ``values`` in each of several trials, [m, trials]."""
+    trials = values.shape[1]
+    error: Any = values.std(dim=1) / trials**0.5 if trials > 1 else None
+    return AttackResult(name, threat_model, ids, as_array(values.mean(dim=1)), measure, trials, error, **more)
 
 
 def make_generator(
@@ -83,27 +91,24 @@ def make_generator(
         ValueError: Both are given.
     """
     if generator is not None:
-        if seed is not None:
-            raise ValueError(
-                f"seed={seed} and a generator are both given; pass one of them: the generator has its own seed"
-            )
+        require(seed is None, f"seed={seed} and a generator are both given; pass one of them")
         return generator
     made = torch.Generator(device)
     if seed is None:
         made.seed()
-    else:
-        made.manual_seed(seed)
-    return made
+        return made
+    return made.manual_seed(seed)
 
 
-def check_release(sigma: float, trials: int) -> None:
-    """Raise for a release that is not possible."""
-    if not sigma >= 0 or trials < 1:
-        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
+def release_noise(
+    sigma: float, trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """ξ of ``trials`` releases, on the weights' device, [trials, p]; drawn together, however they are cut up later.
 
-
-def release_noise(trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None) -> Tensor:
-    """ξ of that many releases, on the weights' device, [trials, p]; drawn together, however they are cut up later."""
+    Raises:
+        ValueError: σ, by which the attack multiplies it, is negative, or there is no release.
+    """
+    require(sigma >= 0 and trials >= 1, f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
     source = make_generator(generator, seed, weights.device)
     drawn = torch.randn(trials, len(weights), generator=source, dtype=weights.dtype, device=source.device)
     return drawn.to(weights.device)

@@ -16,6 +16,7 @@ from torchfil.accounting.ids import plain_key
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import AttackResult
 from torchfil.run.saved_run import AttackRecord
+from torchfil.utils.errors import require
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
 if TYPE_CHECKING:
@@ -102,21 +103,12 @@ class BoundComparison:
 
     def table(self) -> Any:
         """A pandas DataFrame by example id, or a dict of lists if pandas is not installed."""
-        columns = {
-            "predicted": self.predicted,
-            "achieved": self.attack.achieved,
-            "achieved_low": self.achieved_low,
-            "achieved_high": self.achieved_high,
-            "ratio": self.ratio,
-            "ratio_low": self.ratio_interval[0],
-            "ratio_high": self.ratio_interval[1],
-            "violated": self.violated,
-            "verdict": np.asarray(self.verdicts),
-        }
-        if self.attack.squared_bias is not None:
-            columns["squared_bias"] = self.attack.squared_bias
-        if self.attack.blind is not None:
-            columns["blind"] = self.attack.blind
+        columns = {"predicted": self.predicted, "achieved": self.attack.achieved}
+        columns |= {"achieved_low": self.achieved_low, "achieved_high": self.achieved_high, "ratio": self.ratio}
+        columns |= dict(zip(("ratio_low", "ratio_high"), self.ratio_interval, strict=True))
+        columns |= {"violated": self.violated, "verdict": np.asarray(self.verdicts)}
+        optional = {"squared_bias": self.attack.squared_bias, "blind": self.attack.blind}
+        columns |= {name: values for name, values in optional.items() if values is not None}
         return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
 
     def record(self, ids: Sequence[Hashable]) -> AttackRecord:
@@ -128,11 +120,7 @@ class BoundComparison:
         rows = {plain_key(key): row for row, key in enumerate(ids)}
         attacked = [plain_key(key) for key in self.attack.ids]
         unknown = [key for key in attacked if key not in rows]
-        if unknown:
-            raise ValueError(
-                f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids; attack examples of the "
-                "run, by its own ids"
-            )
+        require(not unknown, f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids")
         return AttackRecord(
             self.attack.name,
             self.attack.threat_model,
@@ -155,8 +143,7 @@ class BoundComparison:
         # Logarithmic axes cannot show an infinite bound, or an error of 0.
         achieved = self.attack.achieved
         drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
-        if not drawn.any():
-            raise ValueError("no example has a finite, positive bound and achieved error to draw")
+        require(bool(drawn.any()), "no example has a finite, positive bound and achieved error to draw")
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
@@ -166,18 +153,9 @@ class BoundComparison:
             (drawn & self.violated, BROKEN, "^", "below the bound beyond chance"),
         ):
             if chosen.any():
-                text = f"{label} ({int(chosen.sum()):,})"
-                axis.scatter(
-                    self.predicted[chosen],
-                    achieved[chosen],
-                    s=7,
-                    marker=marker,
-                    color=colour,
-                    linewidths=0,
-                    alpha=0.5,
-                    label=text,
-                    rasterized=True,
-                )
+                style: dict[str, Any] = {"s": 7, "linewidths": 0, "alpha": 0.5, "rasterized": True}
+                style |= {"marker": marker, "color": colour, "label": f"{label} ({int(chosen.sum()):,})"}
+                axis.scatter(self.predicted[chosen], achieved[chosen], **style)
 
         ends = [float(self.predicted[drawn].min()), float(self.predicted[drawn].max())]
         axis.plot(ends, ends, color=NEUTRAL, linewidth=1.3, label="the bound")
@@ -192,12 +170,7 @@ class BoundComparison:
 
 
 def compare_with_bounds(
-    source: Any,
-    attack: AttackResult,
-    *,
-    confidence: float = 0.95,
-    simultaneous: bool = False,
-    **options: Any,
+    source: Any, attack: AttackResult, *, confidence: float = 0.95, simultaneous: bool = False, **options: Any
 ) -> BoundComparison:
     """Compare the bound of every attacked example with the error that the attack achieved.
 
@@ -224,15 +197,10 @@ def compare_with_bounds(
     Raises:
         ValueError: The attack's measure is not "mse", or the bounds do not fit its examples.
     """
-    if attack.measure != "mse":
-        raise ValueError(
-            f"the attack's measure is {attack.measure!r}, but a Fisher bound is about the mean squared error; compare "
-            "an attack with measure 'mse'"
-        )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
-    if bool(np.isnan(attack.achieved).any()):
-        raise ValueError("the attack's achieved error is NaN for some examples: it says nothing about their bounds")
+    require(attack.measure == "mse", f"the attack's measure is {attack.measure!r}; a Fisher bound is about the 'mse'")
+    require(0 < confidence < 1, f"confidence={confidence} must lie strictly between 0 and 1")
+    known = not np.isnan(attack.achieved).any()
+    require(known, "the attack's achieved error is NaN for some examples: it says nothing about their bounds")
 
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
     predicted, predicted_low, predicted_high = _bounds(source, attack, level, options)
@@ -241,18 +209,9 @@ def compare_with_bounds(
     width = np.full(len(predicted), np.inf)
     if attack.standard_error is not None and not attack.untestable:
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
-    achieved_low = np.maximum(attack.achieved - width, 0)
-    achieved_high = attack.achieved + width
-    return BoundComparison(
-        attack,
-        predicted,
-        predicted_low,
-        predicted_high,
-        achieved_low,
-        achieved_high,
-        violated=achieved_high < predicted_low,
-        confidence=confidence,
-    )
+    low, high = np.maximum(attack.achieved - width, 0), attack.achieved + width
+    violated = high < predicted_low
+    return BoundComparison(attack, predicted, predicted_low, predicted_high, low, high, violated, confidence)
 
 
 def _bounds(
@@ -263,8 +222,7 @@ def _bounds(
         values = _of_linear_model(source, attack, dict(options))
         return values, values, values
 
-    if options:
-        raise ValueError(f"unknown options {list(options)}: they apply only to linear models")
+    require(not options, f"unknown options {list(options)}: they apply only to linear models")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
@@ -273,48 +231,34 @@ def _bounds(
 
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
-        if unknown:
-            raise ValueError(f"there is no bound for the attacked examples {unknown[:5]}")
+        require(not unknown, f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
     if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
-        raise TypeError(
-            f"a {type(source).__name__} gives no bounds; compare_with_bounds(…) takes a FILPrivacyEngine or its "
-            "leakage, a fitted linear model, a mapping from ids to bounds, or one bound for each attacked example"
+        takes = (
+            "a FILPrivacyEngine or its leakage, a fitted linear model, bounds by id, or one for each attacked example"
         )
-    values = as_array(source).astype(np.float64)
-    if values.shape != (len(attack.ids),):
-        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one for each")
-    if not bool((values >= 0).all()):
-        raise ValueError(
-            f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are neither negative nor NaN"
-        )
+        raise TypeError(f"a {type(source).__name__} gives no bounds; compare_with_bounds(…) takes {takes}")
+    values, count = as_array(source).astype(np.float64), len(attack.ids)
+    require(values.shape == (count,), f"{list(values.shape)} bounds for {count} attacked examples; give one for each")
+    require(bool((values >= 0).all()), f"bounds {values[~(values >= 0)][:5]} are negative or NaN")
     return values, values, values
 
 
 def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) -> np.ndarray:
     """The bounds of the attacked rows of the training set, [m]."""
     has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases has its own
-    if has_sigma and attack.sigma is not None and options.setdefault("sigma", attack.sigma) != attack.sigma:
-        raise ValueError(
-            f"sigma={options['sigma']}, but the attack was on releases of sigma={attack.sigma}; leave sigma out"
-        )
-    missing = [name for name in ("X", "y", "sigma") if name not in options and (has_sigma or name != "sigma")]
-    if missing:
-        raise ValueError(
-            f"the bounds of a linear model need {missing}: compare_with_bounds(model, attack, X=…, y=…, sigma=…)"
-        )
-    for name in ("attributes", "groups"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name} selects other bounds than those of whole examples, but the attack guessed whole examples"
-            )
+    if has_sigma and attack.sigma is not None:
+        sigma = options.setdefault("sigma", attack.sigma)
+        require(sigma == attack.sigma, f"sigma={sigma}, but the attack was on releases of sigma={attack.sigma}")
+    missing = {"X", "y", *(["sigma"] if has_sigma else [])} - options.keys()
+    remedy = "compare_with_bounds(model, attack, X=…, y=…, sigma=…)"
+    require(not missing, f"the bounds of a linear model need {sorted(missing)}: {remedy}")
+    parts = [name for name in ("attributes", "groups") if options.get(name) is not None]
+    require(not parts, f"the attack guessed whole examples: their bounds take no {parts}")
 
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))
     wrong = [key for key in attack.ids if not (isinstance(key, int) and 0 <= key < len(values))]
-    if wrong:
-        raise ValueError(
-            f"attacked examples {wrong[:5]} are not rows of X, which has {len(values)}; ids must be row numbers"
-        )
+    require(not wrong, f"attacked examples {wrong[:5]} are not row numbers of X, which has {len(values)} rows")
     return values[np.asarray(attack.ids, dtype=np.int64)]

@@ -10,8 +10,7 @@ G = σHξ + … is the noise; without noise it is 0. The guess is v_i / b̂_i, a
 
 * **An intercept**, whose column is known to be 1: b̂ is v_i's last entry. (The form of both papers.)
 * **The label:** m solves ℓ′(m, y_i)·m = θᵀv_i, and b̂ = ℓ′(m, y_i).
-* **Both:** the maximum of the likelihood, (v_i − r)/b̂, with r the most likely noise; see
-  :mod:`torchfil.attacks.glm_slopes`.
+* **Both:** the maximum of the likelihood, (v_i − r)/b̂, with r the most likely noise; see below.
 
 The errors x̂ − x are sums of a few vectors that belong to an example or to a release, so all examples and releases
 together take a few matrix products, on the model's device. A guess divides by b̂, which noise can bring close to 0, so
@@ -26,11 +25,23 @@ without a derivative of the attack and without a refit:
 
 and :func:`torchfil.bounds.mse_biased` gives the bound, (tr(J_μ I⁻¹ J_μᵀ) + ‖μ − x‖²)/d with I = JᵀJ/σ². For an unbiased
 attacker J_μ is the identity. An attacker who always gives the same answer has J_μ = 0, and only bias.
+
+**The slope b̂, if the label is known.** The attacker knows v = b x − noise for b = ℓ′(m, y), m = θᵀx, so that θᵀv is
+about b m: without noise m solves ℓ′(m, y)·m = θᵀv. If there are several solutions, the one with the smallest abs(b) is
+used, because most examples are fitted well. With an intercept, whose column is known to be 1, v's last entry is also b.
+The noise r in v must then satisfy two equations, and has covariance ∝ S = H_i², with H_i the Hessian of the other
+examples. The most likely noise is
+
+    r = S L K⁻¹ c,   L = [e, θ],   K = LᵀSL,   c = (v_last − b, θᵀv − b m),   −2 log likelihood ∝ cᵀK⁻¹c,
+
+so m̂ is where the curve m ↦ (b, b m) comes closest to the two numbers (v_last, θᵀv) in the metric K⁻¹: a search over one
+number. For all releases H_i is taken at w* instead of θ; it is only a weight.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,22 +50,27 @@ import torch
 from torch import Tensor
 
 from torchfil import bounds
-from torchfil.attacks.base import AttackResult, check_release, release_noise
-from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
+from torchfil.attacks.base import AttackResult, release_noise
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.refits import GLMView, numbers_at_once
-from torchfil.utils.progress import with_progress
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
+from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
 
 LabelIs = Literal["known", "unknown"]
+Terms = list[tuple[Tensor, Tensor]]
 
 _CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
 _CHUNK_ARRAYS = 40
 _BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
 _BLOCK_ARRAYS = 64  # so that blocks on a GPU take little memory besides the chunk
 _BIAS_NUMBERS, _BIAS_ARRAYS = 2**23, 16  # the same for the moments of guesses
+_BELIEVED = 15.0  # the largest margin that an attacker considers possible, if those of the others are smaller
+_GRID = 161
+_BISECTIONS = 45
 
 
 class GLMReconstruction:
@@ -91,17 +107,13 @@ class GLMReconstruction:
         self.value_range = value_range
         self.progress = progress
         self._intercept = len(self.view.weights) > self.view.num_inputs
-        if label not in ("known", "unknown"):
-            raise ValueError(f"label={label!r} must be 'known' or 'unknown'")
-        if label == "unknown" and not self._intercept:
-            raise ValueError(
-                "without an intercept the gradient of an example does not reveal its length: fit the model with "
-                "fit_intercept=True, or attack with label='known'"
-            )
-        if value_range is not None and not value_range[0] < value_range[1]:
-            raise ValueError(f"value_range={value_range} must be (smallest, largest)")
-        if not bool((self.view.sample_weight > 0).all()):
-            raise ValueError("an example of weight 0 has no influence on the model and cannot be reconstructed")
+        require(label in ("known", "unknown"), f"label={label!r} must be 'known' or 'unknown'")
+        enough = label == "known" or self._intercept
+        require(enough, "a model without an intercept does not reveal an example's length: attack with label='known'")
+        ordered = value_range is None or value_range[0] < value_range[1]
+        require(ordered, f"value_range={value_range} must be (smallest, largest)")
+        weighty = bool((self.view.sample_weight > 0).all())
+        require(weighty, "an example of weight 0 has no influence on the model and cannot be reconstructed")
 
     @property
     def threat_model(self) -> str:
@@ -132,7 +144,6 @@ class GLMReconstruction:
             Measure "mse", per input coordinate, with the squared bias (minus its own sampling error); ``guesses`` holds
             the mean guess over the trials, [m, d].
         """
-        check_release(sigma, trials)
         view, d = self.view, self.view.num_inputs
         chosen = torch.arange(len(view.X), device=view.X.device)
         if rows is not None:
@@ -140,8 +151,8 @@ class GLMReconstruction:
         inputs = view.X[chosen, :d]
 
         # Sums over releases, in parts that fit into memory: guesses of all releases at once would be [m, trials, d].
-        noise = release_noise(trials, view.weights, seed, generator)
-        total, squares = torch.zeros_like(inputs[:, 0]), torch.zeros_like(inputs[:, 0])
+        noise = release_noise(sigma, trials, view.weights, seed, generator)
+        total, squares = inputs.new_zeros(2, len(inputs))
         mean_error = torch.zeros_like(inputs)
         measure = self._errors if self.value_range is None else self._errors_in_range
         size = max(1, numbers_at_once(inputs.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // len(view.X))
@@ -157,19 +168,11 @@ class GLMReconstruction:
         bias = mean_error.square().mean(dim=1)
         unbiased = ((trials * bias - achieved) / max(trials - 1, 1)).clamp(min=0)
 
-        return AttackResult(
-            f"GLM reconstruction, label {self.label}",
-            self.threat_model,
-            chosen.tolist(),
-            achieved,  # type: ignore[arg-type]
-            measure="mse",
-            trials=trials,
-            standard_error=variance.sqrt() if trials > 1 else None,  # type: ignore[arg-type]
-            squared_bias=unbiased if trials > 1 else None,  # type: ignore[arg-type]
-            guesses=inputs + mean_error,  # type: ignore[arg-type]
-            sigma=sigma,
-            blind=(inputs - view.X[:, :d].mean(dim=0)).square().mean(dim=1),  # type: ignore[arg-type]
-        )
+        name, blind = f"GLM reconstruction, label {self.label}", (inputs - view.X[:, :d].mean(dim=0)).square()
+        more: dict[str, Any] = {"guesses": inputs + mean_error, "sigma": sigma, "blind": blind.mean(dim=1)}
+        if trials > 1:
+            more |= {"standard_error": variance.sqrt(), "squared_bias": unbiased}
+        return AttackResult(name, self.threat_model, chosen.tolist(), as_array(achieved), "mse", trials, **more)
 
     def _errors(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
         """Each guess's mean squared error, [m, k], and the errors summed over the k releases, [m, d]."""
@@ -255,10 +258,10 @@ class GLMReconstruction:
             return _Solved.build(x, slope, last, gradient, weight)
 
         along = slope * margin - (weights * gradient).sum(dim=1) / weight  # θᵀv
-        curve = SlopeCurve.build(view, rows, believed_margins(margins, rows))
+        curve = SlopeCurve(view, rows, believed_margins(margins, rows))
         if not self._intercept:
             return _Solved.build(x, slope, curve.slope(curve.crossing(along)), gradient, weight)
-        metric = NoiseMetric.build(view, weights, rows, margin)
+        metric = NoiseMetric(view, weights, rows, margin)
         likeliest = curve.nearest(last, along, metric)  # margins
         guessed = curve.slope(likeliest)
         plain = _Solved.build(x, slope, guessed, gradient, weight)
@@ -324,13 +327,12 @@ def biased_bound(
         seed: The seed of the noise.
         generator: Instead of a seed.
     """
-    if not sigma > 0 or trials < 2:
-        raise ValueError(f"sigma={sigma} must be positive and trials={trials} at least 2")
+    require(sigma > 0 and trials >= 2, f"sigma={sigma} must be positive and trials={trials} at least 2")
     view, d = attack.view, attack.view.num_inputs
     chosen = torch.as_tensor(rows, device=view.X.device)
 
     # The moments of each half of the releases: E[(x̂ − x) ξᵀ] and E[x̂ − x].
-    halves = release_noise(2 * (trials // 2), view.weights, seed, generator).chunk(2)
+    halves = release_noise(sigma, 2 * (trials // 2), view.weights, seed, generator).chunk(2)
     numbers = numbers_at_once(view.X.device, _BIAS_NUMBERS, _BIAS_ARRAYS)
     size = max(1, numbers // (len(view.X) + len(chosen) * d))
     covariances = view.X.new_zeros(2, len(chosen), d, len(view.weights))
@@ -341,16 +343,8 @@ def biased_bound(
         covariances[number] += error.mT @ noise / len(halves[number])
         biases[number] += error.sum(dim=1) / len(halves[number])
 
-    sensitivity = Sensitivity.build(
-        view.loss,
-        view.X,
-        view.y,
-        view.sample_weight,
-        view.weights[:, None],
-        view.hessian,
-        num_inputs=d,
-        private_target=False,
-    )
+    data = view.loss, view.X, view.y, view.sample_weight
+    sensitivity = Sensitivity.build(*data, view.weights[:, None], view.hessian, d, private_target=False)
 
     # The value at the halves' mean, minus that at half their difference, has no sampling bias.
     unbiased, responses = [], []
@@ -363,3 +357,125 @@ def biased_bound(
         unbiased.append(float(mean - bounds.mse_biased(fim, (first - second) / 2, (bias[0] - bias[1]) / 2)))
         responses.append(float((first + second).trace()) / (2 * d))
     return BiasedBound(np.array(unbiased), np.array(responses))
+
+
+# ------------------------------------------------------------------ the slope, if the label is known
+
+
+class NoiseMetric:
+    """K = LᵀSL for L = [e, θ], S = H_i², H_i = H − a x xᵀ the Hessian without the example's own part.
+
+    xᵀe = 1 and xᵀθ = m, so that all entries come from products of x, Hx, He and Hθ; no H_i is formed. It is that of k
+    releases [k, p], for some examples and their margins there, [m, k].
+    """
+
+    def __init__(self, view: GLMView, weights: Tensor, rows: Tensor, margin: Tensor) -> None:
+        self.margin = margin
+        self.x = x = view.X[rows]  # [m, p]
+        self.own = own = (view.sample_weight[rows] * view.loss.second(x @ view.weights, view.y[rows]))[:, None]  # a
+        last, pushed = view.hessian[-1:], weights @ view.hessian  # He, Hθ
+        self.pushed = x @ view.hessian  # Hx, [m, p]
+        self.unit = unit = x @ last.mT  # xᵀHe, [m, 1]
+        self.along = along = x @ pushed.mT  # xᵀHθ, [m, k]
+        self.twice_unit = (last @ view.hessian).expand_as(pushed)  # H²e, [k, p]
+        self.twice_along = pushed @ view.hessian  # H²θ, [k, p]
+
+        # K's entries: eᵀSe, [m, 1], eᵀSθ and θᵀSθ, [m, k]
+        length = own.square() * x.square().sum(dim=1, keepdim=True)
+        self.corner = last.square().sum() - 2 * own * unit + length
+        self.mixed = (pushed @ last.mT).mT - own * (unit * margin + along) + length * margin
+        self.far = pushed.square().sum(dim=1) - 2 * own * margin * along + length * margin.square()
+
+    def noise(self, first: Tensor, second: Tensor) -> tuple[Terms, Terms]:
+        """The noise r = S L K⁻¹ c for c = (first, second), [m, k] each: its terms by example and by release."""
+        determinant = self.corner * self.far - self.mixed.square()
+        unit = (self.far * first - self.mixed * second) / determinant  # K⁻¹c
+        along = (self.corner * second - self.mixed * first) / determinant
+        inner = self.own * (unit + along * self.margin)  # a xᵀu for u = LK⁻¹c; S u = H²u − a(xᵀu)Hx − a(xᵀH_iu)x
+        square = self.x.square().sum(dim=1, keepdim=True)
+        outer = self.own * (unit * self.unit + along * self.along - inner * square)
+        return [(-inner, self.pushed), (-outer, self.x)], [(unit, self.twice_unit), (along, self.twice_along)]
+
+
+class SlopeCurve:
+    """m ↦ (b, b m), b = ℓ′(m, y), of some examples, on a grid of margins up to ``reach`` [m, 1], finer around 0."""
+
+    def __init__(self, view: GLMView, rows: Tensor, reach: Tensor) -> None:
+        end = math.asinh(_BELIEVED)
+        unit = torch.linspace(-end, end, _GRID, dtype=reach.dtype, device=reach.device).sinh() / _BELIEVED
+        self.view = view
+        self.y = view.y[rows, None]  # [m, 1]
+        self.margins = reach * unit  # [m, grid]
+        self.slopes = self.slope(self.margins)  # b, [m, grid]
+
+    def slope(self, margin: Tensor) -> Tensor:
+        """ℓ′, in the margin's shape."""
+        return self._of(self.view.loss.first, margin)
+
+    def crossing(self, along: Tensor) -> Tensor:
+        """The margin with b m = along and the smallest abs(b), [m, k]; if there is none, the nearest."""
+        # A walk over the grid finds the cell of the crossing, and the nearest point in case there is none.
+        products = self.slopes * self.margins
+        place = torch.zeros(along.shape, dtype=torch.long, device=along.device)
+        smallest = torch.full_like(along, torch.inf)
+        nearest, gap = place.clone(), smallest.clone()
+        for cell in range(_GRID):
+            distance = (products[:, cell, None] - along).abs()
+            nearest, gap = torch.where(distance < gap, cell, nearest), torch.minimum(distance, gap)
+            if cell + 1 == _GRID:
+                break
+            turns = (products[:, cell, None] <= along) != (products[:, cell + 1, None] <= along)
+            cost = (self.slopes[:, cell, None] + self.slopes[:, cell + 1, None]).abs()
+            better = turns & (cost < smallest)
+            place, smallest = torch.where(better, cell, place), torch.where(better, cost, smallest)
+
+        rising = products.gather(1, place) <= along
+        crossing = self._bisect(place, place + 1, lambda margin: (self.slope(margin) * margin <= along) == rising)
+        return torch.where(smallest < torch.inf, crossing, self.margins.gather(1, nearest))
+
+    def nearest(self, first: Tensor, second: Tensor, metric: NoiseMetric) -> Tensor:
+        """The margin whose point (b, b m) is closest to (first, second) in the metric K⁻¹, [m, k].
+
+        With ρ = K₁₂/K₁₁, t = K₁₁/(K₂₂ − ρK₁₂) and c the difference, K₁₁cᵀK⁻¹c = c₁² + t(c₂ − ρc₁)².
+        """
+        rho = metric.mixed / metric.corner
+        stretch = metric.corner / (metric.far - rho * metric.mixed)
+        best = torch.full_like(first, torch.inf)
+        place = torch.zeros(first.shape, dtype=torch.long, device=first.device)
+        for cell in range(_GRID):
+            b, m = self.slopes[:, cell, None], self.margins[:, cell, None]
+            c = first - b
+            distance = torch.addcmul(c.square(), stretch, (second - b * m - rho * c).square())
+            place = torch.where(distance < best, cell, place)
+            best = torch.minimum(distance, best)
+
+        def falling(margin: Tensor) -> Tensor:
+            b, a = self.slope(margin), self._of(self.view.loss.second, margin)
+            c = first - b
+            tilted = second - b * margin - rho * c
+            return c * a + stretch * tilted * (a * margin + b - rho * a) > 0
+
+        return self._bisect((place - 1).clamp(min=0), (place + 1).clamp(max=_GRID - 1), falling)
+
+    def _bisect(self, low: Tensor, high: Tensor, below: Callable[[Tensor], Tensor]) -> Tensor:
+        """The margin between two points of the grid up to which ``below`` holds."""
+        left, right = self.margins.gather(1, low), self.margins.gather(1, high)
+        for _ in range(_BISECTIONS):
+            middle = (left + right) / 2
+            yes = below(middle)
+            left, right = torch.where(yes, middle, left), torch.where(yes, right, middle)
+        return (left + right) / 2
+
+    def _of(self, function: Callable[[Tensor, Tensor], Tensor], margin: Tensor) -> Tensor:
+        return function(margin.flatten(), self.y.expand_as(margin).flatten()).view_as(margin)
+
+
+def believed_margins(margins: Tensor, rows: Tensor) -> Tensor:
+    """The largest margin to search, [m, 1], from those of the other examples at all releases, [n, k].
+
+    It is 15, or twice the largest margin of the others if that is more.
+    """
+    by_example = margins.abs().amax(dim=1)
+    largest = by_example.topk(min(2, len(by_example)))
+    others = torch.where(rows == largest.indices[0], largest.values[-1], largest.values[0])
+    return torch.where(others > _BELIEVED, 2 * others, _BELIEVED)[:, None]

@@ -16,17 +16,16 @@ import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor, nn
-from torch.func import vmap
 
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import make_generator
-from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd
+from torchfil.attacks.transcripts import Transcripts, at_every_step, record_dpsgd
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
 from torchfil.private import Private
 from torchfil.questions import Question
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "transcript_ratios", "true_positive_rates"]
@@ -94,17 +93,12 @@ class GuessAttack:
 
     def table(self) -> Any:
         """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and the verdict."""
-        columns: dict[str, list[Any]] = {
-            "divergence": self.divergence.tolist(),
-            "divergence_error": self.divergence_error.tolist(),
-        }
-        verdicts = self.verdicts
+        columns = {"divergence": self.divergence, "divergence_error": self.divergence_error}
+        parts = {"achieved": self.achieved, "bound": self.bound, "normal limit": self.normal_limit}
+        parts["verdict"] = np.asarray(self.verdicts)
         for k, alpha in enumerate(self.false_positive_rates):
-            columns[f"achieved at {alpha:g}"] = self.achieved[:, k].tolist()
-            columns[f"bound at {alpha:g}"] = self.bound[:, k].tolist()
-            columns[f"normal limit at {alpha:g}"] = self.normal_limit[:, k].tolist()
-            columns[f"verdict at {alpha:g}"] = [row[k] for row in verdicts]
-        return as_table(list(self.rows), columns)
+            columns |= {f"{name} at {alpha:g}": part[:, k] for name, part in parts.items()}
+        return as_table(list(self.rows), {name: column.tolist() for name, column in columns.items()})
 
 
 def best_guess(
@@ -159,11 +153,8 @@ def best_guess(
     true = record_dpsgd(model, loss_fn, inputs, targets, **common)
     for row in with_progress(rows, progress, "examples", len(rows)):
         other: Other = None if alternative is None else _swapped(row, (inputs, targets), alternative)
-        false = (
-            record_dpsgd(model, loss_fn, inputs, targets, absent=(row,), **common)
-            if other is None
-            else record_dpsgd(model, loss_fn, *other, **common)
-        )
+        data, absent = ((inputs, targets), (row,)) if other is None else (other, ())
+        false = record_dpsgd(model, loss_fn, *data, absent=absent, **common)
 
         # both sets of runs are judged by the same two distributions
         here = transcript_ratios(true, row, (inputs, targets), other, private, secret_batches=secret_batches)
@@ -209,24 +200,23 @@ def transcript_ratios(
         private: As in the recording of the runs.
         secret_batches: Whether the attacker does not know when the example was drawn.
     """
-    made, q = transcripts.gradients, transcripts.sample_rate
-    own, others = (
-        None
-        if data is None
-        else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[slice(row, row + 1)]
+    made, q, scale = transcripts.gradients, transcripts.sample_rate, transcripts.mechanism.noise_std
+
+    def clipped(examples: Any, weights: Tensor) -> Tensor:
+        """g̃/s of the example at weights [runs, steps, p]."""
+        z, public = examples.z[row], map_tensors(lambda leaf: leaf[row], examples.public)
+        each = at_every_step(lambda w, z: transcripts.clipped(w, z, public), weights, z.expand(len(weights), -1))
+        return each / scale
+
+    answers = [
+        None if data is None else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples
         for data in (true, other)
-    )
-    scale = transcripts.mechanism.noise_std
-    runs, steps, p = transcripts.weights.shape
-    size = max(1, VALUES_AT_ONCE // (4 * steps * p))
+    ]
     ratios, sums = [], []
-    for start in range(0, runs, size):
-        part = slice(start, min(start + size, runs))
+    for part in transcripts.pieces(4):
         weights, drawn = transcripts.weights[part], transcripts.batches[part, :, row]
-        o = _without_others(transcripts, part, row) / scale
-        u, v = (
-            torch.zeros_like(o) if one is None else _clipped(transcripts, weights, one) / scale for one in (own, others)
-        )
+        o = transcripts.noise[part] / scale + clipped(made.examples, weights) * drawn[..., None]  # without the others
+        u, v = (torch.zeros_like(o) if one is None else clipped(one, weights) for one in answers)
         uu, vv, uv = ((a * b).sum(dim=-1) for a, b in ((u, u), (v, v), (u, v)))
         exponents = (o * u).sum(dim=-1) - uu / 2, (o * v).sum(dim=-1) - vv / 2
 
@@ -238,12 +228,6 @@ def transcript_ratios(
         ratios.append(step.sum(dim=1))
         sums.append((each * drawn).sum(dim=1))
     return Ratios(torch.cat(ratios), torch.cat(sums))
-
-
-def _without_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
-    """The noisy sums of these runs minus the others' part, [runs, steps, p]."""
-    own = _clipped(transcripts, transcripts.weights[runs], transcripts.gradients.examples[slice(row, row + 1)])
-    return transcripts.noise[runs] + own * transcripts.batches[runs, :, row, None]
 
 
 def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tensor) -> Tensor:
@@ -280,10 +264,3 @@ def _swapped(row: int, data: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[A
 
     swapped: tuple[Any, Any] = map_tensors(swap, data)
     return swapped
-
-
-def _clipped(transcripts: Transcripts, weights: Tensor, example: Any) -> Tensor:
-    """g̃ of one example at weights [runs, steps, p]."""
-    z, public = example.z[0], map_tensors(lambda leaf: leaf[0], example.public)
-    by_step = vmap(lambda w: transcripts.clipped(w, z, public))
-    return vmap(by_step)(weights)

@@ -3,6 +3,8 @@
     x̂ = argmin_x  1 − ⟨∇ℓ(x), g⟩ / (‖∇ℓ(x)‖ ‖g‖) + α TV(x),    x in [low, high],
 
 by Adam on the sign of the gradient, from several random starts; the start with the least objective wins.
+
+How alike two images are say SSIM, by torchmetrics, and HaarPSI, after its paper's formulas; 1 means the same image.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.attacks.similarity import haarpsi, ssim
 from torchfil.fisher.gradients import LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
-from torchfil.utils.progress import with_progress
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
+
+_SSIM_WINDOW, _SSIM_SIGMA = 11, 1.5
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,15 @@ class Inversion:
             ImportError: "ssim" needs torchmetrics, which is not installed; ``require_ssim`` checks this beforehand.
         """
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
-        if measure not in judges:
-            raise ValueError(f"measure={measure!r} must be one of {', '.join(judges)}")
-        if truth.shape != self.images.shape:
-            raise ValueError(f"the truth has shape {list(truth.shape)}, the images {list(self.images.shape)}")
+        shapes = [list(each.shape) for each in (truth, self.images)]
+        require(measure in judges, f"measure={measure!r} must be one of {', '.join(judges)}")
+        require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
         return AttackResult(
-            name="gradient inversion",
-            threat_model="sees one example's gradient (noisy or not), knows the weights and the label",
-            ids=list(range(len(truth))),
-            achieved=as_array(judges[measure](self.images, truth)),
-            measure=measure,
+            "gradient inversion",
+            "sees one example's gradient (noisy or not), knows the weights and the label",
+            range(len(truth)),
+            as_array(judges[measure](self.images, truth)),
+            measure,
             trials=1,
             guesses=as_array(self.images),
             blind=as_array(judges["mse"](truth.mean(dim=0), truth)) if measure == "mse" else None,
@@ -70,18 +73,17 @@ def observed_gradients(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """What the attacker sees for each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
-    if noise_multiplier < 0 or (noise_multiplier > 0 and max_grad_norm is None):
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be at least 0, and noise needs max_grad_norm")
-    weights, constants = trainable_and_constant(model)
-    one = _gradient(model, loss_fn, weights, constants)
-    seen = vmap(one)(images, targets).detach()
-    if max_grad_norm is not None:
-        seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
-    if noise_multiplier and max_grad_norm is not None:
-        source = make_generator(generator, seed, seen.device)
-        noise = torch.randn(seen.shape, generator=source, dtype=seen.dtype, device=seen.device)
-        seen = seen + noise_multiplier * max_grad_norm * noise
-    return seen
+    possible = noise_multiplier == 0 or (noise_multiplier > 0 and max_grad_norm is not None)
+    require(possible, f"noise_multiplier={noise_multiplier} must be at least 0, and noise needs max_grad_norm")
+    seen = vmap(_gradient(model, loss_fn, trainable_and_constant(model)))(images, targets).detach()
+    if max_grad_norm is None:
+        return seen
+    seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
+    if noise_multiplier == 0:
+        return seen
+    source = make_generator(generator, seed, seen.device)
+    noise = torch.randn(seen.shape, generator=source, dtype=seen.dtype, device=seen.device)
+    return seen + noise_multiplier * max_grad_norm * noise
 
 
 def invert_gradients(
@@ -123,15 +125,13 @@ def invert_gradients(
         generator: Their source.
         progress: Whether to show a bar.
     """
-    if restarts < 1 or steps < 1:
-        raise ValueError(f"restarts={restarts} and steps={steps} must both be at least 1")
-    if not low < high:
-        raise ValueError(f"low={low} must be below high={high}")
-    weights, constants = trainable_and_constant(model)
-    p = sum(value.numel() for value in weights.values())
-    if gradients.ndim != 2 or gradients.shape[1] != p or len(gradients) != len(targets):
-        raise ValueError(f"gradients {list(gradients.shape)} must be [{len(targets)}, {p}]: one per target, flat")
-    one = _gradient(model, loss_fn, weights, constants)
+    n, weights = len(targets), trainable_and_constant(model)
+    wanted = [n, sum(value.numel() for value in weights[0].values())]
+    require(restarts >= 1 and steps >= 1, f"restarts={restarts} and steps={steps} must both be at least 1")
+    require(low < high, f"low={low} must be below high={high}")
+    flat = list(gradients.shape) == wanted
+    require(flat, f"gradients {list(gradients.shape)} must be {wanted}: one per target, flat")
+    one = _gradient(model, loss_fn, weights)
 
     def objective(x: Tensor, target: Tensor, seen: Tensor) -> Tensor:
         g = one(x, target)
@@ -142,7 +142,6 @@ def invert_gradients(
     # All starts of all gradients are one batch.
     slopes = vmap(grad_and_value(objective))
     source = make_generator(generator, seed, gradients.device)
-    n = len(targets)
     seen, labels = gradients.repeat(restarts, 1), targets.repeat(restarts)
     start = torch.rand(restarts * n, *shape, generator=source, dtype=gradients.dtype, device=gradients.device)
     x = (low + (high - low) * start).requires_grad_()
@@ -164,11 +163,7 @@ def invert_gradients(
 
     winner = least.reshape(restarts, n).argmin(dim=0)
     lost = (~least.reshape(restarts, n).isfinite().any(dim=0)).nonzero().flatten().tolist()
-    if lost:
-        raise ValueError(
-            f"the objective of examples {lost[:5]} was NaN or infinite at every step, so there was nothing to search; "
-            "are the observed gradients and the weights finite?"
-        )
+    require(not lost, f"the objective of examples {lost[:5]} was never finite: check observed gradients and weights")
     places = winner * n + torch.arange(n, device=winner.device)
     return Inversion(best[places], least[places])
 
@@ -184,14 +179,99 @@ def total_variation(x: Tensor) -> Tensor:
     return torch.stack(steps).sum() if steps else x.new_zeros(())
 
 
-def _gradient(model: nn.Module, loss_fn: LossFunction, weights: dict[str, Tensor], constants: dict[str, Tensor]) -> Any:
-    """(image, target) ↦ the flat gradient of one example, [p]; differentiable in the image."""
+def _gradient(model: nn.Module, loss_fn: LossFunction, weights: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Any:
+    """(image, target) ↦ the flat gradient of one example, [p], differentiable in the image.
+
+    ``weights`` are the trainable and the constant ones.
+    """
 
     def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
-        outputs = functional_call(model, {**values, **constants}, (x.unsqueeze(0),))
+        outputs = functional_call(model, {**values, **weights[1]}, (x.unsqueeze(0),))
         return loss_fn(outputs, target.unsqueeze(0)).reshape(())
 
-    def one(x: Tensor, target: Tensor) -> Tensor:
-        return flatten(grad(loss)(weights, x, target))
+    return lambda x, target: flatten(grad(loss)(weights[0], x, target))
 
-    return one
+
+# ------------------------------------------------------------------ how alike two images are
+
+
+def require_ssim() -> Any:
+    """The function of torchmetrics that computes :func:`ssim`; call this before a long attack that needs SSIM.
+
+    Raises:
+        ImportError: torchmetrics is not installed.
+    """
+    try:
+        from torchmetrics.functional.image import structural_similarity_index_measure
+    except ImportError as error:
+        raise ImportError("SSIM needs torchmetrics: pip install 'torchfil[attacks]'") from error
+    return structural_similarity_index_measure
+
+
+def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
+    """Structural similarity of images [n, c, h, w], [n] (Wang et al. 2004): 11×11 Gaussian window, σ = 1.5, no padding.
+
+    The mean is over the windows that lie inside the image, as in the paper. torchmetrics extends images beyond their
+    border, and whether its own mean counts those windows depends on its version; here they are cut off.
+
+    Raises:
+        ImportError: torchmetrics is not installed.
+
+    Example:
+        >>> x = torch.rand(2, 1, 16, 16)
+        >>> ssim(x, x).round(decimals=3)
+        tensor([1., 1.])
+    """
+    measure = require_ssim()
+    _check_pair(a, b, _SSIM_WINDOW)
+    options = {"sigma": _SSIM_SIGMA, "data_range": data_range, "reduction": "none", "return_full_image": True}
+    _, windows = measure(a, b, **options)  # [n, c, h, w], one window around each pixel
+    border = _SSIM_WINDOW // 2
+    return windows[..., border:-border, border:-border].flatten(1).mean(dim=1)
+
+
+def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
+    """Haar wavelet perceptual similarity of grey images [n, 1, h, w], [n] (Reisenhofer et al. 2018): C = 30, α = 4.2.
+
+    Both images are first averaged over 2×2 pixels and downsampled, as in the original. There are three scales of Haar
+    filters in both directions: the first two give the similarity, the third the weights.
+
+    Example:
+        >>> x = torch.rand(2, 1, 32, 32)
+        >>> haarpsi(x, x).round(decimals=3)
+        tensor([1., 1.])
+    """
+    _check_pair(a, b, 16)
+    require(a.shape[1] == 1, f"images have {a.shape[1]} channels; haarpsi takes grey images, [n, 1, h, w]")
+    C, alpha = 30.0, 4.2
+    scaled = [nn.functional.avg_pool2d(x * (255 / data_range), 2) for x in (a, b)]
+    similarity, weight = [], []
+    for direction in (0, 1):
+        first, second = [[_haar(x, scale, direction).abs() for scale in (1, 2, 3)] for x in scaled]
+        pairs = [(2 * p * q + C) / (p**2 + q**2 + C) for p, q in zip(first[:2], second[:2], strict=True)]
+        similarity.append((pairs[0] + pairs[1]) / 2)
+        weight.append(torch.maximum(first[2], second[2]))
+    local, weights = torch.cat(similarity, dim=1), torch.cat(weight, dim=1)
+    lifted = (torch.sigmoid(alpha * local) * weights).flatten(1).sum(dim=1)
+    total = weights.flatten(1).sum(dim=1)
+    mean = torch.where(total > 0, lifted / total.clamp(min=1e-12), torch.sigmoid(torch.as_tensor(alpha)).to(a))
+    return (torch.logit(mean) / alpha).square()
+
+
+def _haar(x: Tensor, scale: int, direction: int) -> Tensor:
+    """Haar coefficients of one scale, in the image's size; ``direction`` 0: differences down, 1: across."""
+    size = 2**scale
+    kernel = torch.full((size, size), 2.0**-scale, dtype=x.dtype, device=x.device)
+    kernel[: size // 2] *= -1
+    kernel = kernel if direction == 0 else kernel.mT
+    before, after = (size - 1) // 2, size // 2
+    padded = nn.functional.pad(x, (before, after, before, after))
+    return nn.functional.conv2d(padded, kernel[None, None])
+
+
+def _check_pair(a: Tensor, b: Tensor, smallest: int) -> None:
+    shapes = [list(a.shape), list(b.shape)]
+    same = shapes[0] == shapes[1] and a.ndim == 4
+    require(same, f"images must have the same shape [n, c, h, w], got {shapes[0]} and {shapes[1]}")
+    size = shapes[0][2:]
+    require(min(size) >= smallest, f"images of {size[0]}×{size[1]} pixels are smaller than {smallest}×{smallest}")

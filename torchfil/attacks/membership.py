@@ -21,8 +21,9 @@ import torch
 from scipy.integrate import trapezoid
 from torch import Tensor, nn
 
-from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.utils.progress import with_progress
+from torchfil.attacks.base import AttackResult, make_generator, mean_of_trials
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 
 Training = Callable[[Tensor, int], nn.Module]
 
@@ -35,18 +36,13 @@ class ShadowRuns:
     members: Tensor
 
     def __post_init__(self) -> None:
-        if self.log_odds.shape != self.members.shape or self.log_odds.ndim != 2:
-            raise ValueError(
-                f"log_odds {list(self.log_odds.shape)} and members {list(self.members.shape)} must both be [runs, n]"
-            )
+        shapes = [list(each.shape) for each in (self.log_odds, self.members)]
+        fit = shapes[0] == shapes[1] and len(shapes[0]) == 2
+        require(fit, f"log_odds {shapes[0]} and members {shapes[1]} must both be [runs, n]")
         if self.members.dtype != torch.bool:
             raise TypeError(f"members is of {self.members.dtype}; give booleans (members.bool())")
         diverged = (~self.log_odds.isfinite()).any(dim=1).nonzero().flatten().tolist()
-        if diverged:
-            raise ValueError(
-                f"the log-odds of runs {diverged[:5]} are NaN or infinite: these runs diverged and would spoil the "
-                "result; leave them out, or train them again"
-            )
+        require(not diverged, f"the log-odds of runs {diverged[:5]} are not finite: leave out runs that diverged")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +70,7 @@ class MembershipResult:
 
     def tpr_at(self, fpr: float) -> float:
         """The largest true positive rate of a threshold with at most this share of false alarms, targets pooled."""
-        if not 0 <= fpr <= 1:
-            raise ValueError(f"fpr={fpr} must lie in [0, 1]")
+        require(0 <= fpr <= 1, f"fpr={fpr} must lie in [0, 1]")
         false, true = self.curve()
         return float(true[false <= fpr].max())
 
@@ -90,16 +85,8 @@ class MembershipResult:
         for judged, others in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
             threshold = _best_threshold(self.scores[:, others], self.members[:, others])
             right[:, judged] = (self.scores[:, judged] >= threshold) == self.members[:, judged]
-        trials = len(right)
-        return AttackResult(
-            name=self.name,
-            threat_model=_KNOWS[self.name],
-            ids=list(range(len(right[0]))) if ids is None else ids,
-            achieved=right.mean(axis=0),
-            measure="accuracy",
-            trials=trials,
-            standard_error=right.std(axis=0, ddof=1) / trials**0.5 if trials > 1 else None,
-        )
+        names = range(len(right[0])) if ids is None else ids
+        return mean_of_trials(self.name, _KNOWS[self.name], names, torch.as_tensor(right.T), "accuracy")
 
 
 _KNOWS = {
@@ -133,10 +120,8 @@ def shadow_runs(
     """
     n = len(inputs)
     size = round(share * n)
-    if not 0 < size < n:
-        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and non-members")
-    if runs < 1:
-        raise ValueError(f"runs={runs} must be at least 1")
+    require(0 < size < n, f"share={share} of {n} examples leaves {size} members; there must be both kinds")
+    require(runs >= 1, f"runs={runs} must be at least 1")
     source = make_generator(generator, seed, targets.device)
     members = torch.zeros(runs, n, dtype=torch.bool, device=targets.device)
     odds = []
@@ -152,8 +137,7 @@ def shadow_runs(
 def membership_inference(runs: ShadowRuns, *, targets: int | None = None) -> dict[str, MembershipResult]:
     """Both attacks on each of the first ``targets`` runs (None: all), with all other runs as shadows."""
     count = len(runs.members) if targets is None else targets
-    if not 1 <= count <= len(runs.members):
-        raise ValueError(f"targets={targets} must be between 1 and the {len(runs.members)} runs")
+    require(1 <= count <= len(runs.members), f"targets={targets} must be between 1 and the {len(runs.members)} runs")
     truth = runs.members[:count].cpu().numpy()
     scores = {
         "loss threshold": loss_threshold(runs.log_odds[:count]),
@@ -174,26 +158,19 @@ def gaussian_likelihood_ratio(runs: ShadowRuns, target: int) -> Tensor:
     examples with the weight of four runs, because few shadows estimate a variance badly.
     """
     others = torch.arange(len(runs.members), device=runs.members.device) != target
-    phi, inside = runs.log_odds[others], runs.members[others]
-    (mean_in, var_in), (mean_out, var_out) = _moments(phi, inside), _moments(phi, ~inside)
-    here = runs.log_odds[target]
-    return _log_density(here, mean_in, var_in) - _log_density(here, mean_out, var_out)
+    phi, inside, here = runs.log_odds[others], runs.members[others], runs.log_odds[target]
+    return _log_density(here, phi, inside) - _log_density(here, phi, ~inside)
 
 
-def _moments(phi: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _log_density(value: Tensor, phi: Tensor, chosen: Tensor) -> Tensor:
+    """That of a normal law fitted to the chosen runs, at a value of each example, [n], up to a constant."""
     count = chosen.sum(dim=0)
-    if int(count.min()) < 2:
-        raise ValueError(
-            f"example {int(count.argmin())} has {int(count.min())} shadow runs on one side; the likelihood ratio needs "
-            "two with it and two without: add runs"
-        )
+    few = f"example {int(count.argmin())} has {int(count.min())} shadow runs on one side"
+    require(int(count.min()) >= 2, f"{few}; the likelihood ratio needs two with it and two without: add runs")
     mean = (phi * chosen).sum(dim=0) / count
     squares = ((phi - mean).square() * chosen).sum(dim=0)
     pooled = squares.sum() / (count - 1).sum()
-    return mean, (squares + 4 * pooled) / (count - 1 + 4) + torch.finfo(phi.dtype).eps
-
-
-def _log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    variance = (squares + 4 * pooled) / (count - 1 + 4) + torch.finfo(phi.dtype).eps
     return -0.5 * ((value - mean).square() / variance + variance.log())
 
 

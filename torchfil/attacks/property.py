@@ -7,9 +7,8 @@ data, with and without the property, at the same weights, it learns to tell whet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torchfil.attacks.base import make_generator
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
-from torchfil.utils.progress import with_progress
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 
 Attacker = Literal["logistic", "forest"]
 
@@ -32,13 +32,10 @@ class Client:
     property: Tensor
 
     def __post_init__(self) -> None:
-        if not len(self.inputs) == len(self.targets) == len(self.property):
-            raise ValueError(
-                f"inputs, targets and property have {len(self.inputs)}, {len(self.targets)} and {len(self.property)} "
-                "entries; they must have the same number"
-            )
-        if not 0 < int(self.property.sum()) < len(self.property):
-            raise ValueError("all examples have the property, or none has; a client needs both kinds")
+        sizes = [len(self.inputs), len(self.targets), len(self.property)]
+        require(len(set(sizes)) == 1, f"inputs, targets and property have {sizes} entries; give the same number")
+        both = 0 < int(self.property.sum()) < len(self.property)
+        require(both, "all examples have the property, or none has; a client needs both kinds")
 
     def to(self, device: torch.device | str) -> Client:
         """The same client with its data on a device."""
@@ -101,12 +98,10 @@ def federated_gradients(
         generator: Their source.
         progress: Whether to show a bar.
     """
-    if rounds < 4 or batch_size < 1 or own_batches < 1:
-        raise ValueError(f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
-
+    enough = rounds >= 4 and batch_size >= 1 and own_batches >= 1
+    require(enough, f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
     source = make_generator(generator, seed, victim.property.device)
-    known: list[dict[str, Tensor]] = []
-    observed: list[dict[str, Tensor]] = []
+    known, observed = [], []
     coins = torch.rand(rounds, generator=source, device=victim.property.device) < 0.5
     coins[:2] = torch.tensor([False, True], device=coins.device)  # both kinds occur
 
@@ -123,12 +118,8 @@ def federated_gradients(
         server = {layer: (sent[layer] + own[layer]) / 2 for layer in sent}
         observed.append({layer: 2 * server[layer] - own[layer] for layer in server})
         _descend(model, server, lr)
-    return FederatedGradients(
-        _stacked(known),
-        torch.tensor([False] * own_batches + [True] * own_batches).repeat(rounds),
-        _stacked(observed),
-        coins.cpu(),
-    )
+    kinds = torch.tensor([False] * own_batches + [True] * own_batches).repeat(rounds)
+    return FederatedGradients(_stacked(known), kinds, _stacked(observed), coins.cpu())
 
 
 def property_inference(
@@ -159,11 +150,9 @@ def property_inference(
         scores = _scores(seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed)
         values.append(auc(scores, truth))
         resampled.append([auc(scores[row], truth[row]) for row in draws])
-    spread = np.array(resampled)
-    low, high = np.quantile(spread, [0.025, 0.975], axis=1)
-    return LayerTable(
-        tuple(seen.known), np.array(values), low, high, spread.std(axis=1, ddof=1), f"AUC ({attacker})", "AUC"
-    )
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
+    error = np.std(resampled, axis=1, ddof=1)
+    return LayerTable(tuple(seen.known), np.array(values), low, high, error, f"AUC ({attacker})", "AUC")
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
@@ -185,13 +174,10 @@ def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker,
         from sklearn.preprocessing import StandardScaler
     except ImportError as error:
         raise ImportError("property inference needs scikit-learn: pip install 'torchfil[glm]'") from error
-    makers: Mapping[str, Callable[[], Any]] = {
-        "forest": lambda: RandomForestClassifier(200, random_state=seed),
-        "logistic": lambda: LogisticRegression(C=0.1, max_iter=500),
-    }
-    if attacker not in makers:
-        raise ValueError(f"attacker={attacker!r} must be 'forest' or 'logistic'")
-    fitted = make_pipeline(StandardScaler(), makers[attacker]()).fit(known.cpu().numpy(), labels.cpu().numpy())
+    require(attacker in ("forest", "logistic"), f"attacker={attacker!r} must be 'forest' or 'logistic'")
+    forest, ridge = RandomForestClassifier(200, random_state=seed), LogisticRegression(C=0.1, max_iter=500)
+    pipeline = make_pipeline(StandardScaler(), forest if attacker == "forest" else ridge)
+    fitted = pipeline.fit(known.cpu().numpy(), labels.cpu().numpy())
     return np.asarray(fitted.predict_proba(observed.cpu().numpy())[:, 1])
 
 

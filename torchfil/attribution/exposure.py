@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from torchfil.accounting.leakage import as_table
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
 __all__ = ["AUROC", "auroc", "rank_by_exposure"]
@@ -45,10 +46,10 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
         1.0
     """
     values, outlier = _scores(scores), as_array(is_outlier).astype(bool)
-    if values.shape != outlier.shape:
-        raise ValueError(f"scores {list(values.shape)} and is_outlier {list(outlier.shape)} must both be [n]")
-    if not (outlier.any() and (~outlier).any()):
-        raise ValueError(f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
+    shapes = f"scores {list(values.shape)} and is_outlier {list(outlier.shape)}"
+    require(values.shape == outlier.shape, f"{shapes} must both be [n]")
+    both = outlier.any() and not outlier.all()
+    require(bool(both), f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
 
     # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its error.
     inside, outside = values[~outlier], values[outlier]
@@ -81,8 +82,7 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
     """
     values = _scores(scores)
     names = list(range(len(values))) if ids is None else list(ids)
-    if len(names) != len(values):
-        raise ValueError(f"ids has {len(names)} names for {len(values)} scores")
+    require(len(names) == len(values), f"ids has {len(names)} names for {len(values)} scores")
     order = np.argsort(-values, kind="stable")
     rank = stats.rankdata(-values, method="min").astype(int)
     quantile = stats.rankdata(values, method="max") / max(1, len(values))
@@ -92,8 +92,6 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
 
 def _scores(scores: Any) -> np.ndarray:
     values = as_array(scores).astype(float)
-    if values.ndim != 1:
-        raise ValueError(f"scores has shape {list(values.shape)}; it must be one number per example")
-    if np.isnan(values).any():
-        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
+    require(values.ndim == 1, f"scores has shape {list(values.shape)}; it must be one number per example")
+    require(not np.isnan(values).any(), f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
     return values

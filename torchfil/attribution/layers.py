@@ -20,7 +20,8 @@ from torchfil.accounting.leakage import as_table
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.models import check_modules, check_unweighted_mean, trainable_and_constant, without_opacus
 from torchfil.private import Examples, Inputs, Private, as_call, check_finite, num_examples
-from torchfil.utils.tables import aligned
+from torchfil.utils.errors import require
+from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
 
@@ -82,10 +83,9 @@ class LayerTable:
         """
         # Names that would overlap are tilted, and need height.
         longest = max(map(len, self._shown))
-        rotated = longest * len(self) > 40
+        tilted = longest * len(self) > 40
         if ax is None:
-            height = 3.4 + (0.055 * longest if rotated else 0.0)
-            ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), height, "constrained").subplots()
+            ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), 3.4 + 0.055 * longest * tilted, "constrained").subplots()
 
         places = np.arange(len(self))
         drawn = np.isfinite(self.value)
@@ -97,11 +97,9 @@ class LayerTable:
         reach = np.stack([value - low, high - value]).clip(min=0)
         ax.errorbar(places[whiskers], value, reach, fmt="none", ecolor="0.25", capsize=3, linewidth=1.2)
 
-        ax.set_xticks(places, self._shown, rotation=45 if rotated else 0, ha="right" if rotated else "center")
+        tilt = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if tilted else {}
+        ax.set_xticks(places, self._shown, **tilt)
         ax.tick_params(axis="x", length=0)
-        if rotated:
-            for label in ax.get_xticklabels():
-                label.set_rotation_mode("anchor")
         ax.axhline(0, color="0.25", linewidth=0.8)
         ax.set_title(self.measure, fontsize=11)
         ax.set_ylabel(self.unit)
@@ -146,10 +144,8 @@ def layer_gradients(
     """
     whole = _without_private(model, loss_fn, x, y)
     n, size = len(whole), 1 if batch is None else batch
-    if size < 1:
-        raise ValueError(f"batch={batch} must be at least 1")
-    if n % size:
-        raise ValueError(f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
+    require(size >= 1, f"batch={batch} must be at least 1")
+    require(n % size == 0, f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
     index = layer_index(whole.parameters, bias=bias)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
     rows_at_once = max(1, DEFAULT_MAX_MEMORY // (4 * size * whole.num_parameters * whole.dtype.itemsize))
@@ -176,8 +172,7 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
         start += value.numel()
         if bias or "bias" not in own:
             pieces.setdefault(layer, []).append(places)
-    if not pieces:
-        raise ValueError(f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
+    require(bool(pieces), f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
     return {layer: torch.cat(places) for layer, places in pieces.items()}
 
 
@@ -188,12 +183,10 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     check_unweighted_mean(loss_fn)
     args, kwargs = as_call(x)
     n = num_examples(args, kwargs, y)
-    if n == 0:
-        raise ValueError("there is no example; pass at least one")
+    require(n > 0, "there is no example; pass at least one")
     check_finite(args, kwargs, y)
     parameters, constants = trainable_and_constant(live)
-    if not parameters:
-        raise ValueError(f"{type(model).__name__} has no trainable parameter; unfreeze the layers to examine")
+    require(bool(parameters), f"{type(model).__name__} has no trainable parameter; unfreeze the layers to examine")
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
     public = map_tensors(Tensor.detach, (args, kwargs, y))
@@ -251,26 +244,25 @@ def jacobian_sensitivity(
         >>> jacobian_sensitivity(model, nn.MSELoss(), torch.tensor([[3.0]]), torch.ones(1, 1), normalised=False).value
         array([6.])
     """
-    if norm not in ("fro", 1, math.inf):
-        raise ValueError(f"norm={norm!r} must be 'fro', 1 or float('inf')")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    require(norm in ("fro", 1, math.inf), f"norm={norm!r} must be 'fro', 1 or float('inf')")
+    require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size} must be at least 1")
     batch = _prepared(model, loss_fn, x, y, wrt)
-    if len(batch) == 0:
-        raise ValueError("there is no example; pass at least one")
+    require(len(batch) > 0, "there is no example; pass at least one")
 
     index = layer_index(batch.parameters, bias=bias)
     columns = chunk_size or max(1, DEFAULT_MAX_MEMORY // (4 * batch.num_parameters * batch.dtype.itemsize))
     norms = _norms(batch, index, norm, columns)  # {layer: [n]}
     if normalised:
-        ranges = _ranges(batch, index, columns)
-        for layer, places in index.items():
-            psi = {"fro": math.sqrt(len(places)), 1: len(places), math.inf: 1.0}[norm]
-            scale = psi * ranges[layer]
+        for layer, spread in _ranges(batch, index, columns).items():
+            size = len(index[layer])
+            scale = {"fro": math.sqrt(size), 1: size, math.inf: 1.0}[norm] * spread
             norms[layer] = torch.where(norms[layer] == 0, torch.zeros_like(scale), norms[layer] / scale)
     values = torch.stack(list(norms.values())).double().cpu()  # [layers, n]
     unit = {"fro": "F", 1: "1", math.inf: "∞"}[norm] + "-norm" + (" / (ψ · range)" if normalised else "")
-    return _table(tuple(index), values, "sensitivity of gradients to " + _what(wrt), unit)
+    what = f"the {wrt}"
+    if isinstance(wrt, Private):
+        what = f"the output of {' and '.join(wrt.submodules)}" if wrt.submodules else "private coordinates"
+    return _table(tuple(index), values, f"sensitivity of gradients to {what}", unit)
 
 
 def _prepared(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, wrt: Any) -> ExampleGradients:
@@ -278,14 +270,12 @@ def _prepared(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, wrt: A
     if isinstance(wrt, Private):
         return ExampleGradients.build(model, loss_fn, x, y, wrt)
     if wrt == "target":
-        y = _continuous(model, loss_fn, x, y)
-        return ExampleGradients.build(model, loss_fn, x, y, Private(inputs=(), target=True))
-    if wrt != "input":
-        raise ValueError(f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
+        return ExampleGradients.build(model, loss_fn, x, _continuous(model, x, y), Private(inputs=(), target=True))
+    require(wrt == "input", f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
     return ExampleGradients.build(model, loss_fn, x, y)
 
 
-def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> Tensor:
+def _continuous(model: nn.Module, x: Inputs, y: Any) -> Tensor:
     """The targets themselves if they are floating-point, else one-hot class probabilities."""
     if not isinstance(y, Tensor):
         raise TypeError(f"wrt='target' needs a tensor of targets, got {type(y).__name__}")
@@ -296,25 +286,12 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
     args, kwargs = map_tensors(lambda leaf: leaf[:1], as_call(x))
     with torch.no_grad():
         output = model(*args, **kwargs)
-    if not isinstance(output, Tensor) or output.ndim != y.ndim + 1 or output.shape[2:] != y.shape[1:]:
-        what = f"outputs of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(
-            f"targets of dtype {y.dtype} and shape {tuple(y.shape)} are not class numbers for {what} of one example; "
-            "pass floating-point targets"
-        )
-
-    classes = output.shape[1]
-    if int(y.min()) < 0 or int(y.max()) >= classes:
-        raise ValueError(f"class numbers {int(y.min())} … {int(y.max())} do not lie in the model's 0 … {classes - 1}")
-
-    # Not every loss of class numbers takes probabilities; one example shows.
-    probabilities = nn.functional.one_hot(y.long(), classes).movedim(-1, 1).to(output)
-    try:
-        loss_fn(output, probabilities[:1])
-    except (RuntimeError, TypeError, ValueError) as error:
-        text = f"wrt='target' needs a loss of class probabilities, such as nn.CrossEntropyLoss(): {error}"
-        raise TypeError(text) from error
-    return probabilities
+    fits = isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]
+    shapes = f"{tuple(y.shape)} and outputs {tuple(getattr(output, 'shape', ()))} of one example"
+    require(fits, f"targets {shapes} do not fit as class numbers; pass floating-point targets")
+    classes, least, most = output.shape[1], int(y.min()), int(y.max())
+    require(0 <= least <= most < classes, f"class numbers {least} … {most} do not lie in the model's 0 … {classes - 1}")
+    return nn.functional.one_hot(y.long(), classes).movedim(-1, 1).to(output)
 
 
 def _norms(batch: ExampleGradients, index: dict[str, Tensor], norm: Norm, columns: int) -> dict[str, Tensor]:
@@ -354,12 +331,6 @@ def _table(layers: tuple[str, ...], values: Tensor, measure: str, unit: str) -> 
     width = error * float(stats.t.ppf(0.975, n - 1)) if n > 1 else error
     low, high = (mean - width).clamp(min=0), mean + width
     return LayerTable(layers, mean.numpy(), low.numpy(), high.numpy(), error.numpy(), measure, unit)
-
-
-def _what(wrt: Any) -> str:
-    if not isinstance(wrt, Private):
-        return f"the {wrt}"
-    return f"the output of {' and '.join(wrt.submodules)}" if wrt.submodules else "private coordinates"
 
 
 def v_information(
@@ -418,14 +389,18 @@ def v_information(
         ImportError: scikit-learn is not installed.
         ValueError: A constant property, too few examples of a class, shapes that disagree, values that are not finite.
     """
-    _require_sklearn()
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as missing:
+        raise ImportError("v_information needs scikit-learn: pip install 'torchfil[glm]'") from missing
     names, labels = np.unique(as_array(property), return_inverse=True)
     _check_gradients(gradients, labels)
-    if not 0 < smoothing < 1:
-        raise ValueError(f"smoothing={smoothing} must lie strictly between 0 and 1")
-    if bootstrap < 1:
-        raise ValueError(f"bootstrap={bootstrap} must be at least 1")
-    one_width = _one_width(width, family, gradients)
+    require(0 < smoothing < 1, f"smoothing={smoothing} must lie strictly between 0 and 1")
+    require(bootstrap >= 1, f"bootstrap={bootstrap} must be at least 1")
+    if width == "auto":
+        width = 32 if isinstance(family, str) and family == "logistic" else None
+    require(width is None or width >= 1, f"width={width} must be at least 1")
+    one_width = None if width is None else min(width, *(value.shape[1] for value in gradients.values()))
 
     test = _test_mask(labels, names, test_share, test_rows, seed)
     each = [_gains(X, labels, test, family, one_width, smoothing, seed) for X in gradients.values()]
@@ -440,19 +415,6 @@ def v_information(
     seen = "all features" if one_width is None else f"{one_width} components"
     measure = f"V-information ({which}, {seen}), lower estimate"
     return LayerTable(tuple(gradients), gains.mean(axis=1), low, high, error, measure, "nats")
-
-
-def _one_width(
-    width: int | Literal["auto"] | None, family: Any, gradients: Mapping[str, Tensor | np.ndarray]
-) -> int | None:
-    """The number of components that every layer is projected to; None: no projection."""
-    if width == "auto":
-        width = 32 if isinstance(family, str) and family == "logistic" else None
-    if width is None:
-        return None
-    if width < 1:
-        raise ValueError(f"width={width} must be at least 1")
-    return min(width, *(value.shape[1] for value in gradients.values()))
 
 
 def _gains(
@@ -533,9 +495,8 @@ def _candidates(family: Any, seed: int) -> list[Any]:
     if isinstance(family, str):
         if family == "logistic":
             return [LogisticRegression(C=C, max_iter=300) for C in (0.1, 3.0, 1e2, 3e3, 1e5)]
-        if family == "forest":
-            return [RandomForestClassifier(200, random_state=seed)]
-        raise ValueError(f"family={family!r} must be 'logistic', 'forest' or a scikit-learn classifier")
+        require(family == "forest", f"family={family!r} must be 'logistic', 'forest' or a scikit-learn classifier")
+        return [RandomForestClassifier(200, random_state=seed)]
     if not (hasattr(family, "fit") and hasattr(family, "predict_proba")):
         text = "has no fit and predict_proba; V-information needs probabilities, as of SVC(probability=True)"
         raise TypeError(f"family of type {type(family).__name__} {text}")
@@ -544,44 +505,30 @@ def _candidates(family: Any, seed: int) -> list[Any]:
 
 def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_rows: Any, seed: int) -> np.ndarray:
     """The held-out examples, [n] of bool, with every class in both parts."""
-    n = len(labels)
-    test = np.zeros(n, dtype=bool)
+    test = np.zeros(len(labels), dtype=bool)
+    require(0 < test_share < 1, f"test_share={test_share} must lie strictly between 0 and 1")
+    generator = np.random.default_rng(seed)
     if test_rows is not None:
         test[as_array(test_rows)] = True
-    else:
-        if not 0 < test_share < 1:
-            raise ValueError(f"test_share={test_share} must lie strictly between 0 and 1")
-        generator = np.random.default_rng(seed)
-        for label in range(len(names)):
-            rows = np.flatnonzero(labels == label)
+    for label, name in enumerate(names):
+        rows = np.flatnonzero(labels == label)
+        if test_rows is None:
             count = min(max(round(test_share * len(rows)), 1), max(len(rows) - 2, 0))
             test[generator.permutation(rows)[:count]] = True
-
-    for label, name in enumerate(names):
-        inside, outside = int((labels[~test] == label).sum()), int((labels[test] == label).sum())
-        if inside < 2 or outside < 1:
-            raise ValueError(
-                f"property {name!r} has {inside} training and {outside} held-out examples; a class needs 2 and 1 at "
-                "least. Merge rare classes, cut a continuous property into ranges, or choose another split."
-            )
+        outside = int(test[rows].sum())
+        inside = len(rows) - outside
+        have = f"property {name!r} has {inside} training and {outside} held-out examples"
+        require(inside >= 2 and outside >= 1, f"{have}; a class needs 2 and 1: merge classes, or choose another split")
     return test
 
 
 def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
     if not isinstance(gradients, Mapping) or not gradients:
         raise TypeError("gradients must be a dict {layer: [n, features]}, as layer_gradients gives")
-    if labels.ndim != 1 or len(np.unique(labels)) < 2:
-        raise ValueError("property must be one label per example, with two values at least; a constant says nothing")
+    several = labels.ndim == 1 and len(np.unique(labels)) >= 2
+    require(several, "property must be one label per example, with two values at least; a constant says nothing")
     for layer, value in gradients.items():
-        array = as_array(value)
-        if array.ndim != 2 or len(array) != len(labels):
-            raise ValueError(f"gradients[{layer!r}] has shape {array.shape}, not [{len(labels)}, features] as property")
-        if not np.isfinite(array).all():
-            raise ValueError(f"gradients[{layer!r}] has NaN or infinite values; drop those examples")
-
-
-def _require_sklearn() -> None:
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise ImportError("v_information needs scikit-learn: pip install 'torchfil[glm]'") from error
+        array, n = as_array(value), len(labels)
+        fits = array.ndim == 2 and len(array) == n
+        require(fits, f"gradients[{layer!r}] has shape {array.shape}, not [{n}, features] as property")
+        require(bool(np.isfinite(array).all()), f"gradients[{layer!r}] has values that are not finite; drop them")

@@ -27,6 +27,7 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError, plan
 from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.private import Examples, Inputs, Private
+from torchfil.utils.errors import require
 from torchfil.utils.trees import concatenated
 
 __all__ = [
@@ -185,8 +186,7 @@ class PLIS:
         cuda_graphs: bool = True,
     ) -> None:
         for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive; leave it out to have none")
+            require(value is None or value > 0, f"{name}={value} must be positive; leave it out to have none")
         self.model = model
         self.loss_fn = loss_fn
         std, limit = 1.0 if noise_std is None else noise_std, max_grad_norm
@@ -227,13 +227,8 @@ class PLIS:
         if batch_plan is not None:
             reason = batch_plan.reason
             self.method = "recorded pass" if reason is None else f"mapped gradients: {reason}"
-        return gradients.examples, susceptibility(
-            gradients,
-            self.mechanism,
-            max_memory=self.max_memory,
-            batch_plan=batch_plan,
-            recorded_pass=self._recorded_pass,
-        )
+        options: dict[str, Any] = {"max_memory": self.max_memory, "recorded_pass": self._recorded_pass}
+        return gradients.examples, susceptibility(gradients, self.mechanism, batch_plan=batch_plan, **options)
 
     def _plan(self, gradients: ExampleGradients) -> Plan:
         training = tuple(module.training for module in gradients.model.modules())
@@ -293,11 +288,9 @@ def superpixel_norms(attribution: Tensor, segments: Tensor) -> Tensor:
         tensor([[5.0000, 2.2361]])
     """
     height_and_width = attribution.shape[-2:]
-    if segments.is_floating_point() or segments.shape[-2:] != height_and_width or segments.ndim not in (2, 3):
-        raise ValueError(
-            f"segments of dtype {segments.dtype} and shape {tuple(segments.shape)} must be integer labels of shape "
-            f"{tuple(height_and_width)}, or one such map per example"
-        )
+    fit = segments.shape[-2:] == height_and_width and segments.ndim in (2, 3) and not segments.is_floating_point()
+    what = f"segments of {segments.dtype} and shape {tuple(segments.shape)}"
+    require(fit, f"{what} must be integer labels of shape {tuple(height_and_width)}, or one such map per example")
     labels, numbers = segments.unique(return_inverse=True)
     batch = len(attribution)
     squares = attribution.nan_to_num(nan=0.0).square().reshape(batch, -1, height_and_width.numel()).sum(dim=1)

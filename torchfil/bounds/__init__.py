@@ -11,17 +11,20 @@ mean squared error per private coordinate, E‖ẑ − z‖²/d, in the squared 
 means that the release carries no information; these values depend on private data and are confidential.
 """
 
-from torchfil.bounds.reconstruction import Bracket, rero
-from torchfil.bounds.unbiased import (
+from torchfil.bounds.mse import (
+    PopulationBound,
+    Prior,
     attribute_error,
     mse_biased,
     mse_from_fim,
     mse_from_rdp,
     mse_from_spectral_norm,
     mse_from_trace,
+    mse_van_trees,
+    population_mse_bound,
     replace_one_rdp,
 )
-from torchfil.bounds.van_trees import PopulationBound, Prior, mse_van_trees, population_mse_bound
+from torchfil.bounds.reconstruction import Bracket, rero
 
 __all__ = [
     "Bracket",

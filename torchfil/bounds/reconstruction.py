@@ -42,6 +42,8 @@ import torch
 from scipy import fft, signal, special
 from torch import Tensor
 
+from torchfil.utils.errors import require
+
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
 _PANEL = 0.05  # the widest panel of the quadrature, in σ
 _CELLS = (2**14, 2**17, 2**20)  # sizes of the window, tried in turn
@@ -103,9 +105,9 @@ def rero(
         True
     """
     prior = torch.as_tensor(prior_success, dtype=torch.float64)
-    _check_prior(prior, prior_success)
-    stretches = _stretches(q, noise_multiplier, steps)
     priors = prior.reshape(-1).numpy()
+    _check_prior(priors)
+    stretches = _stretches(q, noise_multiplier, steps)
     rates, sigmas, counts = (np.asarray(column, dtype=float) for column in zip(*stretches, strict=True))
     if (rates == 1).all():
         exact = torch.as_tensor(_gaussian(priors, (counts / sigmas**2).sum())).reshape(prior.shape)
@@ -145,7 +147,7 @@ def success_by_counts(
                [0.151]])
     """
     priors = np.asarray(prior_success, dtype=float)
-    _check_prior(torch.as_tensor(priors), prior_success)
+    _check_prior(priors)
     sigmas = np.asarray(noise_multipliers, dtype=float)
     rows, place = np.unique(np.asarray(counts, dtype=float), axis=0, return_inverse=True)
     if q == 1:
@@ -255,26 +257,21 @@ def _stretches(
     """(q, σ, T) of every part of the run; equal ones are combined."""
     given = [np.atleast_1d(np.asarray(each, dtype=float)) for each in (q, noise_multiplier, steps)]
     lengths = {len(each) for each in given if len(each) != 1}
-    if len(lengths) > 1 or any(each.ndim != 1 or not len(each) for each in given):
-        raise ValueError(
-            f"q, noise_multiplier and steps have {[len(each) for each in given]} entries; give one number for the "
-            "whole run, or one for each part of it"
-        )
+    fit = len(lengths) <= 1 and all(each.ndim == 1 and len(each) for each in given)
+    entries = f"q, noise_multiplier and steps have {[len(each) for each in given]} entries"
+    require(fit, f"{entries}; give one number for the whole run, or one for each part of it")
     total: dict[tuple[float, float], int] = {}
     for rate, sigma, count in zip(*np.broadcast_arrays(*given), strict=True):
-        if not 0 < rate <= 1:
-            raise ValueError(f"q={rate:g} must lie in (0, 1]")
-        if not sigma > 0:
-            raise ValueError(f"noise_multiplier={sigma:g} must be positive: without noise nothing is robust")
-        if count < 1 or count != int(count):
-            raise ValueError(f"steps={count:g} must be a whole number ≥ 1")
+        require(0 < rate <= 1, f"q={rate:g} must lie in (0, 1]")
+        require(sigma > 0, f"noise_multiplier={sigma:g} must be positive: without noise nothing is robust")
+        require(count >= 1 and count == int(count), f"steps={count:g} must be a whole number ≥ 1")
         total[float(rate), float(sigma)] = total.get((float(rate), float(sigma)), 0) + int(count)
     return [(rate, sigma, count) for (rate, sigma), count in total.items()]
 
 
-def _check_prior(prior: Tensor, given: object) -> None:
-    if not bool(((prior > 0) & (prior < 1)).all()) or prior.numel() == 0:
-        raise ValueError(f"prior_success={given} must lie strictly between 0 and 1")
+def _check_prior(prior: np.ndarray) -> None:
+    inside = prior.size > 0 and bool(((prior > 0) & (prior < 1)).all())
+    require(inside, f"prior_success={prior.tolist()} must lie strictly between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -442,10 +439,8 @@ def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: fl
     lower, upper = np.where(exponents < 0, ends, -np.inf), np.where(exponents > 0, ends, np.inf)
     low, high = lower.argmax(axis=1), upper.argmin(axis=1)
     rows = np.arange(len(ends))
-    return (
-        np.stack([lower[rows, low], exponents[low]], axis=1),
-        np.stack([upper[rows, high], exponents[high]], axis=1),
-    )
+    pairs = (lower[rows, low], exponents[low]), (upper[rows, high], exponents[high])
+    return np.stack(pairs[0], axis=1), np.stack(pairs[1], axis=1)
 
 
 def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) -> np.ndarray:
@@ -483,10 +478,4 @@ def success_of(mass: np.ndarray, first: np.ndarray, width: float, priors: Iterab
 def _log_moments(losses: np.ndarray, weights: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """log Σ w e^{λL} for each λ, [λ]."""
     losses, log_weights = losses[weights > 0], np.log(weights[weights > 0])
-
-    def log_moment(exponent: float) -> float:
-        terms = log_weights + exponent * losses
-        largest = terms.max()
-        return float(largest + np.log(np.exp(terms - largest).sum()))
-
-    return np.asarray([log_moment(exponent) for exponent in exponents])
+    return np.asarray([special.logsumexp(log_weights + exponent * losses) for exponent in exponents])

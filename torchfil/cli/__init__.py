@@ -3,11 +3,11 @@
 import click
 
 from torchfil._version import __version__
+from torchfil.cli.demo import demo
 from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
 from torchfil.cli.runs import compare, inspect, report, sign, verify
-from torchfil.cli.trying import bench, demo
 
 __all__ = ["main"]
 
@@ -19,19 +19,18 @@ def main() -> None:
 
     \b
     Examples:
-      torchfil demo                                     # trains on digits, ends with a report
-      torchfil inspect run.fil                          # a saved run in the terminal
-      torchfil report run.fil -o report                 # its report; --redacted for one to share
-      torchfil gate run.fil --policy policy.toml        # exit code 1 if a threshold is broken
-      torchfil sign run.fil --key ~/.ssh/id_ed25519     # vouch for a run; torchfil verify checks who did
-      torchfil compare before.fil after.fil             # two runs: what a change did, and who moved
-      torchfil bench --model my_package.training:job    # does my model run, and what does a step cost?
+      torchfil demo                                      # trains on digits, ends with a report
+      torchfil inspect run.parquet                       # a saved run in the terminal
+      torchfil report run.parquet -o report              # its report; --redacted for one to share
+      torchfil gate run.parquet --policy policy.toml     # exit code 1 if a threshold is broken
+      torchfil sign run.parquet --key ~/.ssh/id_ed25519  # vouch for a run; torchfil verify checks who did
+      torchfil compare before.parquet after.parquet      # two runs: what a change did, and who moved
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
-    A run is saved by engine.save_run("run.fil", delta=1e-5) after training with torchfil.FILPrivacyEngine.
-    Exit codes: 0 done, 1 a policy is broken, a signature does not hold or a model is refused, 2 bad input.
+    A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with torchfil.FILPrivacyEngine.
+    Exit codes: 0 done, 1 a policy is broken, a signature does not hold, 2 bad input.
     """
 
 
-for command in (demo, report, gate, inspect, sign, verify, compare, glm, bench):
+for command in (demo, report, gate, inspect, sign, verify, compare, glm):
     main.add_command(command)

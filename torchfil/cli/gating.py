@@ -16,8 +16,8 @@ from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible, write_csv
 
 _COLUMNS = ("rule", "what", "limit", "found", "examples")
 
@@ -48,10 +48,10 @@ def gate(
 
     \b
     Examples:
-      torchfil gate --init                        # writes policy.toml
-      torchfil gate run.fil --policy policy.toml  # stops a pipeline if a threshold is broken
-      torchfil gate run.fil --list who.csv        # whom to look at
-      torchfil gate run.fil --junit gate.xml --json-file gate.json --quiet
+      torchfil gate --init                            # writes policy.toml
+      torchfil gate run.parquet --policy policy.toml  # stops a pipeline if a threshold is broken
+      torchfil gate run.parquet --list who.csv        # whom to look at
+      torchfil gate run.parquet --junit gate.xml --json-file gate.json --quiet
     """
     if init:
         if policy.exists():

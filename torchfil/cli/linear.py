@@ -12,10 +12,10 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FILE, Output, number, table, with_output
-from torchfil.utils.csv_files import write_csv
+from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
-    from torchfil.glm import Guess
+    from torchfil.glm import BestGuess
     from torchfil.glm.tables import EncodedTable, LeakageTable
 
 SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
@@ -89,7 +89,7 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1 --categorical cyp2c9 --out leakage.csv
       torchfil glm adult.csv --target income --model logistic --sigma 0.1 --private marital-status --drop-missing
       torchfil glm patienten.csv --target dosis --sigma 0.01 --separator ";" --decimal ,
-      torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
+      torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.parquet --report page
     """
     try:
         from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
@@ -130,14 +130,13 @@ def _check_places(data: Path, out_file: Path | None, run_file: Path | None, fold
         raise ValueError(
             f"--report {folder} names a folder, in which the page is index.html; leave out {folder.suffix}"
         )
-    taken = {data.resolve(): str(data)}
+    taken = {data.resolve()}
     for option, path in (("--out", out_file), ("--save", run_file), ("--report", folder)):
         if path is None:
             continue
         if path.resolve() in taken or (path.exists() and data.exists() and path.samefile(data)):
-            what = "the data file itself" if taken.get(path.resolve(), str(data)) == str(data) else "written to already"
-            raise ValueError(f"{option} {path} is {what}, which would be lost; write to another file")
-        taken[path.resolve()] = option
+            raise ValueError(f"{option} {path} is the data file or written to already; write to another file")
+        taken.add(path.resolve())
 
 
 def _write_run(
@@ -211,7 +210,7 @@ def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> 
     return text
 
 
-def _questions(guesses: Mapping[str, Guess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
+def _questions(guesses: Mapping[str, BestGuess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
     """How well the best attacker answers each question, as text and as data."""
     lines, data = list[list[str]](), dict[str, Any]()
     for name, best in guesses.items():

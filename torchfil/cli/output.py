@@ -15,8 +15,7 @@ import click
 import numpy as np
 from tqdm import tqdm
 
-from torchfil.utils.csv_files import visible
-from torchfil.utils.tables import aligned
+from torchfil.utils.text import aligned, visible
 
 FAILED, BAD_INPUT = 1, 2
 FILE = click.Path(path_type=Path)

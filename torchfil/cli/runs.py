@@ -13,14 +13,14 @@ import numpy as np
 
 from torchfil.cli.output import FAILED, FILE, Output, checked_min_group, min_group_option, number, table, with_output
 from torchfil.report import signature as signatures
-from torchfil.report.comparison import Comparison, compare_runs
-from torchfil.report.page.compared import changes, in_short, render_comparison
+from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
+from torchfil.report.page import render_comparison
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
-from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
+from torchfil.utils.text import visible
 
 
 @click.command()
@@ -29,20 +29,21 @@ from torchfil.utils.files import write_bytes
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
 @min_group_option
 @click.option("--policy", type=FILE, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
+@click.option("--pictures", is_flag=True, help="Write the charts as SVG files beside the page, too.")
 @click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
 @click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
 @with_output
 def report(
-    run: Path, directory: Path, redacted: bool, min_group: int | None, out: Output, **given: Path | None
+    run: Path, directory: Path, redacted: bool, min_group: int | None, pictures: bool, out: Output, **given: Path | None
 ) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
     Examples:
-      torchfil report run.fil -o report
-      torchfil report run.fil -o report --policy policy.toml
-      torchfil report run.fil -o report --signature run.fil.sig --allowed-signers signers
-      torchfil report run.fil -o public --redacted --min-group 20
+      torchfil report run.parquet -o report
+      torchfil report run.parquet -o report --policy policy.toml
+      torchfil report run.parquet -o report --signature run.parquet.sig --allowed-signers signers
+      torchfil report run.parquet -o public --redacted --min-group 20
     """
     from torchfil.gate.policy import load_policy
     from torchfil.report.writer import write_report
@@ -54,7 +55,7 @@ def report(
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
-    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched}
+    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched, "pictures": pictures}
     page = write_report(load(run), directory, redacted=redacted, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
@@ -76,8 +77,8 @@ def inspect(run: Path, top: int, out: Output) -> None:
 
     \b
     Examples:
-      torchfil inspect run.fil
-      torchfil inspect run.fil --top 20 --json
+      torchfil inspect run.parquet
+      torchfil inspect run.parquet --top 20 --json
     """
     text, data = summary(load(run), top)
     out.result(text, data)
@@ -249,9 +250,9 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
 
     \b
     Examples:
-      torchfil compare before.fil after.fil
-      torchfil compare before.fil after.fil -o compared.html
-      torchfil compare before.fil after.fil -o public.html --redacted --min-group 20
+      torchfil compare before.parquet after.parquet
+      torchfil compare before.parquet after.parquet -o compared.html
+      torchfil compare before.parquet after.parquet -o public.html --redacted --min-group 20
     """
     if page is not None and page.resolve() in (before.resolve(), after.resolve()):
         raise ValueError(f"-o {page} is one of the runs, which would be lost; write to another file")
@@ -317,7 +318,7 @@ def sign(files: signatures.Files, place: Path, key: Path, out: Output) -> None:
 
     \b
     Examples:
-      torchfil sign run.fil --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
+      torchfil sign run.parquet --key ~/.ssh/id_ed25519 --weights model.pt --policy policy.toml
     """
     if place.resolve() in [path.resolve() for paths in (*files.values(), [key]) for path in paths]:
         raise ValueError(f"{place} is one of the files to read, which would be lost; name another with --signature")
@@ -340,7 +341,7 @@ def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path
 
     \b
     Examples:
-      torchfil verify run.fil --allowed-signers signers --weights model.pt --policy policy.toml
+      torchfil verify run.parquet --allowed-signers signers --weights model.pt --policy policy.toml
     """
     try:
         found = signatures.verify(place, trust, files)

@@ -36,7 +36,7 @@ from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
-from torchfil.utils.tables import aligned
+from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["LayerCheck", "ModelCheck", "StepCost", "check"]

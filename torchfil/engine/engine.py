@@ -46,7 +46,7 @@ from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import derived_seed, log_line, noise_source
-from torchfil.utils.tables import html_table
+from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -781,7 +781,7 @@ class FILPrivacyEngine(PrivacyEngine):
         afterwards. With several processes rank 0 writes it, and the others return the path at once.
 
         Args:
-            path: The file; its suffix is .fil by convention.
+            path: The file; ``run.parquet`` by convention, a Parquet file (docs/run-file.md lists its columns).
             delta: δ for ε and for the examples' own ε.
             **options: Those that follow here.
             title: The report's title; None: the model's name and the number of examples.

@@ -32,8 +32,7 @@ from torchfil.fisher.models import REDUCED, autocast_as
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
 from torchfil.smoothness import non_smooth_operators
-from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import map_tensors, read_later, tensors_of
 
 logger = logging.getLogger(__name__)
 

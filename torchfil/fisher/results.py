@@ -12,7 +12,7 @@ from scipy import special, stats
 from torch import Tensor
 
 from torchfil.utils.errors import require
-from torchfil.utils.tables import html_table
+from torchfil.utils.text import html_table
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
 Part = Literal["run", "probes"]

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
-from torchfil.glm.losses import MarginLoss
-from torchfil.glm.solver import NotConvergedError, SingularHessianError
+from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
+from torchfil.glm.solver import MarginLoss, NotConvergedError, SingularHessianError
+from torchfil.questions import Absent, Label, Question
 
 if TYPE_CHECKING:
     from torchfil.glm.estimators import LinearRegression, LogisticRegression, PoissonRegression, SoftmaxRegression
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __all__ = [
     "IRFIL",
     "Absent",
+    "BestGuess",
     "Composition",
     "GeneralizedLinearModel",
-    "Guess",
     "Label",
     "LinearRegression",
     "LogisticRegression",
@@ -35,20 +35,11 @@ __all__ = [
     "iteratively_reweighted_fil",
 ]
 
-_NEED_SCIKIT_LEARN = {
-    "Composition": "model",
-    "GeneralizedLinearModel": "model",
-    "IRFIL": "irfil",
-    "LinearRegression": "estimators",
-    "LogisticRegression": "estimators",
-    "PoissonRegression": "estimators",
-    "SoftmaxRegression": "estimators",
-    "iteratively_reweighted_fil": "irfil",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Import the models on first use, so that attacks on them can be imported without scikit-learn."""
-    if name in _NEED_SCIKIT_LEARN:
-        return getattr(import_module(f"torchfil.glm.{_NEED_SCIKIT_LEARN[name]}"), name)
-    raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")
+    home = {"Composition": "model", "GeneralizedLinearModel": "model", "IRFIL": "irfil"}
+    home["iteratively_reweighted_fil"] = "irfil"
+    return getattr(import_module(f"torchfil.glm.{home.get(name, 'estimators')}"), name)

@@ -21,12 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.glm.fil import Sensitivity
-from torchfil.glm.losses import tangent_basis
-from torchfil.glm.measures import Kind, squared_loss_at
-from torchfil.glm.solver import Objective
-
-__all__ = ["information_of_choice", "round_up", "values_that_decide"]
+from torchfil.glm.fil import Kind, Sensitivity, squared_loss_at
+from torchfil.glm.solver import Objective, tangent_basis
+from torchfil.utils.errors import require
 
 
 def round_up(sigma: float, grid: float) -> float:
@@ -36,8 +33,8 @@ def round_up(sigma: float, grid: float) -> float:
         >>> round_up(0.3, grid=2.0)
         0.5
     """
-    if not 1 < grid < math.inf:
-        raise ValueError(f"grid={grid} is the factor between neighbouring σ and must be above 1; None: no rounding")
+    above = f"grid={grid} is the factor between neighbouring σ and must be above 1; None: no rounding"
+    require(1 < grid < math.inf, above)
     step = math.log2(grid)
     number = math.ceil(math.log2(sigma) / step)
     return float(2.0 ** (number * step if 2.0 ** (number * step) >= sigma else (number + 1) * step))
@@ -54,12 +51,12 @@ def values_that_decide(values: np.ndarray, reduce: str | float) -> dict[int, flo
         return {int(values.argmax()): 1.0}
     if reduce == "mean":
         return dict.fromkeys(range(len(values)), 1 / len(values))
-    if isinstance(reduce, float) and 0 < reduce < 1:
-        order, place = np.argsort(values, kind="stable"), reduce * (len(values) - 1)
-        low = int(place)
-        weights = {int(order[low]): 1 - (place - low)}
-        return weights if place == low else {**weights, int(order[low + 1]): place - low}
-    raise ValueError(f"reduce={reduce!r} must be 'max', 'mean' or a quantile in (0, 1)")
+    if not (isinstance(reduce, float) and 0 < reduce < 1):
+        raise ValueError(f"reduce={reduce!r} must be 'max', 'mean' or a quantile in (0, 1)")
+    order, place = np.argsort(values, kind="stable"), reduce * (len(values) - 1)
+    low = int(place)
+    weights = {int(order[low]): 1 - (place - low)}
+    return weights if place == low else {**weights, int(order[low + 1]): place - low}
 
 
 def information_of_choice(
@@ -123,18 +120,8 @@ def _log_gradient(
     X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
     moved = replace(objective, X=X, y=y)
     with torch.enable_grad():
-        hessian = moved.hessian(w)
-        sensitivity = Sensitivity.build(
-            objective.loss,
-            X,
-            y,
-            objective.sample_weight,
-            w,
-            hessian,
-            num_inputs=num_inputs,
-            private_target=private_target,
-        )
-        logarithm = quantity(sensitivity).log()
+        hessian, data = moved.hessian(w), (objective.loss, X, y, objective.sample_weight)
+        logarithm = quantity(Sensitivity.build(*data, w, hessian, num_inputs, private_target)).log()
         direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
 
         # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w

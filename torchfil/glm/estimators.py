@@ -8,18 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.glm.losses import LOGISTIC, POISSON, SQUARED, Loss, SoftmaxLoss
 from torchfil.glm.model import ClassifierMixin, GeneralizedLinearModel, RegressorMixin
-from torchfil.glm.solver import Solver
+from torchfil.glm.solver import LOGISTIC, POISSON, SQUARED, Loss, SoftmaxLoss, Solver
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
-
-__all__ = [
-    "GeneralizedLinearModel",
-    "LinearRegression",
-    "LogisticRegression",
-    "PoissonRegression",
-    "SoftmaxRegression",
-]
 
 
 class _OwnLoss(GeneralizedLinearModel):
@@ -56,8 +48,7 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
         values = np.unique(as_array(y).astype(float))
-        if not set(values.tolist()) <= {0.0, 1.0}:
-            raise ValueError(f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
+        require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
         return super().fit(X, y, sample_weight)
 
@@ -90,8 +81,7 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
         classes = np.unique(as_array(y))
-        if len(classes) < 2:
-            raise ValueError(f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
+        require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
         return super().fit(X, y, sample_weight)
 
@@ -115,11 +105,9 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
 
     def _targets(self, y: Any) -> Tensor:
         labels = as_array(y)
-        unknown = np.setdiff1d(labels, self.classes_)
-        if len(unknown):
-            raise ValueError(f"labels {unknown.tolist()} are not among the classes {self.classes_.tolist()}")
-        one_hot = labels[:, None] == self.classes_[None, :]
-        return self._tensor(one_hot)
+        unknown = np.setdiff1d(labels, self.classes_).tolist()
+        require(not unknown, f"labels {unknown} are not among the classes {self.classes_.tolist()}")
+        return self._tensor(labels[:, None] == self.classes_[None, :])
 
     def _parameters(self) -> Tensor:
         weights = self._fit.weights
@@ -134,8 +122,7 @@ class PoissonRegression(RegressorMixin, _OwnLoss):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
         smallest = np.min(as_array(y).astype(float), initial=0)
-        if smallest < 0:
-            raise ValueError(f"Poisson targets are counts; the smallest is {smallest:g}")
+        require(smallest >= 0, f"Poisson targets are counts; the smallest is {smallest:g}")
         return super().fit(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:

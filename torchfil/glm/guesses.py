@@ -12,55 +12,53 @@ the noise of the release and, for the accuracy, the true answer (drawn from the 
 A question says, for every record, what it would be under each of the m answers, which answer is true, and how common
 the answers are. It may ask which level a nominal attribute has, which label, whether a number is larger by some amount,
 or whether the record is there at all.
+
+**How often the best attacker is right** at telling m normal distributions N(μ_a, I) with priors π_a apart:
+
+The best attacker names the answer with the largest posterior. If a is true, its log posterior exceeds that of b by a
+normal number with mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = ‖μ_a − μ_b‖, so that
+
+    P(right) = Σ_a π_a P(all of these are positive) = ∫ max_a π_a p_a.
+
+For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. For more:
+
+* The overlap of two answers, e_ab = ∫ min(π_a p_a, π_b p_b), is known, by Φ. An answer that adds less than a millionth
+  to another one is left out; answers that overlap by less than a millionth are treated separately. So most questions
+  reduce to parts of three answers or fewer.
+* In parts of four or more, the answers after the three that matter most are added one at a time. Answer a adds
+  ∫ (π_a p_a − max_{b<a} π_b p_b)₊ = π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊], E_a under N(μ_a, I): by quasi-Monte
+  Carlo in the dimensions that the means span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr, ndtri, owens_t
+from torch import Tensor
 
-from torchfil.glm.best_attacker import best_accuracy
-from torchfil.glm.refits import Alternative, GLMView, minimiser_changes
+from torchfil.glm.refits import GLMView, minimiser_changes
+from torchfil.questions import Alternative, Question
+from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
-    from torchfil.datasets import TabularTask
     from torchfil.glm.model import GeneralizedLinearModel
 
-__all__ = ["Absent", "Asked", "Guess", "Label", "NominalAttribute", "Question", "Shift", "guess"]
+_NEGLIGIBLE = 1e-6  # how much accuracy may change if an answer is left out, or two are separated
+_POINTS = 128  # points of each scrambled sequence, for each answer
+_SCRAMBLES = 4
+_CHUNK_NUMBERS = 2**17  # a chunk's arrays fit into a cache
+_FAR = 40.0  # deviations that a normal number does not exceed
+_NEAR = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A question put to a training set.
-
-    Attributes:
-        answers: Their names, m of them.
-        alternatives: What each record would be under each of the m answers.
-        truth: The number of every record's own answer, [n].
-        shares: How common each answer is among the records; equal if the data do not show it, [m].
-    """
-
-    answers: tuple[str, ...]
-    alternatives: Sequence[Alternative]
-    truth: np.ndarray
-    shares: np.ndarray
-
-
-class Question(Protocol):
-    """Something with finitely many answers that an attacker wants to know about a record."""
-
-    def ask(self, view: GLMView) -> Asked:
-        """The answers for every record of a training set."""
-
-
-@dataclass(frozen=True, eq=False)
-class NominalAttribute:
+class NominalAttribute(Question):
     """Which of k levels does an attribute, given by columns of X, have?
 
     Attributes:
@@ -73,15 +71,26 @@ class NominalAttribute:
         array([1, 0])
     """
 
+    complete: ClassVar[bool] = True
     columns: Sequence[int]
     codes: np.ndarray
     names: Sequence[str] | None = None
 
-    @classmethod
-    def of_task(cls, task: TabularTask, name: str) -> NominalAttribute:
-        """A nominal attribute of a table, by its name."""
-        codes = np.stack([task.encode(name, level) for level in task.levels[name]])
-        return cls(list(task.attributes[name]), codes, task.levels[name])
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The levels' names."""
+        shown = (", ".join(f"{value:g}" for value in code) for code in np.asarray(self.codes, dtype=float))
+        return tuple(shown if self.names is None else self.names)
+
+    def alternatives(self, inputs: Any, targets: Any) -> tuple[Alternative | None, ...]:
+        """The columns with each level's code."""
+
+        def with_code(code: np.ndarray) -> Any:
+            changed = inputs.clone()
+            changed[:, list(self.columns)] = torch.as_tensor(code).to(inputs)
+            return changed
+
+        return tuple(Alternative(with_code(code), targets) for code in np.asarray(self.codes, dtype=float))
 
     def levels(self, X: Any) -> np.ndarray:
         """The number of every row's level, [n].
@@ -89,42 +98,12 @@ class NominalAttribute:
         Raises:
             ValueError: A row's columns do not hold the code of any level.
         """
-        values = as_array(X).astype(float)[:, list(self.columns)]
-        where = f"columns {list(self.columns)}"
-        return _places(values, np.asarray(self.codes, dtype=float), where, "codes; give every level's code")
-
-    def ask(self, view: GLMView) -> Asked:
-        """Every level in turn; see :class:`Question`."""
-        codes = torch.as_tensor(np.asarray(self.codes, dtype=float))
-        names = [_shown(code) for code in codes.tolist()] if self.names is None else self.names
-        alternatives = [Alternative.with_values(view, self.columns, code) for code in codes]
-        truth = self.levels(view.X)
-        return Asked(tuple(names), alternatives, truth, _shares(truth, len(codes)))
+        values, codes = as_array(X).astype(float)[:, list(self.columns)], np.asarray(self.codes, dtype=float)
+        return _own_answers((values[:, None, :] == codes).all(axis=2), self)
 
 
 @dataclass(frozen=True, eq=False)
-class Label:
-    """Which of these values does the target have?
-
-    Attributes:
-        values: The k values of the target: ``(0, 1)`` for a logistic regression.
-        names: The values' names.
-    """
-
-    values: Sequence[float]
-    names: Sequence[str] | None = None
-
-    def ask(self, view: GLMView) -> Asked:
-        """Every value in turn; see :class:`Question`."""
-        names = [f"{value:g}" for value in self.values] if self.names is None else self.names
-        alternatives = [Alternative(view.X, torch.full_like(view.y, value)) for value in self.values]
-        values = np.asarray(self.values, dtype=float)[:, None]
-        truth = _places(as_array(view.y)[:, None], values, "the target", "values; give every value")
-        return Asked(tuple(names), alternatives, truth, _shares(truth, len(values)))
-
-
-@dataclass(frozen=True, eq=False)
-class Shift:
+class Shift(Question):
     """Is a number as it is, or larger by some amount?
 
     Attributes:
@@ -135,26 +114,64 @@ class Shift:
     by: float
     column: int | None = None
 
-    def ask(self, view: GLMView) -> Asked:
-        """The record as it is, then the other; see :class:`Question`."""
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The amount with its sign."""
+        return (f"{self.by:+g}",)
+
+    def alternatives(self, inputs: Any, targets: Any) -> tuple[Alternative | None, ...]:
+        """The column, or the target, with the amount added."""
         if self.column is None:
-            moved = Alternative(view.X, view.y + self.by)
-        else:
-            moved = Alternative.with_values(view, [self.column], view.X[:, [self.column]] + self.by)
-        return _against(view, moved, "as it is", f"{self.by:+g}")
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Is the record in the training set, or was the model fitted to the n − 1 others?"""
-
-    def ask(self, view: GLMView) -> Asked:
-        """The record present, then absent; see :class:`Question`."""
-        return _against(view, Alternative(view.X, view.y, present=False), "present", "absent")
+            return (Alternative(inputs, targets + self.by),)
+        moved = inputs.clone()
+        moved[:, self.column] += self.by
+        return (Alternative(moved, targets),)
 
 
 @dataclass(frozen=True, eq=False)
-class Guess:
+class Asked:
+    """A question put to a training set.
+
+    Attributes:
+        answers: Their names, m of them.
+        alternatives: What each record would be under each of the m answers; None: left out.
+        truth: The number of every record's own answer, [n].
+        shares: How common each answer is among the records; equal if the data do not show it, [m].
+    """
+
+    answers: tuple[str, ...]
+    alternatives: Sequence[Alternative | None]
+    truth: np.ndarray
+    shares: np.ndarray
+
+
+def ask(question: Question, view: GLMView) -> Asked:
+    """The answers for every record of a training set.
+
+    If the question names all possible answers, a record's own is the one that leaves it as it is. Otherwise its own
+    comes first ("present", "as it is"), and none is known to be more common.
+    """
+    inputs = view.X[:, : view.num_inputs]
+    given, names = question.alternatives(inputs, view.y), question.answers
+    if not question.complete:
+        own = "present" if any(other is None for other in given) else "as it is"
+        shares = np.full(1 + len(given), 1 / (1 + len(given)))
+        return Asked((own, *names), [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int), shares)
+    same = [~view.changed(*view.with_answer(other)) for other in given]
+    truth = _own_answers(as_array(torch.stack(same, dim=1)), question)
+    return Asked(names, given, truth, np.bincount(truth, minlength=len(names)) / len(truth))
+
+
+def _own_answers(holds: np.ndarray, question: Question) -> np.ndarray:
+    """The number of the first answer that holds for each row, [n], of booleans [n, m]."""
+    lost = np.flatnonzero(~holds.any(axis=1))[:5].tolist()
+    what = f"{type(question).__name__}, {list(question.answers)}"
+    require(not lost, f"rows {lost} hold none of the answers of {what}; give every answer that occurs")
+    return holds.argmax(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class BestGuess:
     """How well the best attacker answers a question, record by record. Confidential: it depends on private data.
 
     Attributes:
@@ -194,8 +211,7 @@ class Guess:
             answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
                 the one that is easiest to distinguish from its own.
         """
-        if not 0 < false_positive_rate < 1:
-            raise ValueError(f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
+        require(0 < false_positive_rate < 1, f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
         distance = self._from_truth()
         shift = distance.max(axis=1) if answer is None else distance[:, self._number(answer)]
         return ndtr(ndtri(false_positive_rate) + shift)
@@ -217,11 +233,9 @@ class Guess:
         return self.distances[np.arange(len(self.truth)), self.truth]
 
     def _number(self, answer: int | str) -> int:
-        if isinstance(answer, str) and answer in self.answers:
-            return self.answers.index(answer)
-        if isinstance(answer, int) and 0 <= answer < len(self.answers):
-            return answer
-        raise ValueError(f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
+        known = answer in self.answers or answer in range(len(self.answers))
+        require(known, f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
+        return self.answers.index(answer) if isinstance(answer, str) else answer
 
 
 def guess(
@@ -233,7 +247,7 @@ def guess(
     *,
     prior: Any = None,
     progress: bool = False,
-) -> Guess:
+) -> BestGuess:
     """How well any attacker can answer a question about each record from the release w* + N(0, σ²I).
 
     The attacker knows the training procedure (including σ and the sample weights) and everything except the answer for
@@ -243,7 +257,8 @@ def guess(
         model: A fitted model of one margin.
         X: The training inputs, [n, d].
         y: The training targets, [n].
-        question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent``, or your own.
+        question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent``, or any of :mod:`torchfil.questions` about a
+            table.
         sigma: σ of the release.
         prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as among the records;
             "uniform": all equal.
@@ -253,65 +268,216 @@ def guess(
         >>> from torchfil.glm import Label, LinearRegression
         >>> X, y = np.ones((4, 1)), np.array([0.0, 0.0, 1.0, 1.0])
         >>> model = LinearRegression().fit(X, y)  # the mean of y: one label moves it by 1/4
-        >>> found = guess(model, X, y, Label([0, 1]), sigma=0.25)
+        >>> found = guess(model, X, y, Label(2), sigma=0.25)
         >>> found.divergence.round(3).tolist()
         [[0.0, 0.5], [0.0, 0.5], [0.5, 0.0], [0.5, 0.0]]
         >>> found.accuracy.round(3)  # Φ(1/2)
         array([0.691, 0.691, 0.691, 0.691])
     """
-    if not sigma > 0:
-        raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
+    require(sigma > 0, f"sigma={sigma} must be positive: without noise the release gives everything away")
     view = GLMView.build(model, X, y)
-    asked = question.ask(view)
-    n, m = len(view.X), len(asked.answers)
+    asked = ask(question, view)
+    m = len(asked.answers)
     if prior is None:
         prior = asked.shares
     elif isinstance(prior, str) and prior == "uniform":
         prior = np.full(m, 1 / m)
-    chances = _checked_prior(prior, n, m)
+    chances = _checked_prior(prior, len(view.X), m)
 
     # distances between the answers' models; |a − b| directly, since a² + b² − 2ab cancels
     changes = minimiser_changes(view, asked.alternatives, progress=progress)  # [n, m, p]
     apart = [torch.linalg.vector_norm(changes - changes[:, [a]], dim=2) for a in range(m)]
     distances = as_array(torch.stack(apart, dim=1)) / sigma
     best = best_accuracy(distances, chances)
-    return Guess(asked.answers, asked.truth, chances, distances, best.value, best.error)
+    return BestGuess(asked.answers, asked.truth, chances, distances, best.value, best.error)
 
 
 def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
     """The checked prior as [n, m]."""
     chances = as_array(prior).astype(float)
-    if chances.shape not in ((m,), (n, m)):
-        raise ValueError(
-            f"prior has shape {list(chances.shape)}; it must be [{m}], a number for each answer, or [{n}, {m}]"
-        )
-    wrong = ~((chances >= 0).all(axis=-1) & (np.abs(chances.sum(axis=-1) - 1) < 1e-6))
-    if wrong.any():
-        shown = chances if chances.ndim == 1 else chances[wrong.argmax()]
-        raise ValueError(f"prior={shown.tolist()} must be numbers ≥ 0 that sum to 1; divide them by their sum")
+    shape = list(chances.shape)
+    require(
+        shape in ([m], [n, m]), f"prior has shape {shape}; it must be [{m}], a number for each answer, or [{n}, {m}]"
+    )
+    fine = (chances >= 0).all() and (np.abs(chances.sum(axis=-1) - 1) < 1e-6).all()
+    require(bool(fine), f"prior={prior} must be numbers ≥ 0 that sum to 1; divide them by their sum")
     return np.broadcast_to(chances, (n, m))
 
 
-def _against(view: GLMView, other: Alternative, own_name: str, other_name: str) -> Asked:
-    """The record as it is against one alternative; neither is known to be more common."""
-    own = Alternative(view.X, view.y)
-    return Asked((own_name, other_name), [own, other], np.zeros(len(view.X), dtype=int), np.full(2, 0.5))
+# ------------------------------------------------------------------ how often the best attacker is right
 
 
-def _places(values: np.ndarray, codes: np.ndarray, where: str, remedy: str) -> np.ndarray:
-    """Which of the codes [k, c] each row [n, c] holds, [n]."""
-    equal = (values[:, None, :] == codes).all(axis=2)  # [n, k]
-    if not equal.any(axis=1).all():
-        wrong = int(equal.any(axis=1).argmin())
-        raise ValueError(
-            f"row {wrong} holds {values[wrong].tolist()} in {where}, which is not one of the {codes.tolist()} {remedy}"
-        )
-    return equal.argmax(axis=1)
+class BestAccuracy(NamedTuple):
+    """The best attacker's chance to be right, and its numerical error.
+
+    Attributes:
+        value: [n].
+        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers. For more, the neglected part
+            is below m² millionths.
+    """
+
+    value: np.ndarray
+    error: np.ndarray
 
 
-def _shares(truth: np.ndarray, answers: int) -> np.ndarray:
-    return np.bincount(truth, minlength=answers) / len(truth)
+def best_accuracy(distances: np.ndarray, prior: np.ndarray) -> BestAccuracy:
+    """∫ max_a π_a p_a for n records with m answers each; no attacker is right more often on average over π.
+
+    Args:
+        distances: d_ab, the distances of the answers' means in units of the noise, [n, m, m].
+        prior: π, [n, m].
+
+    Example:
+        >>> d = np.array([[[0.0, 2.0], [2.0, 0.0]]])
+        >>> best_accuracy(d, np.array([[0.5, 0.5]])).value.round(4)  # Φ(1)
+        array([0.8413])
+    """
+    value, error = _of_any(distances, prior) if prior.shape[1] <= 3 else _by_parts(distances, prior)
+    # no worse than without the model, whatever the rounding
+    return BestAccuracy(np.clip(value, prior.max(axis=1), 1.0), error)
 
 
-def _shown(code: list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in code)
+def _of_any(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The accuracy for weights π that need not sum to 1, and its standard error, [n] each."""
+    exact = {1: lambda _, weights: weights[:, 0], 2: _of_two, 3: _of_three}.get(prior.shape[1])
+    return _of_many(distances, prior) if exact is None else (exact(distances, prior), np.zeros(len(prior)))
+
+
+def _by_parts(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum over parts of the answers that hardly overlap, [n] each."""
+    n, m = prior.shape
+    lost = _losses(distances, prior)
+    kept = np.ones((n, m), dtype=bool)
+    for a in range(m):
+        adds = prior[:, a, None] - lost[:, a]  # given each other answer, [n, m]
+        kept[:, a] = ~((adds < _NEGLIGIBLE) & kept & (np.arange(m) != a)).any(axis=1)
+
+    # the parts: answers connected by overlaps that matter
+    linked = (lost > _NEGLIGIBLE) & kept[:, :, None] & kept[:, None, :] | np.eye(m, dtype=bool)
+    for _ in range(m.bit_length()):
+        linked = (linked.astype(np.float32) @ linked.astype(np.float32)) > 0
+
+    # each part once, at its first answer; records with the same part together
+    value, variance = np.zeros(n), np.zeros(n)
+    for a in range(m):
+        first = np.flatnonzero(kept[:, a] & ~linked[:, a, :a].any(axis=1))
+        parts, which = np.unique(linked[first, a], axis=0, return_inverse=True)
+        for number, part in enumerate(parts):
+            rows, members = first[which.ravel() == number], np.flatnonzero(part)
+            accuracy, error = _of_any(distances[np.ix_(rows, members, members)], prior[np.ix_(rows, members)])
+            value[rows] += accuracy
+            variance[rows] += error**2
+    return value, np.sqrt(variance)
+
+
+def _losses(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """e_ab = ∫ min(π_a p_a, π_b p_b), [n, m, m]; π_a for itself."""
+    m = prior.shape[1]
+    beaten = [[prior[:, a] * ndtr(-_thresholds(distances, prior, a, b)) for b in range(m)] for a in range(m)]
+    half = np.moveaxis(np.array(beaten), 2, 0)
+    result = half + half.transpose(0, 2, 1)
+    result[:, range(m), range(m)] = prior
+    return result
+
+
+def _thresholds(distances: np.ndarray, prior: np.ndarray, a: int, b: int) -> np.ndarray:
+    """(log(π_a/π_b) + d²/2)/d: by how many deviations a beats b if a is true, [n]; the first of equals wins."""
+    d = distances[:, a, b]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        odds = np.log(prior[:, a]) - np.log(prior[:, b])
+        result = odds / d + d / 2
+    first = odds > 0 if a > b else odds >= 0
+    result = np.where(d > 0, result, np.where(first, np.inf, -np.inf))
+    return np.nan_to_num(result, nan=_FAR, posinf=_FAR, neginf=-_FAR).clip(-_FAR, _FAR)
+
+
+def _of_two(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    chances = [ndtr(_thresholds(distances, prior, a, 1 - a)) for a in (0, 1)]
+    return (prior * np.stack(chances, axis=1)).sum(axis=1)
+
+
+def _of_three(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    result = np.zeros(len(prior))
+    for a, b, c in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        d_ab, d_ac, d_bc = distances[:, a, b], distances[:, a, c], distances[:, b, c]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            correlation = (d_ab**2 + d_ac**2 - d_bc**2) / (2 * d_ab * d_ac)
+        # if two answers coincide, one of the two conditions holds or fails for certain
+        correlation = np.nan_to_num(correlation, nan=0.0, posinf=0.0, neginf=0.0).clip(-1, 1)
+        first, second = _thresholds(distances, prior, a, b), _thresholds(distances, prior, a, c)
+        result += prior[:, a] * _bivariate_normal(first, second, correlation)
+    return result
+
+
+def _bivariate_normal(h: np.ndarray, k: np.ndarray, correlation: np.ndarray) -> np.ndarray:
+    """P(X ≤ h, Y ≤ k) by Owen's T: ½(Φ(h) + Φ(k)) − T(h, ·) − T(k, ·) − ½[hk < 0], with ±40 for ±∞ and 1e-300 for 0."""
+    h, k = (np.where(np.abs(x) < _NEAR, _NEAR, x) for x in (h, k))
+    root = np.sqrt(np.maximum((1 - correlation) * (1 + correlation), 1e-30))
+    with np.errstate(over="ignore"):
+        tails = owens_t(h, (k - correlation * h) / (h * root)) + owens_t(k, (h - correlation * k) / (k * root))
+    return (ndtr(h) + ndtr(k)) / 2 - tails - np.where(h * k < 0, 0.5, 0.0)
+
+
+def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    order = _most_telling_first(_losses(distances, prior), prior)
+    distances = np.take_along_axis(np.take_along_axis(distances, order[:, :, None], 1), order[:, None, :], 2)
+    prior = np.take_along_axis(prior, order, 1)
+
+    points = _normal_points(prior.shape[1] - 1)  # [scrambles, points, m − 1]
+    added = np.empty((len(prior), len(points)))
+    size = max(1, _CHUNK_NUMBERS // (points[..., 0].numel() * prior.shape[1]))
+    for start in range(0, len(prior), size):
+        rows = slice(start, start + size)
+        added[rows] = _added(_coordinates(distances[rows]), torch.as_tensor(prior[rows]), points).numpy()
+    value = _of_three(distances[:, :3, :3], prior[:, :3]) + added.mean(axis=1)
+    return value, added.std(axis=1, ddof=1) / len(points) ** 0.5
+
+
+def _most_telling_first(lost: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """The answers in an order in which each adds much to those before it, [n, m]."""
+    n, m = prior.shape
+    gains = prior[:, :, None] - lost  # of an answer given another, [n, m, m]; 0 given itself
+    order, gain = [prior.argmax(axis=1)], np.full((n, m), np.inf)
+    for _ in range(m - 1):
+        gain = np.minimum(gain, np.take_along_axis(gains, order[-1][:, None, None], 2)[:, :, 0])
+        gain[np.arange(n), order[-1]] = -1  # taken
+        order.append(gain.argmax(axis=1))
+    return np.stack(order, axis=1)
+
+
+def _added(means: Tensor, prior: Tensor, points: Tensor) -> Tensor:
+    """Σ_{a>3} π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊] by every scrambled sequence, [rows, scrambles].
+
+    Args:
+        means: [rows, m, m − 1].
+        prior: [rows, m].
+        points: Standard normal, [scrambles, points, m − 1].
+    """
+    flat, log_prior = points.flatten(0, 1), prior.log()
+    result = means.new_zeros(len(means), len(points))
+    for a in range(3, prior.shape[1]):
+        apart = means[:, :a] - means[:, [a]]
+        odds = log_prior[:, :a] - log_prior[:, [a]] - apart.square().sum(dim=2) / 2
+        ratios = torch.baddbmm(odds[:, :, None], apart, flat.mT.expand(len(apart), -1, -1))  # logs, [rows, a, points]
+        gained = -torch.expm1(ratios.amax(dim=1).clamp(max=0))
+        result += prior[:, a, None] * gained.view(len(means), *points.shape[:2]).mean(dim=2)
+    return result
+
+
+def _coordinates(distances: np.ndarray) -> Tensor:
+    """Points with these distances, the widest direction first, [rows, m, m − 1]."""
+    squares = torch.as_tensor(distances).square()
+    centred = squares - squares.mean(dim=1, keepdim=True)
+    gram = -(centred - centred.mean(dim=2, keepdim=True)) / 2
+    values, vectors = torch.linalg.eigh(gram)
+    return (vectors * values.clamp(min=0).sqrt()[:, None, :]).flip(2)[:, :, :-1]
+
+
+def _normal_points(dimensions: int) -> Tensor:
+    """Scrambled Sobol points, always the same, as normal numbers, [scrambles, points, dimensions]."""
+    drawn = [
+        torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed).draw(_POINTS, dtype=torch.float64)
+        for seed in range(_SCRAMBLES)
+    ]
+    # the middle of a point's cell, so none is 0
+    return torch.special.ndtri((torch.stack(drawn) + 2.0**-33).clamp(max=1 - 2.0**-33))

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchfil.glm.measures import Kind
+from torchfil.glm.fil import Kind
 from torchfil.glm.model import GeneralizedLinearModel
-from torchfil.utils.progress import with_progress
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
-
-__all__ = ["IRFIL", "iteratively_reweighted_fil"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,15 @@ def iteratively_reweighted_fil(
     """
     from sklearn.base import clone
 
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} must be at least 1")
-    if not (0 <= clamp[0] <= 1 <= clamp[1]):
-        raise ValueError(f"clamp={clamp} must hold 1, the mean weight, and no negative number")
+    require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
     n = len(y)
-    member = _members(y if isinstance(groups, str) and groups == "class" else groups, n)
+    labels = as_array(
+        y if isinstance(groups, str) and groups == "class" else np.arange(n) if groups is None else groups
+    )
+    require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
+    member = np.array([numbers[label] for label in labels.tolist()])
     sizes = np.bincount(member)
 
     def fitted(weights: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -98,9 +100,8 @@ def iteratively_reweighted_fil(
     for _ in with_progress(range(rounds), progress, "IRFIL"):
         if spread[-1] <= tolerance * level.mean():
             break
-        if not (level > 0).all():
-            what = "an example" if groups is None else "a group"
-            raise ValueError(f"{what} has η = 0 and would get infinite weight; it does not influence the model")
+        what = "an example" if groups is None else "a group"
+        require(bool((level > 0).all()), f"{what} has η = 0, no influence on the model, and would get infinite weight")
         weights = np.clip(weights * (level.mean() / level)[member], *clamp)
         weights *= n / weights.sum()
         reweighted, eta, level = fitted(weights)
@@ -108,14 +109,3 @@ def iteratively_reweighted_fil(
         spread.append(level.std())
     converged = bool(spread[-1] <= tolerance * level.mean())
     return IRFIL(reweighted, weights, np.stack(etas), np.asarray(spread), converged)
-
-
-def _members(groups: Any, n: int) -> np.ndarray:
-    """The number of every example's group, [n]."""
-    if groups is None:
-        return np.arange(n)
-    labels = as_array(groups).tolist()
-    if len(labels) != n:
-        raise ValueError(f"groups must give one label per example: {len(labels)} for {n}")
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    return np.array([numbers[label] for label in labels])

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
-from torchfil.glm.fil import Sensitivity
-from torchfil.glm.losses import Loss, MarginLoss
-from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
-from torchfil.glm.solver import Fit, Objective, Solver, minimise
+from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil
+from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, Solver, minimise
+from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource
 from torchfil.viz.common import as_array
 
@@ -78,20 +77,14 @@ class GeneralizedLinearModel(BaseEstimator):
             SingularHessianError: Collinear columns with l2 = 0, by name or number.
             NotConvergedError: No minimum was found (separable data with l2 = 0).
         """
-        if not 0 <= self.l2 < float("inf"):
-            raise ValueError(f"l2={self.l2} must be a finite number ≥ 0")
-
+        require(0 <= self.l2 < math.inf, f"l2={self.l2} must be a finite number ≥ 0")
         names = list(X.columns) if hasattr(X, "columns") else None
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         num_inputs = inputs.shape[1] - int(self.fit_intercept)
         objective = self._objective(inputs, targets, weights)
-        self._fit = minimise(
-            objective,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            solver=self.solver,
-            names=[*(names or range(num_inputs)), "intercept"],
-        )
+        options: dict[str, Any] = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
+        columns = [*(names or range(num_inputs)), "intercept"]
+        self._fit = minimise(objective, solver=self.solver, names=columns, **options)
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight = weights
@@ -140,13 +133,11 @@ class GeneralizedLinearModel(BaseEstimator):
             [p]; [classes, p] for a softmax.
         """
         self._check_fitted()
-        if not scale > 0:
-            raise ValueError(f"scale={scale} must be positive: without noise the release gives everything away")
+        require(scale > 0, f"scale={scale} must be positive: without noise the release gives everything away")
+        require(noise in ("gaussian", "laplace"), f"noise={noise!r} must be 'gaussian' or 'laplace'")
         w, generator = self._parameters().cpu(), generator or NoiseSource().generator(torch.device("cpu"))
         if noise == "gaussian":
             return w + scale * torch.randn(w.shape, generator=generator, dtype=w.dtype)
-        if noise != "laplace":
-            raise ValueError(f"noise={noise!r} must be 'gaussian' or 'laplace'")
         uniform = torch.rand(w.shape, generator=generator, dtype=w.dtype) - 0.5
         return w - scale * uniform.sign() * torch.log1p(-2 * uniform.abs())
 
@@ -163,34 +154,19 @@ class GeneralizedLinearModel(BaseEstimator):
         """
         self._check_fitted()
         inputs, targets, weights = self._tensors(X, y, sample_weight)
-        if inputs.shape[1] != len(self._fit.weights):
-            raise ValueError(
-                f"X has {inputs.shape[1] - int(self.fit_intercept)} columns, the model was fitted on "
-                f"{self.n_features_in_}"
-            )
+        d, columns, n = self.n_features_in_, inputs.shape[1] - int(self.fit_intercept), len(self._training_weight)
+        require(columns == d, f"X has {columns} columns, the model was fitted on {d}")
         _check_names(X, list(getattr(self, "feature_names_in_", ())))
 
         # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
-            if len(weights) != len(self._training_weight):
-                raise ValueError(
-                    f"FIL is about the training examples: the model was fitted on {len(self._training_weight)}, got "
-                    f"{len(weights)}. Pass the training set, or sample_weight for a part of it."
-                )
+            other = f"the model was fitted on {n} examples, got {len(weights)}"
+            require(len(weights) == n, f"{other}. Pass the training set, or sample_weight for a part of it")
             weights = self._training_weight
-        if len(weights) == len(self._training_weight):
-            _check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
-
-        return Sensitivity.build(
-            self._loss(),
-            inputs,
-            targets,
-            weights,
-            self._fit.weights,
-            self._fit.hessian,
-            num_inputs=self.n_features_in_,
-            private_target=private_target,
-        )
+        loss, fit = self._loss(), self._fit
+        if len(weights) == n:
+            _check_minimum(loss, fit, self._training_ridge, inputs, targets, weights)
+        return Sensitivity.build(loss, inputs, targets, weights, fit.weights, fit.hessian, d, private_target)
 
     def fil(
         self,
@@ -224,8 +200,7 @@ class GeneralizedLinearModel(BaseEstimator):
             An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
         """
         sensitivity = self.sensitivity(X, y, private_target=private_target, sample_weight=sample_weight)
-        columns = None if attributes is None else {name: self.column_numbers(part) for name, part in attributes.items()}
-        return fisher_information_loss([Release(sensitivity, sigma)], columns, groups, kind, one_hot)
+        return fisher_information_loss([Release(sensitivity, sigma)], self._numbered(attributes), groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
         """1/η̄² of :meth:`fil` with ``kind="trace"``, with the same options and shapes.
@@ -260,8 +235,7 @@ class GeneralizedLinearModel(BaseEstimator):
                 choice itself leaks.
             **options: Options of :meth:`fil`, including ``attributes`` and ``groups``.
         """
-        if not target_eta > 0:
-            raise ValueError(f"target_eta={target_eta} must be positive")
+        require(target_eta > 0, f"target_eta={target_eta} must be positive")
         eta = self.fil(X, y, 1.0, **options)
         values = np.concatenate([np.atleast_1d(v) for v in eta.values()]) if isinstance(eta, dict) else eta
         decide = values_that_decide(values, reduce)
@@ -277,18 +251,12 @@ class GeneralizedLinearModel(BaseEstimator):
         """Warn how much a σ computed from the data reveals, if few enough values decide it."""
         how_much = ""
         if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
-            settings = {name: value for name, value in options.items() if name != "sample_weight"}
-            if settings.get("attributes") is not None:
-                settings["attributes"] = {name: self.column_numbers(v) for name, v in settings["attributes"].items()}
-            squares = information_of_choice(
-                self._objective(*self._tensors(X, y, None)[:2], self._training_weight),
-                self._fit.weights,
-                decide,
-                num_inputs=self.n_features_in_,
-                **{"private_target": True, **settings},
-            )
-            released = self._parameters().numel()
-            true = np.sqrt(eta**2 + 2 * released * squares).max()
+            settings: dict[str, Any] = {"private_target": True, "num_inputs": self.n_features_in_, **options}
+            settings["attributes"] = self._numbered(settings.get("attributes"))
+            settings.pop("sample_weight", None)
+            objective = self._objective(*self._tensors(X, y, None)[:2], self._training_weight)
+            squares = information_of_choice(objective, self._fit.weights, decide, **settings)
+            true = np.sqrt(eta**2 + 2 * self._parameters().numel() * squares).max()
             how_much = f": with it the largest η is up to {true:.3g}, without it {eta.max():.3g}"
         warnings.warn(
             f"sigma={sigma:.6g} was computed from the private data; released unrounded, it leaks itself{how_much}. "
@@ -303,16 +271,10 @@ class GeneralizedLinearModel(BaseEstimator):
         intercept; each assumption is checked. X is the training inputs: n is their number.
         """
         self._check_fitted()
-        if not (epsilon > 0 and 0 < delta < 1):
-            raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
-
-        loss = self._loss()
-        inputs, n = as_array(X).astype(float), len(self._training_weight)
-        if inputs.shape != (n, self.n_features_in_):
-            raise ValueError(
-                f"X has the shape {list(inputs.shape)}, the model was fitted on {[n, self.n_features_in_]}; the noise "
-                "depends on the number of training examples: pass the training set"
-            )
+        require(epsilon > 0 and 0 < delta < 1, f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
+        loss, inputs, n = self._loss(), as_array(X).astype(float), len(self._training_weight)
+        given, wanted = list(inputs.shape), [n, self.n_features_in_]
+        require(given == wanted, f"X has the shape {given}, the model was fitted on {wanted}: pass the training set")
 
         # The theorem's assumptions; the error names those that fail.
         norms = np.linalg.norm(inputs, axis=1)
@@ -354,6 +316,9 @@ class GeneralizedLinearModel(BaseEstimator):
         intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
         self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
 
+    def _numbered(self, attributes: Attributes | None) -> dict[str, list[int]] | None:
+        return None if attributes is None else {key: self.column_numbers(each) for key, each in attributes.items()}
+
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
         """The numbers of columns of the fitted model, given by number, by name or as a slice."""
         return _column_numbers(columns, self.n_features_in_, list(getattr(self, "feature_names_in_", ())))
@@ -369,27 +334,24 @@ class GeneralizedLinearModel(BaseEstimator):
     def _tensors(self, X: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self._tensor(X)
         shape = np.shape(y)
-        if inputs.ndim != 2 or shape != inputs.shape[:1] or not len(inputs):
-            raise ValueError(f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
+        table = inputs.ndim == 2 and shape == inputs.shape[:1] and len(inputs) > 0
+        require(table, f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
         targets = self._targets(y)
-        wrong = ~(torch.isfinite(inputs).all(dim=1) & torch.isfinite(targets).view(len(inputs), -1).all(dim=1))
-        if bool(wrong.any()):
-            columns = (~torch.isfinite(inputs)).any(dim=0).nonzero().flatten().tolist()[:10]
-            where = f"columns {columns} of X" if columns else "y"
-            rows = wrong.nonzero().flatten().tolist()[:10]
-            raise ValueError(f"NaN or infinite values in rows {rows}, {where}; drop or impute them")
+        bad = ~torch.isfinite(torch.cat([inputs, targets.view(len(inputs), -1)], dim=1))
+        rows, columns = (bad.any(dim=other).nonzero().flatten().tolist()[:10] for other in (1, 0))
+        where = f"columns {columns} of X" if columns and columns[0] < inputs.shape[1] else "y"
+        require(not rows, f"NaN or infinite values in rows {rows}, {where}; drop or impute them")
         weights = torch.ones_like(inputs[:, 0])
         if sample_weight is not None:
             weights = self._tensor(sample_weight)
-            if weights.shape != shape or not bool((weights >= 0).all()):
-                raise ValueError("sample_weight must be one number ≥ 0 per example")
+            fits = weights.shape == shape and bool((weights >= 0).all())
+            require(fits, "sample_weight must be one number ≥ 0 per example")
         if self.fit_intercept:
             inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
         return inputs, targets, weights
 
     def _check_fitted(self) -> None:
-        if not hasattr(self, "_fit"):
-            raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
+        require(hasattr(self, "_fit"), f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
 
 
 class Composition:
@@ -412,21 +374,16 @@ class Composition:
     """
 
     def __init__(self, releases: Sequence[tuple[GeneralizedLinearModel, float]]) -> None:
-        if not releases:
-            raise ValueError("a composition needs at least one release")
+        require(bool(releases), "a composition needs at least one release")
         information: dict[int, float] = {}
         models: dict[int, GeneralizedLinearModel] = {}
         for model, scale in releases:
             model._check_fitted()
-            if not scale > 0:
-                raise ValueError(f"sigma={scale} must be positive: without noise the Fisher information is infinite")
+            require(scale > 0, f"sigma={scale} must be positive: without noise the Fisher information is infinite")
             models[id(model)] = model
             information[id(model)] = information.get(id(model), 0.0) + scale**-2
         widths = {model.n_features_in_ for model in models.values()}
-        if len(widths) > 1:
-            raise ValueError(
-                f"the models were fitted on inputs of {sorted(widths)} columns; a composition needs the same columns"
-            )
+        require(len(widths) == 1, f"the models were fitted on {sorted(widths)} columns; a composition needs the same")
         self.releases = [(models[key], total**-0.5) for key, total in information.items()]
 
     def fil(
@@ -451,20 +408,11 @@ class Composition:
             kind: "spectral" or "trace".
             one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
         """
-        parts = [
-            Release(model.sensitivity(X, y, private_target=private_target), scale) for model, scale in self.releases
-        ]
-        coordinates = {part.sensitivity.num_coordinates for part in parts}
-        if len(coordinates) > 1:
-            raise ValueError(
-                "a softmax model sees its target as a point of the simplex, the others as a number: compose them with "
-                "private_target=False"
-            )
-        first = self.releases[0][0]
-        columns = (
-            None if attributes is None else {name: first.column_numbers(part) for name, part in attributes.items()}
-        )
-        return fisher_information_loss(parts, columns, groups, kind, one_hot)
+        made = [(model.sensitivity(X, y, private_target=private_target), scale) for model, scale in self.releases]
+        alike = len({sensitivity.num_coordinates for sensitivity, _ in made}) == 1
+        require(alike, "a softmax's target is a point of the simplex, others' a number: pass private_target=False")
+        columns = self.releases[0][0]._numbered(attributes)
+        return fisher_information_loss([Release(*pair) for pair in made], columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
         """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
@@ -482,17 +430,12 @@ def _column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequ
         return list(range(num_inputs))[columns]
     columns = [columns] if isinstance(columns, str) else columns
     numbers = [names.index(column) if column in names else column for column in columns]
-    wrong = [
-        c for c in numbers if isinstance(c, bool) or not (isinstance(c, (int, np.integer)) and 0 <= c < num_inputs)
-    ]
-    if wrong or not numbers:
-        raise ValueError(f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
+    known = range(num_inputs)
+    wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
+    usable = bool(numbers) and not wrong
+    require(usable, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
     repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
-    if repeated:
-        raise ValueError(
-            f"columns {repeated} occur more than once in the attribute {list(columns)}, which would count them "
-            "twice; name each column once"
-        )
+    require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
     return [int(c) for c in numbers]
 
 
@@ -531,9 +474,8 @@ def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets:
     change = squares @ own + ridge - fit.hessian.diagonal().view_as(u)
     same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + ridge))
     if not bool((same & torch.isfinite(gradient) & torch.isfinite(change)).all()):
+        most = float(gradient.abs().max()) / len(inputs)
         raise ValueError(
-            "X and y are not what the model was fitted on: at its weights, over n, they give a gradient of up to "
-            f"{float(gradient.abs().max()) / len(inputs):.2g} ({fit.gradient_norm:.2g} at the fit), and the "
-            f"Hessian's diagonal differs by up to {float(change.abs().max()) / len(inputs):.2g}. Pass the training "
-            "set as fitted (same columns in the same order, same targets and weights)"
+            f"X and y are not what the model was fitted on: their gradient over n is {most:.2g} at its weights "
+            f"({fit.gradient_norm:.2g} at the fit), or their Hessian differs. Pass the training set as fitted"
         )

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchfil.utils.progress import with_progress
+from torchfil.questions import Alternative
+from torchfil.utils.errors import require
+from torchfil.utils.text import with_progress
 
 if TYPE_CHECKING:
-    from torchfil.glm.losses import MarginLoss
     from torchfil.glm.model import GeneralizedLinearModel
-
-__all__ = ["Alternative", "GLMView", "minimiser_changes", "numbers_at_once"]
+    from torchfil.glm.solver import MarginLoss
 
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
 _CHUNK_ARRAYS = 16
@@ -74,40 +74,22 @@ class GLMView:
             ValueError: The model is not fitted, has several margins (a softmax), or was fitted on other data.
         """
         model._check_fitted()
-        if model._num_margins() != 1:
-            raise ValueError(
-                f"{type(model).__name__} has {model._num_margins()} margins; this needs a model of one margin. "
-                "Take one class against the rest by LogisticRegression"
-            )
-
+        margins = f"{type(model).__name__} has {model._num_margins()} margins"
+        require(model._num_margins() == 1, f"{margins}, not one: take a class against the rest by LogisticRegression")
         inputs, targets, _ = model._tensors(X, y, None)
-        weights = model._training_weight
-        if inputs.shape != (len(weights), len(model._fit.weights)):
-            raise ValueError(
-                f"X has shape {[len(inputs), inputs.shape[1] - int(model.fit_intercept)]}, the model was fitted on "
-                f"{[len(weights), model.n_features_in_]}; pass the training set: the attacker knows it"
-            )
+        weights, d = model._training_weight, model.n_features_in_
+        given, wanted = list(inputs.shape), [len(weights), len(model._fit.weights)]
+        require(given == wanted, f"X has shape {given}, the model was fitted on {wanted}: pass the training set")
 
+        loss: Any = model._loss()
         ridge = torch.full_like(inputs[0], len(inputs) * model.l2)
-        ridge[model.n_features_in_ :] = 0
-        view = cls(
-            model._loss(),  # type: ignore[arg-type]
-            inputs,
-            targets,
-            weights,
-            ridge,
-            model._fit.weights[:, 0],
-            model._fit.hessian,
-            model.n_features_in_,
-        )
+        ridge[d:] = 0
+        view = cls(loss, inputs, targets, weights, ridge, model._fit.weights[:, 0], model._fit.hessian, d)
 
         # The attack assumes that the gradient vanishes at the weights; on other data it does not.
         size = float(view.gradient(view.weights[None]).abs().max()) / len(inputs)
-        if size > 1e-6 + 100 * model.tolerance:
-            raise ValueError(
-                f"the gradient at the model's weights is {size:.2g} on these data, so it was not fitted on them; pass "
-                "the training set as fitted (same rows, same targets)"
-            )
+        here = f"the gradient at the model's weights is {size:.2g} on these data"
+        require(size <= 1e-6 + 100 * model.tolerance, f"{here}: it was not fitted on them; pass the training set")
         return view
 
     def first(self, margin: Tensor) -> Tensor:
@@ -120,43 +102,28 @@ class GLMView:
         residual = self.sample_weight[:, None] * self.first(self.X @ weights.mT)
         return residual.mT @ self.X + self.ridge * weights
 
+    def with_answer(self, alternative: Alternative | None) -> tuple[Tensor, Tensor]:
+        """What could be in the training set instead of each example: x′ with the intercept's column, and y′.
 
-@dataclass(frozen=True, eq=False)
-class Alternative:
-    """What could be in the training set instead of each example.
+        An example that is left out (None) keeps its own.
+        """
+        if alternative is None:
+            return self.X, self.y
+        return torch.cat([alternative.inputs, self.X[:, self.num_inputs :]], dim=1), alternative.targets
 
-    Attributes:
-        inputs: x′, including the intercept's column of ones, [n, p].
-        targets: y′, [n].
-        present: False if the example is left out, as in a fit to the n − 1 others; x′ and y′ are then its own.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    present: bool = True
-
-    @classmethod
-    def with_values(cls, view: GLMView, columns: Sequence[int], values: Tensor) -> Alternative:
-        """Some columns with other values, [c] for all examples or [n, c]."""
-        inputs = view.X.clone()
-        inputs[:, list(columns)] = values.to(inputs)
-        return cls(inputs, view.y)
-
-    def changed(self, view: GLMView) -> Tensor:
-        """The examples that the alternative changes, [at most n]."""
-        if not self.present:
-            return torch.arange(len(view.X), device=view.X.device)
-        return ((self.inputs != view.X).any(dim=1) | (self.targets != view.y)).nonzero().flatten()
+    def changed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Whether x′ and y′ differ from each example, [n]."""
+        return (inputs != self.X).any(dim=1) | (targets != self.y)
 
 
 def minimiser_changes(
-    view: GLMView, alternatives: Sequence[Alternative], *, tolerance: float = 1e-9, progress: bool = False
+    view: GLMView, alternatives: Sequence[Alternative | None], *, tolerance: float = 1e-9, progress: bool = False
 ) -> Tensor:
     """How much the minimiser changes if one example is changed, for every example and every alternative.
 
     Args:
         view: The fitted model on its training set.
-        alternatives: The m alternatives for each example.
+        alternatives: The m alternatives for each example; None: left out, as in a fit to the n − 1 others.
         tolerance: The error of a weight, over 1 + max|w*|, at which to stop; least squares is exact.
         progress: Whether to show a progress bar.
 
@@ -174,71 +141,49 @@ def minimiser_changes(
     exact = view.loss.name == "squared"
     third = None if exact or p**3 > _THIRD_NUMBERS else _third_derivative(view)
     size = n if exact else max(1, numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // n)
-    bases = {alternative.present: _Base.build(view, alternative.present) for alternative in alternatives}
-    parts = [
-        (number, rows)
-        for number, alternative in enumerate(alternatives)
-        for rows in alternative.changed(view).split(size)
-        if len(rows)
-    ]
-    for number, rows in with_progress(parts, progress, "refits"):
-        alternative = alternatives[number]
-        update = _Update.build(view, bases[alternative.present], rows, alternative)
-        change = update.step(update.own_gradient(view, torch.zeros_like(update.new)))
-        result[rows, number] = change if exact else _refined(view, update, change, third, limit)
+    for number, alternative in enumerate(with_progress(alternatives, progress, "refits")):
+        base = _Base(view, alternative)
+        chosen = torch.arange(n, device=view.X.device) if base.absent else view.changed(*base.example).nonzero()[:, 0]
+        for rows in chosen.split(size) if len(chosen) else ():
+            update = _Update(view, base, rows)
+            change = update.step(update.own_gradient(view, torch.zeros_like(update.new)))
+            result[rows, number] = change if exact else _refined(view, update, change, third, limit)
     return result
 
 
-@dataclass(frozen=True)
 class _Base:
-    """The start of all examples' updates: the penalty without an example, or the full one."""
+    """What all examples' updates start from: an alternative, and the Hessian with its penalty."""
 
-    ridge_change: Tensor  # −λ where the example is left out, and 0 for an intercept, [p]
-    inverse: Tensor  # A, [p, p]
-
-    @classmethod
-    def build(cls, view: GLMView, present: bool) -> _Base:
-        ridge_change = torch.zeros_like(view.ridge) if present else -view.ridge / len(view.X)
-        return cls(ridge_change, torch.linalg.inv(view.hessian + torch.diag(ridge_change)))
+    def __init__(self, view: GLMView, alternative: Alternative | None) -> None:
+        self.absent = alternative is None
+        self.example = view.with_answer(alternative)
+        self.ridge_change = -view.ridge / len(view.X) if self.absent else torch.zeros_like(view.ridge)  # −λ, [p]
+        self.inverse = torch.linalg.inv(view.hessian + torch.diag(self.ridge_change))  # A, [p, p]
 
 
-@dataclass(frozen=True)
 class _Update:
     """The rank-two updates of m changed examples."""
 
-    base: _Base
-    rows: Tensor  # [m]
-    new: Tensor  # x′, [m, p]
-    old: Tensor  # x, [m, p]
-    new_target: Tensor  # y′, [m]
-    new_weight: Tensor  # ω′, [m]
-    new_pushed: Tensor  # A x′, [m, p]
-    old_pushed: Tensor  # A x, [m, p]
-    kernel: Tensor  # (I + S UᵀA U)⁻¹ S, [m, 2, 2]
+    def __init__(self, view: GLMView, base: _Base, rows: Tensor) -> None:
+        self.base, self.rows = base, rows
+        self.old, weight = view.X[rows], view.sample_weight[rows]  # x, [m, p], and ω
+        self.new, self.new_target = (part[rows] for part in base.example)  # x′, [m, p], and y′, [m]
+        self.new_weight = torch.zeros_like(weight) if base.absent else weight  # ω′, [m]
+        self.new_pushed, self.old_pushed = self.new @ base.inverse, self.old @ base.inverse  # A x′ and A x, [m, p]
 
-    @classmethod
-    def build(cls, view: GLMView, base: _Base, rows: Tensor, alternative: Alternative) -> _Update:
-        old, new, new_target = view.X[rows], alternative.inputs[rows], alternative.targets[rows]
-        weight = view.sample_weight[rows]
-        new_weight = weight if alternative.present else torch.zeros_like(weight)
-        new_pushed, old_pushed = new @ base.inverse, old @ base.inverse
-
-        new_curvature = view.loss.second(new @ view.weights, new_target)
-        old_curvature = view.loss.second(old @ view.weights, view.y[rows])
-        scale = torch.diag_embed(torch.stack([new_weight * new_curvature, -weight * old_curvature], dim=1))
-        cross = (new * old_pushed).sum(dim=1)
-        products = torch.stack([(new * new_pushed).sum(dim=1), cross, cross, (old * old_pushed).sum(dim=1)], dim=1)
-        system = torch.eye(2, dtype=old.dtype, device=old.device) + scale @ products.view(-1, 2, 2)
+        new_curvature = view.loss.second(self.new @ view.weights, self.new_target)
+        old_curvature = view.loss.second(self.old @ view.weights, view.y[rows])
+        scale = torch.diag_embed(torch.stack([self.new_weight * new_curvature, -weight * old_curvature], dim=1))
+        cross = (self.new * self.old_pushed).sum(dim=1)
+        corners = ((self.new * self.new_pushed).sum(dim=1), (self.old * self.old_pushed).sum(dim=1))
+        products = torch.stack([corners[0], cross, cross, corners[1]], dim=1)
+        system = torch.eye(2, dtype=scale.dtype, device=scale.device) + scale @ products.view(-1, 2, 2)
 
         # Its determinant is det H′ / det H.
-        singular = torch.linalg.det(system) <= _SINGULAR
-        if bool(singular.any()):
-            raise ValueError(
-                f"the model has no unique minimiser with example {int(rows[singular.nonzero()[0, 0]])} changed or left "
-                "out: that example alone determines some weight. Raise the model's l2"
-            )
-        kernel = torch.linalg.solve(system, scale)
-        return cls(base, rows, new, old, new_target, new_weight, new_pushed, old_pushed, kernel)
+        alone = rows[torch.linalg.det(system) <= _SINGULAR].tolist()[:5]
+        without = f"examples {alone} alone determine some weight: without one the minimiser is not unique"
+        require(not alone, f"{without}. Raise the model's l2")
+        self.kernel = torch.linalg.solve(system, scale)  # (I + S UᵀA U)⁻¹ S, [m, 2, 2]
 
     def step(self, gradient: Tensor) -> Tensor:
         """−H′⁻¹ g, [m, p]."""

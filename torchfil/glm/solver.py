@@ -1,22 +1,136 @@
-"""Minimisation of a weighted, regularised generalised linear model to a stated tolerance."""
+"""Losses of generalised linear models, and their minimisation, weighted and regularised, to a stated tolerance."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from scipy import linalg, optimize
 from torch import Tensor
+from torch.func import grad, vmap
 
-from torchfil.glm.losses import Loss
-
-__all__ = ["Fit", "NotConvergedError", "Objective", "SingularHessianError", "Solver", "minimise"]
+from torchfil.utils.errors import require
 
 Solver = Literal["newton", "lbfgs"]
 _LARGEST_MARGIN = 1e8
+Elementwise = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MarginLoss:
+    """ℓ(m, y), convex in the one margin m = wᵀx, elementwise on tensors.
+
+    Methods take margins [n, K] and all targets, like those of :class:`SoftmaxLoss`; here K = 1, and t, the number of
+    the target's coordinates, is 1.
+
+    Attributes:
+        name: The name for messages.
+        value: ℓ.
+        first: b = ∂ℓ/∂m.
+        second: a = ∂²ℓ/∂m² ≥ 0.
+        target_sensitivity: c = −∂²ℓ/∂m∂y (1 for the squared, logistic and Poisson losses).
+        lipschitz: sup abs(∂ℓ/∂m) over all margins and targets in range, or None if it is unbounded.
+    """
+
+    name: str
+    value: Elementwise
+    first: Elementwise
+    second: Elementwise
+    target_sensitivity: Elementwise
+    lipschitz: float | None = None
+
+    @classmethod
+    def from_function(cls, value: Elementwise, name: str = "custom") -> MarginLoss:
+        """A loss given as a torch function of one margin and one target; derivatives by autograd."""
+        first = vmap(grad(value, argnums=0))
+        second = vmap(grad(grad(value, argnums=0), argnums=0))
+        cross = vmap(grad(grad(value, argnums=0), argnums=1))
+        return cls(name, vmap(value), first, second, lambda m, y: -cross(m, y))
+
+    def losses(self, margin: Tensor, y: Tensor) -> Tensor:
+        """ℓ, [n]."""
+        return self.value(margin[:, 0], y)
+
+    def residual(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂ℓ/∂m, [n, K]."""
+        return self.first(margin[:, 0], y)[:, None]
+
+    def curvature(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂²ℓ/∂m², [n, K, K]."""
+        return self.second(margin[:, 0], y)[:, None, None]
+
+    def coupling(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂²ℓ/∂m∂y, [n, K, t]."""
+        return -self.target_sensitivity(margin[:, 0], y)[:, None, None]
+
+
+@dataclass(frozen=True)
+class SoftmaxLoss:
+    """−Σ_c y_c log softmax(Bm)_c for targets y in the simplex of ``classes`` corners.
+
+    A softmax does not change if a number is added to all its logits, so weights W are determined up to W + v1ᵀ. The
+    shortest minimiser has W1 = 0: W = UBᵀ, with B ∈ R^{classes×K} an orthonormal basis of 1⊥, K = classes − 1. The
+    margins are those of U: strictly convex, ‖U‖ = ‖W‖, and W's Jacobian has the same Gram matrix as U's. The target
+    moves within the simplex: its t = K coordinates are those along B.
+    """
+
+    classes: int
+
+    name: ClassVar[str] = "softmax"
+    lipschitz: ClassVar[float] = 2**0.5
+
+    def losses(self, margin: Tensor, y: Tensor) -> Tensor:
+        """ℓ, [n]."""
+        return -(y * torch.log_softmax(margin @ self.basis(margin).mT, dim=1)).sum(dim=1)
+
+    def residual(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂ℓ/∂m, [n, K]."""
+        basis = self.basis(margin)
+        return (torch.softmax(margin @ basis.mT, dim=1) - y) @ basis
+
+    def curvature(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂²ℓ/∂m², [n, K, K]."""
+        basis = self.basis(margin)
+        probability = torch.softmax(margin @ basis.mT, dim=1)
+        mean = probability @ basis
+        return torch.einsum("ck,nc,cl->nkl", basis, probability, basis) - mean[:, :, None] * mean[:, None, :]
+
+    def coupling(self, margin: Tensor, y: Tensor) -> Tensor:
+        """∂²ℓ/∂m∂y, [n, K, t]."""
+        return -torch.eye(self.classes - 1, dtype=margin.dtype, device=margin.device).expand(len(margin), -1, -1)
+
+    def basis(self, like: Tensor) -> Tensor:
+        """B, [classes, K]."""
+        return tangent_basis(self.classes).to(like)
+
+
+Loss = MarginLoss | SoftmaxLoss  # ℓ(m, y), convex in the K margins m = Uᵀx of an example
+
+
+def tangent_basis(size: int) -> Tensor:
+    """An orthonormal basis of {t ∈ R^size : Σ t = 0}, [size, size − 1]: the directions within a simplex."""
+    require(size >= 2, f"a one-hot attribute needs at least 2 columns, got {size}")
+    ones = torch.ones(size, 1, dtype=torch.float64)
+    return torch.linalg.qr(torch.cat([ones, torch.eye(size, dtype=torch.float64)[:, 1:]], dim=1)).Q[:, 1:]
+
+
+def _ones(margin: Tensor, target: Tensor) -> Tensor:
+    return torch.ones_like(margin)
+
+
+SQUARED = MarginLoss("squared", lambda m, y: 0.5 * (m - y).square(), lambda m, y: m - y, _ones, _ones)
+LOGISTIC = MarginLoss(
+    "logistic",
+    lambda m, y: torch.nn.functional.softplus(m) - y * m,
+    lambda m, y: torch.sigmoid(m) - y,
+    lambda m, y: torch.sigmoid(m) * torch.sigmoid(-m),
+    _ones,
+    lipschitz=1.0,
+)
+POISSON = MarginLoss("poisson", lambda m, y: m.exp() - y * m, lambda m, y: m.exp() - y, lambda m, y: m.exp(), _ones)
 
 
 class NotConvergedError(ValueError):
@@ -137,11 +251,9 @@ def minimise(
     """
     n, p = objective.X.shape
     weights = objective.X.new_zeros(p, objective.margins)
+    require(solver in ("newton", "lbfgs"), f"solver={solver!r} must be 'newton' or 'lbfgs'")
     if solver == "lbfgs":
         weights = _lbfgs(objective, weights)
-    elif solver != "newton":
-        raise ValueError(f"solver={solver!r} must be 'newton' or 'lbfgs'")
-
     value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
         gradient = objective.gradient(weights)
@@ -171,26 +283,18 @@ def minimise(
 def _why_not_converged(
     objective: Objective, weights: Tensor, step: Tensor, size: float, tolerance: float, iteration: int
 ) -> str:
-    largest = float(weights.abs().max())
     what = f"the {objective.loss.name} model did not converge: after {iteration} Newton steps"
     if size <= tolerance or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
         remedy = "Set l2 > 0" if objective.l2 == 0 else "The intercept has no penalty: leave it out, or raise l2"
         return (
-            f"{what} the largest weight is {largest:.2g} and still moves by {float(step.abs().max()):.2g} per step "
-            f"while the gradient is {size:.2g}: the weights diverge, as on separable data, where l2={objective.l2:g} "
-            f"leaves no minimum. {remedy}; raise max_iterations only if the classes overlap."
+            f"{what} the weights (up to {float(weights.abs().max()):.2g}) still move by {float(step.abs().max()):.2g}: "
+            f"they diverge, as on separable data, where l2={objective.l2:g} leaves no minimum. {remedy}"
         )
-
-    no_minimum = (
-        "With l2=0 a minimum exists only if the classes overlap (separable data drive the weights to infinity): set "
-        "l2 > 0. "
-        if objective.l2 == 0 and objective.loss.lipschitz is not None
-        else ""
-    )
+    separable = objective.l2 == 0 and objective.loss.lipschitz is not None
+    remedy = "Set l2 > 0 (separable data have no minimum), or raise" if separable else "Raise"
     return (
-        f"{what} the gradient is {size:.2g} (relative to its terms if these exceed 1), above "
-        f"tolerance={tolerance:g}. {no_minimum}Raise max_iterations; if rounding keeps the gradient large (columns "
-        "or targets of very different size), scale them, or raise tolerance."
+        f"{what} the gradient is {size:.2g}, above tolerance={tolerance:g}. {remedy} max_iterations; if columns or "
+        "targets are of very different size, scale them, or raise tolerance"
     )
 
 
@@ -213,16 +317,13 @@ def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) 
     if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:
         return scale[:, None] * pivots
     columns = _dependent_columns(objective.X)
+    named = [names[column] if names is not None and column < len(names) else column for column in columns]
+    why = "the loss is flat in some direction, as on separable data: set l2 > 0"
     if columns:
-        named = [names[column] if names is not None and column < len(names) else column for column in columns]
-        raise SingularHessianError(
-            f"columns {named} are linear combinations of the others and l2={objective.l2:g}, so the minimiser is not "
-            "unique: drop them (a one-hot attribute needs one level less), or set l2 > 0"
+        why = (
+            f"columns {named} are linear combinations of the others: drop them (one level of a one-hot), or set l2 > 0"
         )
-    raise SingularHessianError(
-        f"the Hessian is singular at l2={objective.l2:g} (the loss is flat in some direction, as on separable data); "
-        "set l2 > 0"
-    )
+    raise SingularHessianError(f"the minimiser is not unique at l2={objective.l2:g}, because {why}")
 
 
 def _dependent_columns(X: Tensor) -> list[int]:

@@ -18,9 +18,8 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ import torch
 from sklearn.preprocessing import OneHotEncoder
 
 from torchfil.glm import estimators
-from torchfil.glm.guesses import Absent, Guess, Label, NominalAttribute, Question, Shift, guess
+from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
 from torchfil.glm.model import GeneralizedLinearModel
+from torchfil.questions import Absent, Label, Question
 
 __all__ = ["FALSE_POSITIVE_RATE", "EncodedTable", "Format", "LeakageTable", "leakage_table", "read_table"]
 
-Text = Callable[[], io.TextIOWrapper]  # a file's text, from its beginning at each call
 MODELS: dict[str, type[Any]] = {
     "linear": estimators.LinearRegression,
     "logistic": estimators.LogisticRegression,
@@ -53,7 +52,6 @@ _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BO
 _CONTROLS = bytes(code for code in range(32) if code not in b"\t\n\r\f")  # no text has these
 _SAMPLE = 1000  # rows from which separator and decimal sign are detected
 _PIECE = 10_000  # rows that are parsed at a time: Python's own texts take ten times the memory of pandas' columns
-_MOST_NUMBERS = 2**28  # of the inputs: 2 GiB
 _FEWEST_IN_ORDER = 10  # with this many rows, a column that counts them is not a coincidence
 _MOST_ANSWERS = 12
 _RELEASES, _SCORED = 300, 10_000  # how often the noise is drawn for a released model's score; on how many rows
@@ -167,7 +165,16 @@ def read_table(
     for name in (target, *categorical, *quantity, *group, *left_out):
         _check_column(name, list(table.columns))
     inputs = [name for name in table.columns if name not in left_out and name != target]
-    _check_uses(target, inputs, categorical, quantity, left_out)
+    if target in left_out or target in categorical:
+        raise ValueError(
+            f"{target!r} is the target; it cannot be left out (--ignore), name the rows (--id) or be categorical "
+            "(--categorical): a logistic or softmax model (--model) predicts codes"
+        )
+    both = sorted({*categorical} & {*quantity})
+    if both:
+        raise ValueError(f"{both[0]!r} cannot be a category (--categorical) and a quantity (--quantity)")
+    if not inputs:
+        raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
     table = _complete_rows(table, [*inputs, target], path, drop_missing)
     ids = (table.index if id_column is None else table[id_column]).tolist()
     groups = {name: _labels(table[name]) for name in group}
@@ -201,7 +208,7 @@ def _check_column(name: str, names: Sequence[str]) -> None:
         raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
 
 
-def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[Text, str]:
+def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[str, str]:
     """A file's text and its encoding: by its mark; else UTF-8; else Windows-1252, which takes most bytes."""
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
@@ -215,8 +222,7 @@ def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[Text
         likely = ["utf-8", "cp1252"]
     for name in likely if encoding is None else [encoding]:
         try:
-            content.decode(name)
-            return partial(_stream, content, name), name
+            return content.decode(name), name
         except LookupError as error:
             raise ValueError(f"--encoding {name!r} is no encoding that Python knows, such as cp1252") from error
         except UnicodeError:
@@ -225,17 +231,15 @@ def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[Text
     raise ValueError(f"{path} is not text in {tried}; if it is a table in another encoding, name that: --encoding")
 
 
-def _stream(content: bytes, encoding: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(content), encoding, newline="")
-
-
-def _lines(text: Text, separator: str) -> Iterator[tuple[int, list[str]]]:
+def _lines(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     """The rows as (line of the file at which the row ends, from 1; its fields), the line of names first."""
-    reader = csv.reader(text(), delimiter=separator, skipinitialspace=separator != " ", strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=separator != " ", strict=True
+    )
     return ((reader.line_num, fields) for fields in reader if "".join(fields).strip() or len(fields) > 1)
 
 
-def _separator_of(text: Text, path: str | os.PathLike[str]) -> str:
+def _separator_of(text: str, path: str | os.PathLike[str]) -> str:
     """The separator that gives the most columns, equally many in all rows; if none fits all rows, the most names."""
     fits = {}
     for separator in SEPARATORS:
@@ -251,14 +255,16 @@ def _separator_of(text: Text, path: str | os.PathLike[str]) -> str:
     return best[0]
 
 
-def _read_entries(path: str | os.PathLike[str], text: Text, separator: str) -> Any:
+def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> Any:
     """All entries as texts, by row number and column name; an index saved without a name is named by its position.
 
     Python's parser refuses stray quotes and gives NaN in rows that are too short; the one in C takes both.
     """
     options: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skipinitialspace": separator != " "}
     try:
-        pieces = pandas.read_csv(text(), sep=separator, engine="python", chunksize=_PIECE, **options)
+        pieces = pandas.read_csv(
+            io.StringIO(text, newline=""), sep=separator, engine="python", chunksize=_PIECE, **options
+        )
         entries = pandas.concat(pieces)
     except pandas.errors.EmptyDataError:
         entries = pandas.DataFrame()
@@ -278,7 +284,7 @@ def _read_entries(path: str | os.PathLike[str], text: Text, separator: str) -> A
     return entries[1:].set_axis(names, axis=1).reset_index(drop=True)
 
 
-def _damage(path: str | os.PathLike[str], text: Text, separator: str) -> str:
+def _damage(path: str | os.PathLike[str], text: str, separator: str) -> str:
     """What is wrong with a file that pandas does not read."""
     try:
         (_, names), *rows = _lines(text, separator)
@@ -303,29 +309,6 @@ def _decimal_of(entries: Any, path: str | os.PathLike[str]) -> str:
     return "," if commas > points else "."
 
 
-def _check_uses(
-    target: str,
-    inputs: Sequence[str],
-    categorical: Sequence[str],
-    quantity: Sequence[str],
-    left_out: Collection[str],
-) -> None:
-    """Refuse columns that are to be two things at once, and a target without inputs."""
-    if target in left_out:
-        raise ValueError(f"{target!r} is the target; it cannot be left out (--ignore) or name the rows (--id)")
-    if target in categorical:
-        raise ValueError(
-            f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
-            "(--model) predicts codes"
-        )
-    for name in (*categorical, *quantity):
-        if name in left_out or (name in categorical and name in quantity):
-            what = "is left out" if name in left_out else "is a category and a quantity"
-            raise ValueError(f"a column of --categorical or --quantity {what} ({name!r}); say one thing of it")
-    if not inputs:
-        raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
-
-
 def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[str], drop: bool) -> Any:
     """The rows that miss no entry of the used columns."""
     missing = entries[list(used)].apply(lambda column: column.str.lower().isin(MISSING))
@@ -341,7 +324,7 @@ def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[st
     return entries
 
 
-def _numbers_or_texts(column: Any, form: Format, text: Text) -> Any:
+def _numbers_or_texts(column: Any, form: Format, text: str) -> Any:
     """The entries as numbers, or as they are if they are categories; raises if few of them are not numbers.
 
     One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
@@ -366,30 +349,18 @@ def _numbers_or_texts(column: Any, form: Format, text: Text) -> Any:
 
 
 def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequence[str]) -> None:
-    """Refuse columns without information, in one message, texts that are names, and too many of them."""
+    """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in inputs if counts[name] == 1]
     if constant:
-        value = table[constant[0]].iloc[0]
-        which = f"column {constant[0]!r} has the value '{value if constant[0] in texts else f'{value:g}'}'"
-        if len(constant) > 1:
-            which = f"columns {', '.join(map(repr, constant))} have one value each"
-        raise ValueError(f"{which} in every row; leave out constant columns: --ignore {_listed(constant)}")
-
-    rows = len(table)
+        shown = ", ".join(map(repr, constant))
+        raise ValueError(f"one value in every row of {shown}; leave out constant columns: --ignore {_listed(constant)}")
     for name in texts:
-        if counts[name] > min(max(50, rows // 2), MOST_LEVELS):
+        if counts[name] > min(max(50, len(table) // 2), MOST_LEVELS):
             raise ValueError(
-                f"column {name!r} has {counts[name]:,} different texts in {rows:,} rows; it looks like a name or an "
-                f"identifier. Leave it out (--ignore {_listed([name])}), or name it as the id (--id "
+                f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows; it looks like a name or "
+                f"an identifier. Leave it out (--ignore {_listed([name])}), or name it as the id (--id "
                 f"{shlex.quote(name)})."
             )
-    width = len(inputs) + sum(counts[name] - 2 for name in texts)
-    if width * rows > _MOST_NUMBERS:
-        most = max(texts, key=lambda name: counts[name], default=inputs[0])
-        raise ValueError(
-            f"{rows:,} rows of {width:,} columns take {8 * width * rows / 2**30:.0f} GiB; put levels of {most!r} "
-            f"together, or leave it out: --ignore {_listed([most])}"
-        )
 
 
 def _check_no_index(numbers: Any) -> None:
@@ -399,8 +370,7 @@ def _check_no_index(numbers: Any) -> None:
             first, second = column[:2]
             raise ValueError(
                 f"column {name!r} counts the rows ({first:g}, {second:g}, …): it looks like an index. Leave it out "
-                f"(--ignore {_listed([name])}), name the rows by it (--id {shlex.quote(name)}) or, if it is a "
-                f"quantity, say so: --quantity {_listed([name])}"
+                f"(--ignore) or name the rows by it (--id); if it is a quantity, say so: --quantity {_listed([name])}"
             )
 
 
@@ -460,7 +430,7 @@ class LeakageTable:
     score: float
     released_score: float
     blind_score: float
-    guesses: dict[str, Guess]
+    guesses: dict[str, BestGuess]
     model: GeneralizedLinearModel
     targets: np.ndarray
 
@@ -546,7 +516,8 @@ def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Qu
     if text == table.target:
         labels = np.unique(table.targets)
         _check_few(text, len(labels))
-        return Label(range(len(labels)) if model == "logistic" else labels.tolist(), [str(v) for v in labels])
+        values = range(len(labels)) if model == "logistic" else labels.tolist()
+        return Label(names=[str(v) for v in labels], values=values)
     if text in table.levels:
         codes = np.eye(len(table.levels[text]))[:, 1:]
         return NominalAttribute(table.attributes[text], codes, table.levels[text])

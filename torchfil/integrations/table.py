@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from torchfil.utils.csv_files import write_csv
+from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine

@@ -37,7 +37,7 @@ from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
-from torchfil.utils.progress import with_progress
+from torchfil.utils.text import with_progress
 
 __all__ = ["LeakageTarget", "NoiseChoice", "NoiseSearch", "Pilot", "Pilots", "TargetCheck", "choose_noise"]
 
@@ -112,17 +112,14 @@ class LeakageTarget:
 
     def check(self, run: Leakage) -> TargetCheck:
         """Whether a run met the target; examples that were not measured do not count: nothing is known about them."""
-        measured = run.was_measured()
-        bound, divergence = None, None
-        if self.mse_bound is not None:
-            bound = run.get_smallest_mse_bound(self.confidence, self.of)
+        measured, divergence = run.was_measured(), None
+        bound = None if self.mse_bound is None else run.get_smallest_mse_bound(self.confidence, self.of)
         if self.true_positive_rate is not None:
             assert self.question is not None
             answers = run.get_guess(self.question).divergence
             high = answers.interval(2 * self.confidence - 1, self.of)[1]  # one end has the stated confidence
-            divergence = (0.0, 0.0)
-            if bool(measured.any()):
-                divergence = float(answers.value[measured].max()), float(high[measured].max())
+            worst = [float(each[measured].max()) if bool(measured.any()) else 0.0 for each in (answers.value, high)]
+            divergence = worst[0], worst[1]
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
@@ -190,14 +187,10 @@ class TargetCheck:
     @property
     def measured(self) -> str:
         """The numbers in one line."""
-        parts, confidence = [], f"{100 * self.target.confidence:g} %"
-        if self.mse_bound is not None:
-            smallest, end = self.mse_bound
-            parts.append(f"smallest bound {smallest:.3g}, at least {end:.3g} ({confidence})")
-        if self.true_positive_rate is not None:
-            largest, end = self.true_positive_rate
-            parts.append(f"largest rate {largest:.3g}, at most {end:.3g} ({confidence})")
-        return "; ".join(parts)
+        texts = {"smallest bound {:.3g}, at least {:.3g} ({:g} %)": self.mse_bound}
+        texts["largest rate {:.3g}, at most {:.3g} ({:g} %)"] = self.true_positive_rate
+        confidence = 100 * self.target.confidence
+        return "; ".join(text.format(*ends, confidence) for text, ends in texts.items() if ends is not None)
 
     def __str__(self) -> str:
         verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
@@ -208,12 +201,9 @@ class TargetCheck:
             "The rate binds every attacker, biased or not; batches and noise are random.": self.divergence,
             "The ends cover the measurement's error alone; another run would give other ends.": self.target.of != "run",
         }
-        lines = [
-            f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
-            f"  {self.measured}, over {self.num_measured} examples",
-            *(f"  {remark}" for remark, holds in remarks.items() if holds),
-        ]
-        return "\n".join(lines)
+        first = f"{verdict} after {self.num_steps} steps: {self.target.wanted}"
+        second = f"{self.measured}, over {self.num_measured} examples"
+        return "\n  ".join([first, second, *(remark for remark, holds in remarks.items() if holds)])
 
 
 @dataclass(frozen=True)
@@ -320,15 +310,9 @@ class NoiseChoice:
         Args:
             leakage: The run's results.
         """
-        check = self.target.check(leakage)
-        return {
-            "target": self.target.wanted,
-            "confidence": self.target.confidence,
-            "of": self.target.of,
-            "num_pilots": len(self.pilots),
-            "headroom": check.headroom,
-            "measured": check.measured,
-        }
+        target, check = self.target, self.target.check(leakage)
+        kept = {"target": target.wanted, "confidence": target.confidence, "of": target.of}
+        return {**kept, "num_pilots": len(self.pilots), "headroom": check.headroom, "measured": check.measured}
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
@@ -391,14 +375,9 @@ class Pilots:
             plain = getattr(self.optimizer, "original_optimizer", self.optimizer)  # of one that is already private
             module, optimizer = copy.deepcopy((getattr(self.module, "_orig_mod", self.module), plain))
             engine = self.new_engine(number)
-            made = engine.make_private(
-                module,
-                optimizer,
-                self.data_loader,
-                noise_multiplier=noise_multiplier,
-                accounting=replace(self.accounting, track=(), norm_refresh=None, seed=seed),
-                **options,
-            )
+            options |= {"accounting": replace(self.accounting, track=(), norm_refresh=None, seed=seed)}
+            options |= {"noise_multiplier": noise_multiplier}
+            made = engine.make_private(module, optimizer, self.data_loader, **options)
             if self.train is not None:
                 self.train(engine, *made)
             else:
@@ -448,10 +427,9 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
         raise ValueError(
-            f"a pilot has no end that holds for all examples ({check.measured}): one run says nothing about examples "
-            f"that are measured in fewer than {FEWEST_PARTICIPATIONS} steps. Train for more epochs than "
-            f"epochs={pilots.epochs} (about 20 are usual), measure more steps (fil_rate, rel_error), or pass "
-            "of='probes' for ends that cover only the measurement's error, for this very run"
+            f"a pilot has no end that holds for all examples ({check.measured}): some are measured in fewer than "
+            f"{FEWEST_PARTICIPATIONS} steps. Raise epochs={pilots.epochs} (about 20 are usual), measure more steps "
+            "(fil_rate, rel_error), or pass of='probes' for ends that cover only the measurement's error"
         )
 
     chosen = search.smallest(headroom)
@@ -498,11 +476,8 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
             return
         warned = target.is_missed_by(totals())
         if warned:
-            warnings.warn(
-                f"after {steps - 1} steps the run has already missed its target, {target.wanted}: "
-                f"{target.check(totals()).measured}. Leakage cannot be undone: stop here, or continue without the "
-                "target (engine.check_bound() shows the result at the end).",
-                stacklevel=2,
-            )
+            what = f"after {steps - 1} steps the run has already missed its target, {target.wanted}"
+            remedy = "Leakage cannot be undone: stop here, or continue without the target (engine.check_bound())."
+            warnings.warn(f"{what}: {target.check(totals()).measured}. {remedy}", stacklevel=2)
 
     optimizer.attach_step_hook(hook)

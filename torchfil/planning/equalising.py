@@ -44,8 +44,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.clipping import check_clip_weights
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
-from torchfil.utils.progress import with_progress
-from torchfil.utils.tables import aligned
+from torchfil.utils.text import aligned, with_progress
 
 __all__ = ["Equalised", "Round", "equalise"]
 
@@ -185,24 +184,18 @@ class Equalised:
         return {name: np.asarray([math.nan if v is None else v for v in column]) for name, column in values.items()}
 
     def __str__(self) -> str:
-        binds = "smallest MSE bound (unbiased attackers)"
-        if self.question is not None:
-            binds = f"largest true-positive rate on {self.question!r} (every attacker)"
+        rate = f"largest true-positive rate on {self.question!r} (every attacker)"
+        binds = "smallest MSE bound (unbiased attackers)" if self.question is None else rate
         aim = "" if self.target is None else f", target {self.target:.4g}"
-        ratio = self.chosen.group_ratio
-        groups = [] if ratio is None else [f"groups: the largest mean over the smallest is {ratio:.3f}"]
-        fresh = sum(each.fresh for each in self.history)
+        rounds, fresh, ratio = len(self.history), sum(each.fresh for each in self.history), self.chosen.group_ratio
         source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
-        lines = [
-            f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
-            *groups,
-            "the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}",
-            f"{self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
-            *_table(self.history),
-            f"{len(self.history)} trainings, {self.seconds:.0f} s",
-        ]
+        lines = [f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}"]
+        lines += [] if ratio is None else [f"groups: the largest mean over the smallest is {ratio:.3f}"]
+        lines += ["the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}"]
+        lines += [f"{self.num_spared} of {len(self.weights)} examples are down-weighted (ω < 1)", *_table(self.history)]
+        lines += [f"{rounds} trainings, {self.seconds:.0f} s"]
         if self.epsilon_of_all_rounds is not None:
-            lines.append(f"ε of all {len(self.history)} rounds together: {self.epsilon_of_all_rounds:.3g}")
+            lines += [f"ε of all {rounds} rounds together: {self.epsilon_of_all_rounds:.3g}"]
         return "\n".join([*lines, HELD_FIXED])
 
 
@@ -324,37 +317,25 @@ def equalise(
         idle = 0 if done.missing < _PROGRESS * least or num_below < fewest else idle + 1
         least, fewest = min(least, done.missing), min(fewest, num_below)
         following = done.weights.after(done.exposure, rounds.goal)
-        if done.missing <= 1:
-            stopped = "target met"
-        elif torch.equal(following.values, done.weights.values):
-            stopped = "floor"
-        elif idle >= _PATIENCE:  # one round without progress may be chance
-            stopped = "no further progress"
+        reasons: dict[Stopped, bool] = {
+            "target met": done.missing <= 1,
+            "floor": torch.equal(following.values, done.weights.values),
+            "no further progress": idle >= _PATIENCE,  # one round without progress may be chance
+        }
+        stopped = next((reason for reason, holds in reasons.items() if holds), "max_rounds")
         if stopped != "max_rounds":
             break
 
     assert best is not None
     assert following is not None
     reported = rounds.report(best, fresh_runs) if fresh_runs else best
-    met = reported.missing <= 1
+    weights, met, target = best.weights.values, reported.missing <= 1, rounds.goal.target
     worst, worst_end = map(rounds.goal.shown, reported.exposure.largest())
+    more: dict[str, Any] = {"chosen": best.round, "history": tuple(rounds.history), "fil_before": rounds.fil_before}
+    more |= {"next_weights": weights if met else following.values, "question": question}
+    more |= {"epsilon_of_all_rounds": rounds.epsilon_of_all()}
     warnings.warn(HELD_FIXED, stacklevel=2)
-    return Equalised(
-        weights=best.weights.values,
-        engine=best.engine,
-        leakage=reported.leakage,
-        met=met,
-        stopped=stopped,
-        target=rounds.goal.target,
-        worst=worst,
-        worst_end=worst_end,
-        chosen=best.round,
-        history=tuple(rounds.history),
-        next_weights=best.weights.values if met else following.values,
-        epsilon_of_all_rounds=rounds.epsilon_of_all(),
-        question=question,
-        fil_before=rounds.fil_before,
-    )
+    return Equalised(weights, best.engine, reported.leakage, met, stopped, target, worst, worst_end, **more)
 
 
 @dataclass(frozen=True)
@@ -402,23 +383,18 @@ class _Rounds:
                 self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
 
         accountant = getattr(engine, "accountant", None)
-        worst, worst_end = map(self.goal.shown, exposure.largest())
         values, ratio = weights.values, weights.ratio(exposure)
-        entry = Round(
-            worst=worst,
-            worst_end=worst_end,
-            spread=exposure.spread,
-            num_below=int((exposure.measured & (exposure.high > self.goal.most)).sum()),
-            num_spared=int((values < 1).sum()),
-            smallest_weight=float(values.min()),
-            group_ratio=ratio,
-            group_means=weights.means(exposure),
-            without_interval=exposure.without_interval,
-            score=None if score is None else float(score),
-            epsilon=None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
-            seconds=seconds,
-            fresh=fresh,
-        )
+        numbers: dict[str, Any] = {
+            "num_below": int((exposure.measured & (exposure.high > self.goal.most)).sum()),
+            "num_spared": int((values < 1).sum()),
+            "smallest_weight": float(values.min()),
+            "score": None if score is None else float(score),
+            "epsilon": None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
+        }
+        numbers |= {"group_ratio": ratio, "group_means": weights.means(exposure), "seconds": seconds, "fresh": fresh}
+        numbers |= {"spread": exposure.spread, "without_interval": exposure.without_interval}
+        worst, worst_end = map(self.goal.shown, exposure.largest())
+        entry = Round(worst, worst_end, **numbers)
         self.accountants.append(accountant)
         self.history.append(entry)
         logger.info("round %d: %s", len(self.history), entry)
@@ -444,9 +420,8 @@ class _Rounds:
         if self.delta is None or any(accountant is None for accountant in self.accountants):
             return None
         steps: Counter[tuple[float, float]] = Counter()
-        for accountant in self.accountants:
-            for sigma, q, count in accountant.history:
-                steps[sigma, q] += count
+        for sigma, q, count in (entry for accountant in self.accountants for entry in accountant.history):
+            steps[sigma, q] += count
         together = type(self.accountants[0])()
         if together.mechanism() == "gdp" and len(steps) > 1:
             return None  # it supports only one kind of step
@@ -530,12 +505,12 @@ class Goal:
 
     def __post_init__(self) -> None:
         target, alpha, share = self.target, self.false_positive_rate, self.share
-        if self.question is not None:
+        if self.question is None:
+            require(target is None or 0 < target < math.inf, f"target={target} must be a positive, finite MSE bound")
+        else:
             require(0 < alpha < 1, f"false_positive_rate={alpha} must lie strictly between 0 and 1")
             rate = f"target={target} must lie between false_positive_rate={alpha} and 1: with question= it is a rate"
             require(target is None or alpha < target < 1, rate)
-        else:
-            require(target is None or 0 < target < math.inf, f"target={target} must be a positive, finite MSE bound")
         require(None in (target, share), f"target={target} and share={share} both say who is exposed; give one of them")
         require(share is None or 0 < share < 1, f"share={share} must lie strictly between 0 and 1")
         known = self.confidence is None or 0.5 < self.confidence < 1
@@ -700,9 +675,7 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
-        require(
-            not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them; map all"
-        )
+        require(not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them")
         labels = [labels[each] for each in ids]
     listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
     require(len(listed) == len(ids), f"{name} has {len(listed)} labels for {len(ids)} examples; give one for each")

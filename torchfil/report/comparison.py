@@ -9,7 +9,7 @@ of each 95 % interval,
 Closed forms have h = 0, and any difference counts. Of examples that did not move, about one in twenty clearly does by
 chance, where intervals are estimates.
 
-Made for publication, nothing rests on fewer than ``min_group`` examples: see :mod:`torchfil.report.disclosure`. Groups
+Made for publication, nothing rests on fewer than ``min_group`` examples: see :mod:`torchfil.report.groups`. Groups
 are those of the first run, cut the same way for both; runs whose examples differ by a few are refused, for the
 difference of two published numbers would be theirs.
 """
@@ -17,18 +17,20 @@ difference of two published numbers would be theirs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from torchfil.report.disclosure import joined, split_beside
-from torchfil.report.matching import check_alike, check_enough, matched_rows, setting
-from torchfil.run.baselines import blind_error_of_inputs
+from torchfil.report.formats import count, number, rate
+from torchfil.report.groups import joined, split_beside
+from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.utils.text import visible
 
-__all__ = ["Comparison", "Moves", "Pair", "Side", "compare_runs"]
+__all__ = ["Comparison", "Moves", "Pair", "Side", "changes", "compare_runs", "in_short"]
 
 SETTINGS = {
     "kind": "kind of run",
@@ -152,6 +154,11 @@ class Comparison:
     def nothing_moved(self) -> bool:
         """Whether no example has clearly moved."""
         return self.less == 0 and self.more == 0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the two runs have the same numbers, not merely none that can be told apart."""
+        return self.nothing_moved and (self.exact or self.ratio.get("0") == self.ratio.get("1") == 1.0)
 
 
 def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Comparison:
@@ -353,3 +360,134 @@ def _groups(
         if not pairs:
             notes.append(f"By {name}, groups are too small, or would tell of too few beside other groupings.")
     return groups
+
+
+def in_short(comparison: Comparison) -> list[str]:
+    """What a reader with one minute should know, a sentence each."""
+    c, about = comparison, "about " * comparison.redacted
+    lines = [f"{about}{c.matched:,} examples are in both runs, matched by id.".capitalize()]
+    if c.is_same:
+        lines.append("Nothing moved: every example has the same numbers in both.")
+    elif c.nothing_moved:
+        lines.append("Nobody clearly moved: no example’s FIL differs by more than chance explains.")
+    else:
+        clearly = "" if c.exact else " clearly"
+        more, less = ("none is" if some == 0 else f"{count(some)} are" for some in (c.more, c.less))
+        by_chance = "" if c.exact else " Of examples that did not move, about one in twenty looks so by chance."
+        lines.append(f"After the change {less}{clearly} less exposed, and {more}{clearly} more exposed.{by_chance}")
+
+    # by how much, beside what the noise alone would have done
+    if c.ratio and not c.is_same:
+        fixed = "fit" if c.exact else "gradients"
+        alone = "" if c.expected is None else f"; the change of σ alone, at the same {fixed}, makes it "
+        alone += f"{number(c.expected)} times" if alone else ""
+        lines.append(f"Typically, the MSE bound after is {number(c.ratio['mean'])} times that before{alone}.")
+    if c.before.exposed is not None and c.after.exposed is not None:
+        lines.append(
+            f"Exposed (an unbiased estimate may beat a blind guess): {count(c.before.exposed)} before, "
+            f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly)."
+        )
+
+    lines += [
+        f"“{pair.name}”: any attacker is right in at most {rate(pair.after)} of the runs, where wrong in 1 %; before, "
+        f"in {rate(pair.before)}."
+        for pair in c.questions
+    ]
+    random = "the noise that is added to the weights" if c.exact else "the run: its noise and its draw of batches"
+    return [
+        *lines,
+        f"MSE bounds bind unbiased attackers, on average over {random}; biased attackers may err less. Questions bind "
+        "every attacker.",
+    ]
+
+
+def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
+    """The table of both runs: what, before, after."""
+    before, after = comparison.before, comparison.after
+    least = f"the {comparison.smallest} smallest MSE bounds together" if comparison.redacted else "smallest MSE bound"
+    rows: list[tuple[str, Any, Any]] = [
+        ("typical FIL η̄ (geometric mean)", before.fil, after.fil),
+        ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
+        (least, before.bound.get("0"), after.bound.get("0")),
+        *([] if comparison.exact else [(f"{least}, lower end", before.low_end, after.low_end)]),
+        ("exposed examples", before.exposed, after.exposed),
+        ("examples of the run", before.examples, after.examples),
+        ("of these not compared", before.alone, after.alone),
+    ]
+    return [row for row in rows if row[1] is not None or row[2] is not None]
+
+
+def setting(run: SavedRun, name: str) -> Any:
+    """A value of ``about`` by its path, e.g. "mechanism.sigma"; None where it is not there or empty."""
+    value: Any = run.about
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if value != "" else None
+
+
+def check_alike(before: SavedRun, after: SavedRun) -> None:
+    """Refuse runs whose numbers mean different things."""
+    for name, what in (
+        ("dataset.num_coordinates", "private inputs of an example"),
+        ("unit_of_inputs", "the unit of inputs"),
+        ("linear.private", "what is private"),
+    ):
+        one, other = (setting(run, name) for run in (before, after))
+        if one != other and not (name == "dataset.num_coordinates" and None in (one, other)):
+            raise ValueError(
+                f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second; "
+                "compare runs that protect the same inputs"
+            )
+    asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
+    for name in asked.keys() & asked_after.keys():
+        if asked[name] != asked_after[name]:
+            one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
+            raise ValueError(
+                f"the runs answer different questions: {name!r} has the answers {one} in the first and {other} in the "
+                "second"
+            )
+    if asked and asked_after and not asked.keys() & asked_after.keys():
+        one, other = (visible(", ".join(names)) for names in (asked, asked_after))
+        raise ValueError(
+            f"the runs answer different questions: {one} in the first, {other} in the second; ask the same in both"
+        )
+
+
+def matched_rows(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids that both runs have measured, and their places in both, [m] each."""
+    names = [np.asarray(run.ids) for run in (before, after)]
+    if names[0].dtype.kind != names[1].dtype.kind:
+        names = [own.astype(str) for own in names]
+    for own, which in zip(names, ("first", "second"), strict=True):
+        values, counts = np.unique(own, return_counts=True)
+        if len(values) < len(own):
+            twice = visible(str(values[counts.argmax()]))
+            raise ValueError(
+                f"the {which} run has the id {twice} {counts.max()} times, so that its examples cannot be matched; "
+                "save both runs with ids of their own"
+            )
+    ids, rows, rows_after = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
+    if not len(ids):
+        raise ValueError(
+            f"the runs share no ids ({visible(str(names[0][0]))}, … and {visible(str(names[1][0]))}, …): examples are "
+            "matched by id"
+            if len(names[0]) and len(names[1])
+            else "a run without examples cannot be compared"
+        )
+    known = (status_of(before)[rows] != NOT_MEASURED) & (status_of(after)[rows_after] != NOT_MEASURED)
+    if not known.any():
+        raise ValueError(f"no example was measured in both runs, of {len(ids):,} that both have")
+    return ids[known], rows[known], rows_after[known]
+
+
+def check_enough(before: SavedRun, after: SavedRun, matched: int, smallest: int) -> None:
+    """A public number over all, beside the same of the run's own public page, tells of those that differ."""
+    if matched < smallest:
+        raise ValueError(f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may be told")
+    for run in (before, after):
+        alone = len(run) - matched
+        if 0 < alone < smallest:
+            raise ValueError(
+                f"{alone} of {len(run):,} examples of one run are not compared (no partner, or not measured): beside "
+                f"that run's own public page, numbers would tell of fewer than min_group={smallest}"
+            )

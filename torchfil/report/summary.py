@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from torchfil.report.attack_summary import AttackSummary, summarise_attack
-from torchfil.report.attribute_summary import AttributeSummary, summarise_attributes
-from torchfil.report.group_summary import Grouping, summarise_groups
+from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.run.baselines import (
     LOWER_BOUND,
     NOT_MEASURED,
     blind_error_of_inputs,
+    blind_errors,
     is_exposed,
     share_of_blind_guess,
     status_of,
 )
-from torchfil.run.saved_run import QuestionRecord, SavedRun
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
 from torchfil.run.statistics import (
     Histogram,
     SparedSummary,
@@ -28,11 +27,20 @@ from torchfil.run.statistics import (
     levels_of,
     published_count,
     rounded,
+    rounded_count,
     summarise_spared,
     windows,
 )
 
-__all__ = ["FALSE_POSITIVE_RATE", "Exposure", "QuestionSummary", "Summary", "summarise"]
+__all__ = [
+    "FALSE_POSITIVE_RATE",
+    "AttackSummary",
+    "AttributeSummary",
+    "Exposure",
+    "QuestionSummary",
+    "Summary",
+    "summarise",
+]
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -93,6 +101,64 @@ class Exposure:
 
 
 @dataclass(frozen=True)
+class AttributeSummary:
+    """By how much an unbiased guess of an attribute is off at least, by level of exposure, and beside a blind guess.
+
+    Attributes:
+        name: The attribute.
+        unit: Of ``error`` and ``blind``.
+        error: ± in its own unit (root mean square). Empty in public where the blind guess is made from the data: error
+            over share would tell the data's deviation.
+        lower_end: Whether all of it is made from the lower ends of the errors' 95 % intervals, otherwise from the
+            errors.
+        share: The same of errors over a blind guess's, of each example at most 1; empty where that is not known.
+        exposed: How many examples can be guessed more closely than blindly; None where that is not known.
+        blind: What a blind guess errs by; None where it is not known, and in public where it is made from the data.
+        levels: Of a categorical attribute, the share of each level; always empty in public.
+        pixel: Its row and column in the image; None where it is no pixel.
+    """
+
+    name: str
+    unit: str
+    error: dict[str, float]
+    lower_end: bool
+    share: dict[str, float] = field(default_factory=dict)
+    exposed: int | str | None = None
+    blind: float | None = None
+    levels: dict[str, float] = field(default_factory=dict)
+    pixel: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class AttackSummary:
+    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound.
+
+    Examples whose bound is not finite have no ratio: they were not measured, or nothing of them leaked.
+
+    Attributes:
+        name: Of the attack.
+        threat_model: What the attacker knows.
+        targets: How many examples were attacked.
+        violated: For how many the error lies below the bound beyond chance.
+        ratio: Achieved error over the bound, by level.
+        testable: Whether the attack could have violated a bound.
+        untestable: Why not, in words.
+        below: For how many the error lies below the bound, by chance or not; None: too few to tell.
+        blind_below: The same of a guess without the model; None: not known.
+    """
+
+    name: str
+    threat_model: str
+    targets: int | str
+    violated: int | str
+    ratio: dict[str, float] = field(default_factory=dict)
+    testable: bool = True
+    untestable: str = ""
+    below: int | str | None = None
+    blind_below: int | str | None = None
+
+
+@dataclass(frozen=True)
 class QuestionSummary:
     """How well any attacker can tell the true answer: the largest true-positive rate at 1 % false positives, by level.
 
@@ -140,6 +206,11 @@ class Summary:
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
     spared: SparedSummary | None = None
+
+    @property
+    def tracked(self) -> list[AttributeSummary]:
+        """The attributes of which something may be told."""
+        return [attribute for attribute in self.attributes if attribute.error or attribute.share]
 
 
 def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Summary:
@@ -198,9 +269,9 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
             for level, value in levels_of(-epsilon, smallest, sign=-1).items()
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
-        attributes=summarise_attributes(run, measured, smallest),
+        attributes=_attributes(run, measured, smallest),
         groupings=summarise_groups(run, measured, smallest),
-        attacks=[summarise_attack(attack, smallest) for attack in run.attacks],
+        attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
         spared=summarise_spared(run, smallest),
@@ -260,3 +331,69 @@ def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[f
     kept = ("step", "epsilon") if redacted else tuple(history)
     series = {name: np.asarray(history[name], dtype=np.float64).tolist() for name in kept if name in history}
     return series if len(series) > 1 else {}
+
+
+def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
+    """One summary an attribute, in their order; none where they were not tracked."""
+    if run.attributes is None:
+        return []
+
+    # where the blind guess is made from the data, an error beside its share would tell the data's deviation
+    blind, pixels, yardsticks = blind_errors(run), run.attributes.pixels, run.yardsticks
+    public = smallest > 1
+    summaries = []
+    for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
+        errors = np.asarray(run.attributes.shown[measured, j], dtype=np.float64)
+        errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
+        levels = levels_of(errors, smallest)
+        from_data = yardsticks is not None and math.isfinite(yardsticks.attributes.std[j])
+        share, exposed = dict[str, float](), None
+        if not math.isnan(blind[j]):
+            share = levels_of(share_of_blind_guess(errors, blind[j]), smallest)
+            few = len(errors) < smallest
+            exposed = None if few else published_count(int(is_exposed(errors, blind[j]).sum()), smallest)
+
+        summaries.append(
+            AttributeSummary(
+                name,
+                unit,
+                error={} if public and from_data else levels,
+                lower_end=run.attributes.error_low is not None,
+                share=share,
+                exposed=exposed,
+                blind=None if math.isnan(blind[j]) or (public and from_data) else float(blind[j]),
+                levels={} if public or yardsticks is None else yardsticks.levels.get(name, {}),
+                pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
+            )
+        )
+    return summaries
+
+
+def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
+    """One attack, of which nothing rests on fewer than ``smallest`` examples."""
+    targets, predicted = len(attack.rows), np.asarray(attack.predicted, dtype=np.float64)
+    few = targets < smallest
+    summary = AttackSummary(
+        attack.name,
+        attack.threat_model,
+        published_count(targets, smallest) if few else rounded_count(targets, smallest),
+        published_count(int(np.asarray(attack.violated).sum()), smallest),
+        testable=attack.testable,
+        untestable=attack.untestable or ("" if attack.testable else "one trial"),
+    )
+    if few:
+        return summary
+
+    bounded = np.isfinite(predicted)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
+
+    def below(errors: np.ndarray) -> int | str:
+        return published_count(int((errors < predicted)[bounded].sum()), smallest)
+
+    return replace(
+        summary,
+        ratio=levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        below=below(attack.achieved),
+        blind_below=None if attack.blind is None else below(attack.blind),
+    )

@@ -15,13 +15,14 @@ import numpy as np
 
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
-from torchfil.report.figures import write_figures
-from torchfil.report.page import render
-from torchfil.report.page.context import Report
+from torchfil.report.charts import charts_of
+from torchfil.report.context import Report
+from torchfil.report.page import asset, label_of, render
 from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
+from torchfil.report.svg import standalone
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.tables import write_leakage_csv, write_parquet
+from torchfil.run.tables import write_leakage_csv
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 
 __all__ = ["check_replaceable", "write_report"]
@@ -37,8 +38,9 @@ def write_report(
     min_group: int = 10,
     policy: Policy | None = None,
     signature: Signature | None = None,
+    pictures: bool = False,
 ) -> Path:
-    """Write a report: ``index.html``, ``summary.json``, figures as PNG and, unless redacted, a table of all examples.
+    """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
 
     Guarantees:
         * The folder is replaced only when the new report is complete. A folder that is not a report is never replaced.
@@ -55,6 +57,7 @@ def write_report(
         min_group: The least number of examples behind a number of the redacted version, at least 2.
         policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict.
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
+        pictures: Whether to write the page's charts as SVG files beside it, too.
 
     Returns:
         The path of ``index.html``.
@@ -76,16 +79,14 @@ def write_report(
             write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
             digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
-            missing = write_parquet(run, folder / "leakage.parquet")
-            if missing is None:
-                files["leakage.parquet"] = "the same, with types"
-            else:
-                notes.append(missing)
 
-        # aggregates, in every report
-        figures, missing = write_figures(summary, folder)
-        files |= figures
-        notes += [missing] if missing else []
+        # charts for other documents, from what the page shows
+        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy, signature)
+        for name, chart in charts_of(report).items() if pictures else ():
+            drawn = standalone(chart, asset("charts.css"), label_of(redacted))
+            (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
+            files[f"{name}.svg"] = "a chart of the page"
+
         files[SUMMARY] = "the aggregates"
         content = {
             "format": MARKER,
@@ -101,7 +102,6 @@ def write_report(
         )
 
         # the page comes last: it names the files beside it
-        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy, signature)
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
 

@@ -12,7 +12,7 @@ blind guess (the error itself where no such end is known, and what is not known 
 What a blind guess errs by is taken, in this order, from
 
 1. what the caller states (a policy's ``blind_error`` and ``attribute_spread``),
-2. the spread of the data that the run file keeps (:class:`~torchfil.run.records.Yardsticks`),
+2. the spread of the data that the run file keeps (:class:`~torchfil.run.saved_run.Yardsticks`),
 3. the range [a, b] of the inputs: always answering the middle is off by (b − a)/2 at most.
 
 None of the three: None, and no share is told. The spread is made from private data: the values in 2. stay out of public
@@ -41,8 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.run.records import QuestionRecord, Spread
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import QuestionRecord, SavedRun, Spread
 
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns

@@ -1,154 +1,136 @@
-"""A saved run as a file: arrays and a JSON header, nothing that is executed; docs/run-file.md describes it.
+"""A saved run as one Parquet file; docs/run-file.md describes its columns.
 
-A run of many examples has its rows in part files beside it (:mod:`torchfil.run.parts`), which are mapped into
-memory and read when they are asked for.
+What has an entry for an example is a column, and everything else is one JSON document in the file's metadata. Just
+before the footer stand the 64 hexadecimal digits of the SHA-256 of all other bytes: readers of Parquet find the footer
+from the file's end and the columns by their places, so that they do not look there. Page checksums guard what is read
+later, and let other programs check what they read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
-from safetensors.numpy import load as from_bytes
-from safetensors.numpy import save as to_bytes
-
-from torchfil.run.arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
-from torchfil.run.parts import PartWriter, open_parts, parts_named_in, remove_parts
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
-from torchfil.utils.files import write_bytes
+from torchfil.utils.files import replaced_when_complete, sha256, update_digest
+from torchfil.utils.text import visible
 
-__all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save"]
+__all__ = ["ROWS_AT_ONCE", "load", "save"]
 
-VERSION_IN_PARTS = 2
-SUFFIX = ".fil"
-ROWS_PER_PART = 2**20  # of a run with more examples than that
-_LARGEST_HEADER = 2**23  # bytes; as JSON it takes thirty times the memory
+ROWS_AT_ONCE = 2**18  # examples of a row group; a file of one row group is read into memory
+_MAGIC, _CHECKSUM = b"PAR1", b"torchfil-sha256:"
+_CHECKSUM_SIZE = len(_CHECKSUM) + 64
+_LARGEST_FOOTER = 2**26  # bytes
+_FOREIGN = "is not a saved run of torchfil, or another program changed it; a run is saved by engine.save_run"
 
 
-def save(run: SavedRun, path: str | os.PathLike[str], *, rows_per_part: int = ROWS_PER_PART) -> Path:
+def save(run: SavedRun, path: str | os.PathLike[str], *, rows_at_once: int = ROWS_AT_ONCE) -> Path:
     """Write a run; the file is replaced only when complete, and only its owner may read it (mode 0600).
 
     Args:
         run: What to write.
-        path: The file. Rows beyond ``rows_per_part`` go into a folder beside it, ``NAME.parts``.
-        rows_per_part: A run of more examples is written in parts of so many.
+        path: The file; ``run.parquet`` by custom.
+        rows_at_once: Examples of a row group.
 
     Returns:
         The path written.
-    """
-    target = Path(path)
-    if len(run) <= rows_per_part:
-        before = parts_named_in(target)
-        write_bytes(target, _whole_file(*pack(run)))
-        remove_parts(before)
-        return target
 
-    coded_groups = {name: run.coded_group(name) for name in run.groups}
-    arrays, header = pack_rest(run, {name: levels for name, (levels, _) in coded_groups.items()})
-    with PartWriter(target) as writer:
-        for start in range(0, len(run), rows_per_part):
-            rows = slice(start, start + rows_per_part)
-            codes = {name: codes[rows] for name, (_, codes) in coded_groups.items()}
-            writer.add(to_bytes(contiguous(pack_rows(run.take(rows), codes))))
-        header |= {"version": str(VERSION_IN_PARTS), "parts": writer.listed}
-        before = parts_named_in(target)  # the main file names its parts, and takes its place last
-        write_bytes(target, _whole_file(contiguous(arrays), header))
-    remove_parts(before)
-    return target
+    Raises:
+        RunFileError: Names and settings take more than 4 MiB.
+    """
+    from torchfil.run.columns import write_run  # needs pyarrow
+
+    with replaced_when_complete(path) as temporary:
+        write_run(run, temporary, rows_at_once)
+        with open(temporary, "rb+") as file:
+            _insert_checksum(file)
+    return Path(path)
 
 
 def load(path: str | os.PathLike[str]) -> SavedRun:
     """Read a run. Safe on files from others: nothing in it is executed.
 
-    Every byte is checked, of part files too; the rows of these stay on the disk until they are asked for.
+    Every byte is checked. The columns of a run of many examples stay on the disk until they are asked for.
 
     Raises:
         FileNotFoundError: There is no such file.
-        RunFileError: It is no saved run, is cut short or damaged, lacks a part, or was written by another version.
+        RunFileError: It is no saved run, is cut short or damaged, or was written by another version.
     """
     where = Path(path)
     if not where.exists():
         raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
     if where.is_dir():
-        raise RunFileError(f"{where} is a folder, not a saved run; name the file in it (its suffix is {SUFFIX})")
+        raise RunFileError(f"{where} is a folder, not a saved run; name the file in it, such as run.parquet")
     try:
-        content = _checked_content(where)
-        header = _checked_header(content, where)
-        arrays: dict[str, Any] = from_bytes(content)
-        del content
-        if _digest(arrays, header) != header.get("sha256"):
-            raise RunFileError(f"{where} is damaged: its checksum does not fit its content. Save the run again.")
-        if "parts" in header:
-            arrays |= open_parts(where, header["parts"])
-        return unpack(arrays, header)
-    except (RunFileError, OSError, MemoryError):
+        return _read(where)
+    except (RunFileError, MemoryError):
         raise
-    except Exception as error:  # whatever a file of others makes the readers of JSON and arrays raise
+    except Exception as error:  # whatever a file of others makes the readers of JSON and Parquet raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise RunFileError(f"{where} is damaged ({kind}{error}). Save the run again.") from error
+        text = visible(" ".join(f"{kind}{error}".split()))
+        raise RunFileError(f"{where} is damaged ({text}). Save the run again.") from error
 
 
-def _checked_content(where: Path) -> bytes:
-    """The whole file, once its first bytes say that it may be ours: the header's length in 8, then JSON."""
-    with open(where, "rb") as file:
-        start = file.read(9)
-        if start and (int.from_bytes(start[:8], "little") > _LARGEST_HEADER or start[8:] not in (b"{", b"")):
-            raise RunFileError(f"{where} is not a saved run of torchfil; a run is saved by engine.save_run")
-        return start + file.read()
+def _read(where: Path) -> SavedRun:
+    import pyarrow as pa
 
+    from torchfil.run.columns import ARROW_SCHEMA, VERSION, read_facts, read_run
 
-def _checked_header(content: bytes, where: Path) -> dict[str, str]:
-    """The header's strings, once the file is whole and ours."""
-    foreign = RunFileError(f"{where} is not a saved run of torchfil; a run is saved by engine.save_run")
-    short = RunFileError(f"{where} is cut short: it holds {len(content):,} bytes of a longer file. Copy it again.")
-    if len(content) == 0:
-        raise RunFileError(f"{where} is empty. Copy it again.")
-
-    # safetensors: the header's length in 8 bytes, the header as JSON, the arrays
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 + size:
-        raise short
-    try:
-        entries = json.loads(content[8 : 8 + size])
-        header = entries.pop("__metadata__", {})
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise foreign from error
-
-    # ours, of this version, and whole: in this order, so that the message names the first cause
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise foreign
-    if header.get("version") not in (str(VERSION), str(VERSION_IN_PARTS)):
+    file = pa.OSFile(str(where))  # one handle: the file may be replaced meanwhile
+    _check_whole(file, where, ARROW_SCHEMA)
+    facts = read_facts(file)
+    if facts is None:
+        raise RunFileError(f"{where} {_FOREIGN}")
+    if facts.get("version") != VERSION:
         raise RunFileError(
-            f"{where} is of run format {visible(str(header.get('version')))}; this torchfil reads formats {VERSION} "
-            f"and {VERSION_IN_PARTS}. Install the torchfil that wrote it, or save the run again with this one."
+            f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}. "
+            "Install the torchfil that wrote it, or save the run again with this one."
         )
-    if len(content) < 8 + size + end:
-        raise short
-    return header
+    return read_run(file, facts)
 
 
-def _whole_file(arrays: dict[str, np.ndarray], header: dict[str, str]) -> bytes:
-    content = to_bytes(arrays, {**header, "sha256": _digest(arrays, header)})
-    if int.from_bytes(content[:8], "little") > _LARGEST_HEADER:
-        raise RunFileError(f"names and settings take more than {_LARGEST_HEADER:,} bytes; shorten title and levels")
-    return content
+def _insert_checksum(file: IO[bytes]) -> None:
+    """Put the SHA-256 of a Parquet file in front of its footer."""
+    file.seek(0)
+    digest = sha256(file)
+    file.seek(-8, os.SEEK_END)
+    footer = int.from_bytes(file.read(4), "little") + 8
+    file.seek(-footer, os.SEEK_END)
+    content = file.read()
+    file.seek(-footer, os.SEEK_END)
+    file.write(_CHECKSUM + digest.encode() + content)
 
 
-def _digest(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> str:
-    """SHA-256 over the header's strings and every array, in the order of their names."""
+def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
+    """Raise unless this is a run file of which no byte has changed, and whose footer does not hold ``forbidden``."""
+    size = file.size()
+    if size == 0:
+        raise RunFileError(f"{where} is empty. Copy it again.")
+    if file.read(4) != _MAGIC[:size]:
+        raise RunFileError(f"{where} {_FOREIGN}")
+    file.seek(max(0, size - 8))
+    tail = file.read()
+    footer = int.from_bytes(tail[:4], "little") + 8
+    if tail[4:] != _MAGIC or size < 12:
+        raise RunFileError(f"{where} is cut short: it holds {size:,} bytes of a longer file. Copy it again.")
+    data = size - footer - _CHECKSUM_SIZE
+    if footer > _LARGEST_FOOTER or data < len(_MAGIC):
+        raise RunFileError(f"{where} {_FOREIGN}")
+    file.seek(data)
+    found = file.read(_CHECKSUM_SIZE)
+    if not found.startswith(_CHECKSUM):
+        raise RunFileError(f"{where} {_FOREIGN}")
+    content = file.read()
     digest = hashlib.sha256()
-    for key in sorted(header.keys() - {"sha256"}):
-        digest.update(f"{key}\0{header[key]}\0".encode())
-    for name in sorted(arrays):
-        values = arrays[name]
-        digest.update(f"{name}\0{values.dtype}\0{values.shape}\0".encode())
-        digest.update(np.ascontiguousarray(values).data if values.size else b"")
-    return digest.hexdigest()
+    file.seek(0)
+    update_digest(digest, file, data)
+    digest.update(content)
+    if found != _CHECKSUM + digest.hexdigest().encode():
+        raise RunFileError(f"{where} is damaged: its checksum does not fit its content. Save the run again.")
+    if forbidden in content:  # opening the file would build the types that it names, with code of their own
+        raise RunFileError(f"{where} {_FOREIGN}")

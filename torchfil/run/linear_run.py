@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from torchfil._version import __version__
-from torchfil.glm.guesses import Guess, guess
-from torchfil.glm.measures import Release, information_by_coordinate
+from torchfil.glm.fil import Release, information_by_coordinate
+from torchfil.glm.guesses import BestGuess, guess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 from torchfil.viz.common import as_array
@@ -48,7 +48,7 @@ def save_linear_run(
     """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
 
     Args:
-        path: The file; its suffix is .fil by custom. Readable by its owner only.
+        path: The file; ``run.parquet`` by custom. Readable by its owner only.
         model: As for :func:`linear_run`.
         X: The training inputs, [n, d].
         y: The training targets, [n].
@@ -71,7 +71,7 @@ def linear_run(
     private_target: bool | None = None,
     target: str = TARGET,
     groups: Mapping[str, Any] | None = None,
-    questions: Mapping[str, Question | Guess] | None = None,
+    questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
     scores: Mapping[str, float] | None = None,
     hash_data: bool = True,
@@ -274,7 +274,7 @@ def _ids(given: Sequence[Hashable] | None, n: int) -> np.ndarray:
 
 def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
-    if not isinstance(asked, Guess):
+    if not isinstance(asked, BestGuess):
         if len(releases) > 1:
             raise ValueError(f"question {name!r}: questions are answered for one release, not for {len(releases)}")
         asked = guess(releases[0][0], X, y, asked, releases[0][1])

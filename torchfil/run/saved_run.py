@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
+import torch
+from scipy.special import ndtr, ndtri
 
-from torchfil.run.parted import ByExample, PartedColumns, coded, layout_of
-from torchfil.run.records import AttackRecord, Attributes, Pictures, QuestionRecord, Spread, Texts, Yardsticks
+from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.utils.errors import RunFileError
+
+if TYPE_CHECKING:
+    from torchfil.run.stored import StoredArray
 
 __all__ = [
     "AttackRecord",
     "Attributes",
+    "ByExample",
     "Pictures",
     "QuestionRecord",
     "SavedRun",
@@ -23,6 +29,182 @@ __all__ = [
     "Texts",
     "Yardsticks",
 ]
+
+
+ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
+
+
+@dataclass(frozen=True, eq=False)
+class Attributes:
+    """How well single attributes could be inferred.
+
+    Attributes:
+        names: k names.
+        units: k units, "" where there is none.
+        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
+            An estimate from one run; infinite where nothing leaked.
+        error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
+        pixels: Row and column of each in the image, int64 [k, 2], or None where attributes are no pixels.
+    """
+
+    names: list[str]
+    units: list[str]
+    error: ByExample
+    error_low: ByExample | None = None
+    pixels: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (*self.names, *self.units)):
+            raise ValueError("names and units of attributes must be texts")
+        for name, count in Counter(self.names).most_common(1):
+            if count > 1:
+                raise ValueError(
+                    f"attribute {name!r} is named {count} times; names must differ, such as '{name} = …' for each "
+                    "level of a one-hot attribute"
+                )
+
+    @property
+    def shown(self) -> ByExample:
+        """What is shown, [n, k]: the lower end; the error itself, an estimate, where that end is not known."""
+        return self.error if self.error_low is None else self.error_low
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How values are spread over examples: mean, standard deviation and range, of one thing or [k] each.
+
+    NaN where it is not known. Of a categorical attribute ``std`` alone is: the root mean squared error, over levels, of
+    answering every level's share.
+    """
+
+    mean: np.ndarray
+    std: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Yardsticks:
+    """How the data is spread, for somebody who guesses without the model. Private: never part of a public page.
+
+    Attributes:
+        examples: How many examples it was read from.
+        inputs: Of all private inputs together: the mean over them, the root of their mean variance, the whole range.
+        attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
+        levels: By categorical attribute, the share of each level.
+    """
+
+    examples: int
+    inputs: Spread
+    attributes: Spread
+    levels: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class QuestionRecord:
+    """How well any attacker could tell the true answer of a question from others.
+
+    Attributes:
+        name: Of the question.
+        answers: m names.
+        complete: Whether the answers are all that are possible, the true one among them (with D = 0).
+        divergence: D = KL(P ‖ P′), [n, m].
+        divergence_high: The upper end of its 95 % interval, [n, m].
+        law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's release, so that D tells
+            what the best attacker attains; "any": D bounds it.
+    """
+
+    name: str
+    answers: list[str]
+    complete: bool
+    divergence: ByExample
+    divergence_high: ByExample
+    law: str = "any"
+
+    def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
+        """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n].
+
+        Φ(Φ⁻¹(FPR) + sqrt(2D)) between normal laws.
+        """
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
+        if self.law == "normal":
+            return ndtr(ndtri(false_positive_rate) + np.sqrt(2 * worst))
+        return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
+
+    def success(self, noise: float = 1.0) -> np.ndarray:
+        """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
+
+        Φ(sqrt(D/2)) between normal laws.
+
+        Args:
+            noise: (σ′/σ)²: with σ′ for σ, and all else the same, D is D/noise at most.
+        """
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1) / noise
+        if self.law == "normal":
+            return ndtr(np.sqrt(worst / 2))
+        known = ~np.isnan(worst)
+        success = np.full(len(worst), np.nan)
+        success[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy()
+        return success
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Some examples as images.
+
+    Attributes:
+        rows: Places in ``ids``, [m].
+        images: uint8, [m, H, W] or [m, H, W, 3].
+        maps: PLIS, float32, [m, H, W], or None.
+    """
+
+    rows: np.ndarray
+    images: np.ndarray
+    maps: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Some examples as words or tokens, with how much of each leaks.
+
+    Attributes:
+        rows: Places in ``ids``, [m].
+        words: m lists of words.
+        fil: η_t = sqrt(Σ_j I_jj / w) over the w coordinates of word t, [m, T]; NaN behind a text's end.
+        plis: ‖∂PL/∂z_t‖ over the same coordinates, at the weights when it was saved, [m, T]; None: not known.
+    """
+
+    rows: np.ndarray
+    words: list[list[str]]
+    fil: np.ndarray
+    plis: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttackRecord:
+    """What an attack achieved beside what the bound allows; made by ``BoundComparison.record``.
+
+    Attributes:
+        name: Of the attack.
+        threat_model: What the attacker knows, in a sentence.
+        rows: The attacked examples' places in ``ids``, [m].
+        predicted: The bound, [m].
+        achieved: The attack's error in the same unit, [m].
+        violated: Whether ``achieved`` lies below the bound beyond chance, [m] booleans.
+        testable: Whether the attack saw the model, in more than one trial, so that it could have violated a bound.
+        untestable: Why not, in words; "" where it could.
+        blind: The error of a guess without the model, [m], or None where it is not known.
+    """
+
+    name: str
+    threat_model: str
+    rows: np.ndarray
+    predicted: np.ndarray
+    achieved: np.ndarray
+    violated: np.ndarray
+    testable: bool = True
+    untestable: str = ""
+    blind: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +230,7 @@ class SavedRun:
         questions: What any attacker could tell; may be empty.
         rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
             smallest_weight, group_ratio, score, epsilon, seconds, fresh (NaN: not known); may be empty.
-        yardsticks: How the data is spread; None in earlier files, and where the data could not be read again.
+        yardsticks: How the data is spread; None where the data could not be read again.
     """
 
     about: dict[str, Any]
@@ -71,41 +253,53 @@ class SavedRun:
         _check_kinds(self.about)
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
-        self._check_tables()
-        self._check_values()
-        self._check_yardsticks()
-        self._check_rows()
-
-    def _check_tables(self) -> None:
-        """Whatever has an entry for every example has n of them, and the history as many for every step."""
-        n = len(self)
-        for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
-            for name, (_, shape) in layout_of(arrays).items():
-                if shape != (n,):
-                    raise ValueError(f"{kind} {name!r} has shape {list(shape)} for {n} examples")
-        text = [name for name, (dtype, _) in layout_of(self.columns).items() if dtype.kind not in "biuf"]
+        text = [name for name, values in _unread(self.columns).items() if values.dtype.kind not in "biuf"]
         if text:
             raise ValueError(f"columns {text} hold no numbers; put labels into groups")
+        for what, found, expected in self._shapes():
+            if found != expected:
+                raise ValueError(f"{what} has shape {list(found)}, and not {list(expected)}")
+        for what, part, _ in self._of_some():
+            rows = part.rows
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+                ends = f"{int(rows.min())} … {int(rows.max())}"
+                raise ValueError(f"{what}: rows must lie in 0 … {len(self) - 1}, got {ends}")
+        if self.yardsticks is not None:
+            strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
+            if strange:
+                raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
+        self._check_values()
 
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """What has a shape, the shape that it has, and the one that fits the rest of the run."""
+        n, k = len(self), 0 if self.attributes is None else len(self.attributes.names)
+        for kind, columns in (("column", self.columns), ("grouping", self.groups)):
+            yield from ((f"{kind} {name!r}", values.shape, (n,)) for name, values in _unread(columns).items())
         if self.attributes is not None:
-            names, units, shape = self.attributes.names, self.attributes.units, self.attributes.error.shape
-            low = shape if self.attributes.error_low is None else self.attributes.error_low.shape
-            if shape != (n, len(names)) or low != shape or len(units) != len(names):
-                raise ValueError(
-                    f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
-                    "examples; they must agree"
-                )
+            yield "attributes: units", (len(self.attributes.units),), (k,)
+            for name, width in (("error", (n, k)), ("error_low", (n, k)), ("pixels", (k, 2))):
+                values = getattr(self.attributes, name)
+                yield f"attributes: {name}", width if values is None else values.shape, width
         for question in self.questions:
-            shapes = {question.divergence.shape, question.divergence_high.shape}
-            if shapes != {(n, len(question.answers))}:
-                raise ValueError(
-                    f"question {question.name!r} has divergences of shapes {sorted(shapes)} for {n} examples and "
-                    f"{len(question.answers)} answers"
-                )
+            for values in (question.divergence, question.divergence_high):
+                yield f"question {question.name!r}", values.shape, (n, len(question.answers))
+        if self.yardsticks is not None:
+            yield from (("yardsticks", np.shape(values), (k,)) for values in vars(self.yardsticks.attributes).values())
         for name, series in (("history", self.history), ("rounds", self.rounds)):
-            lengths = {column: list(values.shape) for column, values in series.items()}
-            if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
-                raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
+            length = max((values.size for values in series.values()), default=0)
+            yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())
+        for what, part, names in self._of_some():
+            arrays = (getattr(part, name) for name in names)
+            yield from ((what, (len(each),), (len(part.rows),)) for each in arrays if each is not None)
+
+    def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
+        if self.pictures is not None:
+            yield "pictures", self.pictures, ("images", "maps")
+        if self.texts is not None:
+            yield "texts", self.texts, ("words", "fil", "plis")
+        for attack in self.attacks:
+            yield f"attack {attack.name!r}", attack, ("predicted", "achieved", "violated", "blind")
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
@@ -115,40 +309,6 @@ class SavedRun:
             if len(wrong):
                 row = int(wrong[0])
                 raise ValueError(f"column {name!r} is {values[row]} for {str(self.ids[row])!r}, which cannot be")
-
-    def _check_yardsticks(self) -> None:
-        """One of each kind for every attribute, and a place in the image for every pixel."""
-        count = 0 if self.attributes is None else len(self.attributes.names)
-        pixels = None if self.attributes is None else self.attributes.pixels
-        if pixels is not None and (pixels.shape != (count, 2) or pixels.dtype.kind not in "iu"):
-            raise ValueError(f"attributes: pixels of shape {list(pixels.shape)} for {count} attributes")
-        if self.yardsticks is None:
-            return
-        shapes = {np.shape(values) for values in vars(self.yardsticks.attributes).values()}
-        if shapes != {(count,)}:
-            raise ValueError(f"yardsticks of shapes {sorted(shapes)} for {count} attributes; they must agree")
-        strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
-        if strange:
-            raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
-
-    def _check_rows(self) -> None:
-        """What has entries for some examples names them by their place, and has one entry each."""
-        n = len(self)
-        parts: list[tuple[str, np.ndarray, list[Sized]]] = []
-        if self.pictures is not None:
-            maps = [] if self.pictures.maps is None else [self.pictures.maps]
-            parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
-        if self.texts is not None:
-            plis = [] if self.texts.plis is None else [self.texts.plis]
-            parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil, *plis]))
-        for a in self.attacks:
-            blind = [] if a.blind is None else [a.blind]
-            parts.append((f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated, *blind]))
-        for what, rows, others in parts:
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
-                raise ValueError(f"{what}: rows must lie in 0 … {n - 1}, got {int(rows.min())} … {int(rows.max())}")
-            if any(len(other) != len(rows) for other in others):
-                raise ValueError(f"{what}: {len(rows)} rows, but arrays of {[len(other) for other in others]}")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -164,25 +324,20 @@ class SavedRun:
         def some(values: Any) -> Any:
             return None if values is None else values[rows]
 
-        def chosen(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-            parted = isinstance(columns, PartedColumns)
-            return {name: columns.take(name, rows) if parted else columns[name][rows] for name in columns}  # type: ignore[attr-defined]
-
         attributes, attacks = self.attributes, []
         if attributes is not None:
             attributes = replace(attributes, error=some(attributes.error), error_low=some(attributes.error_low))
         for attack in self.attacks:
             inside = np.isin(attack.rows, places)
-            columns = {name: getattr(attack, name)[inside] for name in ("predicted", "achieved", "violated")}
-            if attack.blind is not None:
-                columns["blind"] = attack.blind[inside]
-            attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **columns))
+            parts = {name: getattr(attack, name) for name in ("predicted", "achieved", "violated", "blind")}
+            kept = {name: values[inside] for name, values in parts.items() if values is not None}
+            attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept))
         return replace(
             self,
             ids=np.asarray(self.ids[rows]),
-            columns=chosen(self.columns),
+            columns={name: values[rows] for name, values in _unread(self.columns).items()},
             attributes=attributes,
-            groups=chosen(self.groups),
+            groups={name: values[rows] for name, values in _unread(self.groups).items()},
             pictures=None,
             texts=None,
             attacks=attacks,
@@ -199,9 +354,9 @@ class SavedRun:
 
     def coded_group(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """A grouping's different labels, sorted, and the place of each example's among them, [n]."""
-        return (
-            self.groups.coded(name) if isinstance(self.groups, PartedColumns) else coded(self.groups[name].astype(str))
-        )
+        from torchfil.run.stored import coded  # needs pyarrow
+
+        return coded(_unread(self.groups)[name])
 
     def column(self, name: str) -> np.ndarray:
         """A column, [n].
@@ -217,6 +372,11 @@ class SavedRun:
     def clip_weights(self) -> np.ndarray:
         """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were given."""
         return self.columns.get("clip_weight", np.ones(len(self)))
+
+
+def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
+    """Columns by name with their shapes and types, of which those of a large file are not read yet."""
+    return getattr(columns, "arrays", columns)
 
 
 _KNOWN_COLUMNS = ("participations", "missed", "clip_weight")  # of every example; NaN would count as none

@@ -1,22 +1,18 @@
-"""The table of all examples as files: CSV, and Parquet where pyarrow is installed."""
+"""The table of all examples as a CSV file."""
 
 from __future__ import annotations
 
-import contextlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.csv_files import write_csv_parts
+from torchfil.utils.text import write_csv_parts
 
-__all__ = ["columns_of", "write_leakage_csv", "write_parquet"]
+__all__ = ["columns_of", "write_leakage_csv"]
 
 STATUS = np.array(["measured", "lower bound", "not measured"])
-
-
 AT_ONCE = 2**18  # rows that are written together
 
 
@@ -41,32 +37,8 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
 
 
 def write_leakage_csv(run: SavedRun, path: Path) -> None:
-    """One line per example, numbers with seven significant digits; see :func:`torchfil.utils.csv_files.write_csv`.
+    """One line per example, numbers with seven significant digits; see :func:`torchfil.utils.text.write_csv`.
 
-    Texts that a spreadsheet would compute get a leading apostrophe. Parquet keeps everything as it is.
+    Texts that a spreadsheet would compute get a leading apostrophe. The run file keeps everything as it is.
     """
     write_csv_parts(path, map(columns_of, run.slices(AT_ONCE)), digits=7)
-
-
-def write_parquet(run: SavedRun, path: Path) -> str | None:
-    """The same with its types. Returns why it was not written, or None."""
-    if find_spec("pyarrow") is None:
-        return "leakage.parquet was not written: pyarrow is not installed."
-    import pyarrow
-    from pyarrow import parquet
-
-    def as_table(part: SavedRun) -> pyarrow.Table:
-        return pyarrow.table(
-            {
-                name: pyarrow.array(values.tolist() if values.dtype.kind == "U" else values, from_pandas=True)
-                for name, values in columns_of(part).items()
-            }
-        )
-
-    with contextlib.ExitStack() as stack:
-        writer = None
-        for part in run.slices(AT_ONCE):
-            table = as_table(part)
-            writer = writer or stack.enter_context(parquet.ParquetWriter(path, table.schema))
-            writer.write_table(table)
-    return None

@@ -146,10 +146,15 @@ def sha256(file: IO[bytes], length: int | None = None) -> str:
         ('ba7816bf', 'ba7816bf')
     """
     digest = hashlib.sha256()
+    update_digest(digest, file, length)
+    return digest.hexdigest()
+
+
+def update_digest(digest: hashlib._Hash, file: IO[bytes], length: int | None = None) -> None:
+    """Add the rest of a file, or its next ``length`` bytes, to a digest."""
     while block := file.read(_BLOCK if length is None else min(_BLOCK, length)):
         digest.update(block)
         length = None if length is None else length - len(block)
-    return digest.hexdigest()
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:

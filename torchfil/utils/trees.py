@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and dicts: batches, inputs and outputs.
+"""Tensors in nested tuples, lists and dicts: batches, inputs and outputs; and reading them without waiting.
 
 The results are those of torch's pytrees, which know more kinds but take many times as long: one training step walks
 through its batch a dozen times. So tuples, lists and dicts are walked here, in loops rather than by recursion where
@@ -167,3 +167,19 @@ def _with_parts(values: Any, context: Any) -> Any:
     for name, value in zip(context[1], values, strict=True):
         object.__setattr__(made, name, value)  # works for frozen dataclasses
     return made
+
+
+def read_later(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy ``values`` to the CPU; the returned function waits for the copy and returns it."""
+    if values.device.type != "cuda":
+        return lambda: values.cpu()
+    seen = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    seen.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+
+    def read() -> Tensor:
+        done.synchronize()
+        return seen
+
+    return read

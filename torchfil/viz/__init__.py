@@ -7,7 +7,6 @@ of open figures, so nothing needs closing. Notebooks show the figure, and it has
 The pictures show private examples and numbers that depend on them: keep them as confidential as the examples.
 """
 
-from torchfil.viz.charts import bar_chart, distribution
-from torchfil.viz.images import gallery, show_map
+from torchfil.viz.pictures import bar_chart, distribution, gallery, show_map
 
 __all__ = ["bar_chart", "distribution", "gallery", "show_map"]

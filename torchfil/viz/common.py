@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
+
+from torchfil.utils.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,13 +19,27 @@ POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorB
 NEUTRAL = "#4D4D4D"
 
 
-def new_figure(width: float, height: float, layout: str) -> Figure:
-    """An empty figure of width × height inches, outside pyplot's list."""
+@cache
+def _figure_class() -> Any:
+    """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""
     try:
-        from torchfil.viz._notebook import NotebookFigure
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'torchfil[report]'") from error
-    return NotebookFigure(figsize=(width, height), layout=layout)  # type: ignore[arg-type]
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    return NotebookFigure
+
+
+def new_figure(width: float, height: float, layout: str) -> Figure:
+    """An empty figure of width × height inches, outside pyplot's list."""
+    figure: Figure = _figure_class()(figsize=(width, height), layout=layout)
+    return figure
 
 
 def as_array(values: Any) -> np.ndarray:
@@ -37,30 +55,18 @@ def as_array(values: Any) -> np.ndarray:
 def as_finite(values: Any, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
-    bad = ~np.isfinite(array)
-    if bad.any():
-        where = [int(i) for i in np.argwhere(bad)[0]]
-        raise ValueError(
-            f"{name} holds {array[tuple(where)]:g} at {where} ({int(bad.sum())} of {array.size} values not finite), "
-            "which cannot be drawn; find the cause, or replace or drop such values before drawing"
-        )
+    bad = np.argwhere(~np.isfinite(array)).tolist()
+    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values to draw")
     return array
 
 
 def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
     """Values as float64 of shape [length], at least one; NaN is refused, and so is infinity unless ``infinite``."""
     array = as_array(values).astype(np.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}")
-    if length is not None and len(array) != length:
-        raise ValueError(f"{name} has {len(array)} entries for {length}; it must have one each")
-    if not infinite:
-        return as_finite(array, name)
-    if np.isnan(array).any():
-        raise ValueError(
-            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries before "
-            "drawing: they cannot be ordered"
-        )
+    vector = array.ndim == 1 and array.size > 0
+    require(vector, f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}")
+    require(length in (None, len(array)), f"{name} has {len(array)} entries for {length}; it must have one each")
+    as_finite(np.where(np.isinf(array), 0.0, array) if infinite else array, name)
     return array
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-__all__ = [
-    "CLASSES",
-    "EXAMPLES",
-    "LENGTH",
-    "WORDS",
-    "Model",
-    "causal_loss",
-    "images",
-    "logits_loss",
-    "seeded",
-    "texts",
-    "token_loss",
-    "tokens",
-]
 
 EXAMPLES, LENGTH, WORDS, CLASSES = 6, 5, 13, 3
 DROPOUT = 0.2
@@ -36,7 +21,6 @@ class Model:
 
     Attributes:
         name: As people call it.
-        family: The package that it comes from.
         build: From the probability of dropout to the model, in float64 and in training mode.
         data: The examples: a data set of (input, target), or of dicts with "labels".
         loss: criterion(outputs, targets), the mean over the batch.
@@ -48,7 +32,6 @@ class Model:
     """
 
     name: str
-    family: str
     build: Callable[[float], nn.Module]
     data: Callable[[], Any]
     loss: Callable[[Any, Any], Tensor]
@@ -70,46 +53,52 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def images(channels: int = 1, size: int = 8, classes: int = CLASSES) -> TensorDataset:
-    """Pictures with a class each."""
+def drawn(*shape: int, source: torch.Generator | None = None) -> Tensor:
+    """Normal numbers in float64."""
+    return torch.randn(*shape, generator=source or seeded(), dtype=torch.float64)
+
+
+def labelled(*shape: int) -> TensorDataset:
+    """Pictures, rows of a table, …, with a class each."""
     source = seeded()
-    x = torch.randn(EXAMPLES, channels, size, size, generator=source, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(classes, (EXAMPLES,), generator=source))
+    x = drawn(EXAMPLES, *shape, source=source)
+    return TensorDataset(x, torch.randint(CLASSES, (EXAMPLES,), generator=source))
 
 
-def tokens(length: int = LENGTH) -> TensorDataset:
+def signals(key: str, *shape: int) -> list[dict[str, Tensor]]:
+    """Pictures, waves or spectrograms as a processor gives them, with a class each."""
+    source = seeded()
+    return [
+        {key: drawn(*shape, source=source), "labels": torch.randint(CLASSES, (), generator=source)}
+        for _ in range(EXAMPLES)
+    ]
+
+
+def tokens() -> TensorDataset:
     """Texts as rows of word numbers, with a class each."""
     source = seeded()
-    words = torch.randint(1, WORDS, (EXAMPLES, length), generator=source)
+    words = torch.randint(1, WORDS, (EXAMPLES, LENGTH), generator=source)
     return TensorDataset(words, torch.randint(CLASSES, (EXAMPLES,), generator=source))
 
 
-def texts(
-    labels: str = "class", *, padding: int = 0, padded: bool = True, segments: bool = False
-) -> list[dict[str, Tensor]]:
+def texts(labels: str = "class", *, segments: bool = False) -> list[dict[str, Tensor]]:
     """Texts as a tokenizer gives them: word numbers, padded at their end, and a mask.
 
     Args:
         labels: "class", "tokens" (a class for each word, −100 where there is none), "words" (the words themselves).
-        padding: The number that stands for no word.
-        padded: Whether some texts are shorter than others.
         segments: Whether ``token_type_ids`` are given.
     """
-    source = seeded()
-    examples = []
+    source, examples = seeded(), []
     for i in range(EXAMPLES):
-        length = LENGTH - i % 3 if padded else LENGTH
-        mask = torch.arange(LENGTH) < length
-        words = torch.where(mask, torch.randint(3, WORDS, (LENGTH,), generator=source), padding)
+        mask = torch.arange(LENGTH) < LENGTH - i % 3
+        words = torch.where(mask, torch.randint(3, WORDS, (LENGTH,), generator=source), 0)
         target = {
             "class": torch.randint(CLASSES, (), generator=source),
             "tokens": torch.randint(CLASSES, (LENGTH,), generator=source).where(mask, -100),
             "words": words.where(mask, -100),
         }[labels]
-        example = {"input_ids": words, "attention_mask": mask.long(), "labels": target}
-        if segments:
-            example["token_type_ids"] = (torch.arange(LENGTH) > 2).long()
-        examples.append(example)
+        kinds = {"token_type_ids": (torch.arange(LENGTH) > 2).long()} if segments else {}
+        examples.append({"input_ids": words, "attention_mask": mask.long(), "labels": target, **kinds})
     return examples
 
 
@@ -126,10 +115,3 @@ def token_loss(outputs: Any, labels: Tensor) -> Tensor:
 def causal_loss(outputs: Any, labels: Tensor) -> Tensor:
     """Cross-entropy of every next word, −100 left out."""
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def unique(models: Sequence[Model]) -> dict[str, Model]:
-    """The models by name; raises where two have the same."""
-    by_name = {model.name: model for model in models}
-    assert len(by_name) == len(models), "two models have the same name"
-    return by_name

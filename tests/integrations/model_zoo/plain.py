@@ -5,94 +5,74 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import opacus.layers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from .model import CLASSES, EXAMPLES, WORDS, Model, images, seeded, tokens
+from tests.fisher.recorded_cases import Model as Made
 
-__all__ = ["MODELS"]
+from .model import CLASSES, EXAMPLES, WORDS, Model, labelled, seeded, tokens
 
 WIDTH = 6
 
 
-class Recurrent(nn.Module):
-    """Words, a recurrent layer, a head on its last state."""
+def words(dropout: float, kind: str) -> nn.Module:
+    """Words, a layer of torch's or Opacus's, a head on its last state or on its mean."""
+    layer: Any = getattr(opacus.layers if kind.startswith("DP") else nn, kind)
+    table, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+    if "Attention" in kind:
+        made = layer(WIDTH, 2, dropout=dropout, batch_first=True)
 
-    def __init__(self, dropout: float, kind: Any) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.layer = kind(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
+        def run(m: Any, x: Tensor) -> Tensor:
+            return m.head(m.layer(*[m.embedding(x)] * 3, need_weights=False)[0].mean(dim=1))
+    else:
+        made = layer(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
 
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(words))[0][:, -1])
+        def run(m: Any, x: Tensor) -> Tensor:
+            return m.head(m.layer(m.embedding(x))[0][:, -1])
 
-
-class Attending(nn.Module):
-    """Words, an attention layer, a head on its mean."""
-
-    def __init__(self, dropout: float, kind: Any) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.layer = kind(WIDTH, 2, dropout=dropout, batch_first=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        h = self.embedding(words)
-        return self.head(self.layer(h, h, h, need_weights=False)[0].mean(dim=1))
+    return Made(run, embedding=table, head=head, layer=made)
 
 
-class Encoding(nn.Module):
+def encoder(dropout: float) -> nn.Module:
     """Words, torch's transformer, a head on its mean."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(words)).mean(dim=1))
+    table, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Made(lambda m, x: m.head(m.layers(m.embedding(x)).mean(dim=1)), embedding=table, head=head, layers=layers)
 
 
-class BagOfWords(nn.Module):
+def bag_of_words(dropout: float) -> nn.Module:
     """The mean of the words, two layers."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
-        self.hidden, self.dropout, self.head = nn.Linear(WIDTH, 5), nn.Dropout(dropout), nn.Linear(5, CLASSES)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.dropout(self.hidden(self.embedding(words)).tanh()))
+    bag = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
+    rest = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, CLASSES))
+    return Made(lambda m, x: m.rest(m.embedding(x)), embedding=bag, rest=rest)
 
 
-class TwoHeads(nn.Module):
+def two_heads(dropout: float) -> nn.Module:
     """A class and a number for each example."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.trunk, self.dropout = nn.Linear(7, 6), nn.Dropout(dropout)
-        self.classes, self.number = nn.Linear(6, CLASSES), nn.Linear(6, 1)
+    def run(m: Any, x: Tensor) -> dict[str, Tensor]:
+        h = m.dropout(m.trunk(x).tanh())
+        return {"classes": m.classes(h), "number": m.number(h)[:, 0]}
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.dropout(self.trunk(x).tanh())
-        return {"classes": self.classes(h), "number": self.number(h)[:, 0]}
+    heads: dict[str, Any] = {"classes": nn.Linear(6, CLASSES), "number": nn.Linear(6, 1)}
+    return Made(run, trunk=nn.Linear(7, 6), dropout=nn.Dropout(dropout), **heads)
 
 
-class UNet(nn.Module):
+def unet(dropout: float) -> nn.Module:
     """Down, up, and a bridge; a class for each pixel."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
-        self.down = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GroupNorm(2, 6), nn.SiLU())
-        self.dropout, self.up = nn.Dropout2d(dropout), nn.ConvTranspose2d(6, 4, 2, stride=2)
-        self.head = nn.Conv2d(8, CLASSES, 1)
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.head(torch.cat([h, m.up(m.dropout(m.down(h)))], dim=1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.head(torch.cat([h, self.up(self.dropout(self.down(h)))], dim=1))
+    first = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
+    down = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GroupNorm(2, 6), nn.SiLU())
+    up, head = nn.ConvTranspose2d(6, 4, 2, stride=2), nn.Conv2d(8, CLASSES, 1)
+    return Made(run, first=first, down=down, dropout=nn.Dropout2d(dropout), up=up, head=head)
 
 
 def mlp(dropout: float) -> nn.Module:
@@ -100,43 +80,9 @@ def mlp(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, CLASSES))
 
 
-def of_opacus(name: str) -> Any:
-    """A layer of Opacus."""
-    import opacus.layers
-
-    return getattr(opacus.layers, name)
-
-
-def recurrent(dropout: float, name: str) -> nn.Module:
-    """A recurrent model with torch's or Opacus's layer."""
-    return Recurrent(dropout, of_opacus(name) if name.startswith("DP") else getattr(nn, name))
-
-
-def attending(dropout: float, name: str) -> nn.Module:
-    """An attention model with torch's or Opacus's layer."""
-    return Attending(dropout, of_opacus(name) if name.startswith("DP") else getattr(nn, name))
-
-
-def rows() -> TensorDataset:
-    """Rows of a table, with a class each."""
-    source = seeded()
-    x = torch.randn(EXAMPLES, 7, generator=source, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(CLASSES, (EXAMPLES,), generator=source))
-
-
-class WithNumbers(TensorDataset):
+def two_targets() -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Rows of a table, with a class and a number each."""
-
-    def __getitem__(self, index: Any) -> Any:
-        x, y = super().__getitem__(index)
-        return x, {"classes": y, "number": x.sum()}
-
-    __getitems__ = None
-
-
-def two_targets() -> TensorDataset:
-    """Rows with both targets."""
-    return WithNumbers(*rows().tensors)
+    return [(x, {"classes": y, "number": x.sum()}) for x, y in labelled(7)]
 
 
 def both(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
@@ -147,23 +93,21 @@ def both(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
 
 def segmented() -> TensorDataset:
     """Pictures with a class for each pixel."""
-    x = images().tensors[0]
-    return TensorDataset(x, torch.randint(CLASSES, (EXAMPLES, 8, 8), generator=seeded(1)))
+    classes = torch.randint(CLASSES, (EXAMPLES, 8, 8), generator=seeded(1))
+    return TensorDataset(labelled(1, 8, 8).tensors[0], classes)
 
 
-def text(name: str, family: str, build: Any, private: str = "embedding") -> Model:
+def text(name: str, build: Any) -> Model:
     """A line of the table."""
-    return Model(name, family, build, tokens, F.cross_entropy, private=private)
+    return Model(name, build, tokens, F.cross_entropy, private="embedding")
 
 
 MODELS = [
-    *(text(f"Opacus {name}", "opacus", partial(recurrent, name=name)) for name in ("DPLSTM", "DPGRU")),
-    text("Opacus DPMultiheadAttention", "opacus", partial(attending, name="DPMultiheadAttention")),
-    *(text(f"torch {name}", "torch", partial(recurrent, name=name)) for name in ("LSTM", "GRU")),
-    text("torch MultiheadAttention", "torch", partial(attending, name="MultiheadAttention")),
-    text("torch TransformerEncoder", "torch", Encoding),
-    text("EmbeddingBag classifier", "torch", BagOfWords),
-    Model("two heads, two losses", "torch", TwoHeads, two_targets, both, criterion_needed=True),
-    Model("U-Net", "torch", UNet, segmented, F.cross_entropy),
-    Model("multilayer perceptron", "torch", mlp, rows, F.cross_entropy),
+    *(text(f"Opacus {kind}", partial(words, kind=kind)) for kind in ("DPLSTM", "DPGRU", "DPMultiheadAttention")),
+    *(text(f"torch {kind}", partial(words, kind=kind)) for kind in ("LSTM", "GRU", "MultiheadAttention")),
+    text("torch TransformerEncoder", encoder),
+    text("EmbeddingBag classifier", bag_of_words),
+    Model("two heads, two losses", two_heads, two_targets, both, criterion_needed=True),
+    Model("U-Net", unet, segmented, F.cross_entropy),
+    Model("multilayer perceptron", mlp, partial(labelled, 7), F.cross_entropy),
 ]

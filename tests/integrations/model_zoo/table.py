@@ -10,37 +10,12 @@ from pathlib import Path
 from .outcomes import CASES, Case, Outcome
 from .truth import WAYS
 
-__all__ = ["DOCS", "read_table", "text_of"]
-
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
 PACKAGES = ("torch", "opacus", "transformers", "peft", "timm", "torchvision")
 COLUMNS = [(way, dropout) for way in WAYS for dropout in (True, False)]
 NONE = "–"
 
-HEADER = """# The models people train
-
-Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if
-this page is no longer true; `make models` rewrites it.
-
-Each model is built from a small configuration, in float64, and takes two private steps with the defaults of
-`make_private`: Poisson sampling, smooth clipping, three weight probes, the recorded pass. Private are the input of
-images and tables, and the word embedding's output for texts, which are padded and come with an attention mask.
-Dropout is 0.2 wherever a model offers it.
-
-**runs** means that every example's trace of the Fisher information after both steps, and the sum of clipped gradients
-released at each step, agree with brute force to 1e-6: plain reverse mode through the clipped gradient of one example
-after the other, with the step's own masks and probes. **runs (vmap)** means the same, but gradients are mapped over
-examples, which is slower; the log says why. A number in brackets refers to a note below with the reason and the remedy.
-
-Three ways to train, each with dropout and without:
-
-* **out.loss**: `model(**batch).loss.backward()` and `optimizer.step()`, as Hugging Face's models are trained;
-* **loop**: a torch loss on the model's outputs in the loop, and `optimizer.step()`;
-* **train_step**: `engine.train_step(inputs, labels)`, with the loss as `criterion=`.
-
-The numbers bind an unbiased attacker who sees every released gradient and knows all other examples and the masks:
-Fisher information bounds what it can learn about one example. The noise is random.
-"""
+HEADER = re.split(r"^\d+ models, ", DOCS.read_text(), flags=re.MULTILINE)[0].rstrip() + "\n"  # the page's own words
 
 
 def text_of(outcomes: Mapping[Case, Outcome]) -> str:

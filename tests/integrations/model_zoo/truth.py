@@ -34,8 +34,6 @@ from torchfil.utils.trees import map_tensors, tensors_of
 
 from .model import Model, seeded
 
-__all__ = ["WAYS", "assert_true", "trained"]
-
 WAYS = ("loss", "loop", "train_step")  # model(**batch).loss in the loop, a torch loss in the loop, engine.train_step
 STEPS, BATCH, PADDING = 2, 3, 0
 TOLERANCE = 1e-6

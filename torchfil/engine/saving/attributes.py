@@ -32,6 +32,7 @@ from torchfil.utils.errors import require
 NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
 _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
+_MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +198,7 @@ def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
 
 
 def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool) -> AttributeTable | None:
-    """The attributes to save; None if they were not tracked, or for so few that the table would be mostly empty.
+    """The attributes to save; None, with a warning, for too many of them, or if the table would be mostly empty.
 
     Coordinates of words have no names; the words identify them.
 
@@ -213,12 +214,17 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
         remedy = "but attributes were not tracked: make_private(track=('diagonal',))"
         require(not given, f"{', '.join(given)} were given, {remedy}")
         return None
-    if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
-        empty = f"a table of {count:,} examples and {d:,} attributes would be mostly empty"
-        remedy = "read them with engine.get_attribute_fil(ids)"
-        warnings.warn(f"the attributes of chosen ids are not saved: {empty}; {remedy}", stacklevel=5)
+    if not given and with_texts:
         return None
-    return table if given or not with_texts else None
+    reason = None
+    if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
+        reason = f"a table of {count:,} examples and {d:,} attributes would be mostly empty"
+    elif len(table.names) > _MOST_ATTRIBUTES:
+        reason = f"a run file names {_MOST_ATTRIBUTES:,} of them at most, and there are {len(table.names):,}"
+    if reason is not None:
+        remedy = "read them with engine.get_attribute_fil(ids)"
+        warnings.warn(f"attributes are not saved: {reason}; {remedy}", stacklevel=5)
+    return None if reason is not None else table
 
 
 def baselines(spread: Yardsticks, table: AttributeTable | None) -> Yardsticks:

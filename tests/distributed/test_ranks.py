@@ -1,0 +1,223 @@
+"""Several processes against one with the same draws, and brute force: weights, ledger, ε, D (float64).
+
+Data parallel, and with models whose weights are sharded over the ranks (FSDP2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.cases import DEVICE
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import CASES, as_one, assert_same, make, replaying, shard, take_step, trained, whole
+from tests.engine.loops import Step, Trained, truth
+from tests.engine.made import make as make_private
+
+pytestmark = pytest.mark.torch_versions
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
+SLOW = pytest.mark.slow
+TEXTS = {"case": "texts", "batch_size": 5, "rand_on_empty": True}
+ADAPTERS = {"case": "adapters", "batch_size": 5, "rand_on_empty": True, "sharded": True}
+DIGITS = {"case": "digits", "passes": 1}
+PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [0.2, 0.3, 0.2, 0.1]}
+SUM = {"loss_reduction": "sum", "step": "train_step"}
+RUNS: dict[str, Any] = {
+    "train_step": {"case": "digits", "passes": 2, "step": "train_step", "refreshed": True},
+    "texts": {**TEXTS, "passes": 1},
+    "sharded": {"case": "digits", "passes": 2, "track": ("diagonal",), "sharded": True},
+    "sharded, train_step": {**DIGITS, "step": "train_step", "refreshed": True, "sharded": True},
+    "adapters": {**ADAPTERS, "case": "adapters of one layer", "passes": 1},
+}
+MORE: dict[str, Any] = {
+    "digits": {"case": "digits", "passes": 2, "track": ("diagonal",)},
+    "texts in three passes": TEXTS,
+    "texts, train_step": {"case": "texts", "batch_size": 5, "step": "train_step"},
+    "hooks": {**DIGITS, "grad_sample_mode": "hooks"},
+    "sum": {**DIGITS, **SUM, "track": ("plis",)},
+    "no amplification": {**DIGITS, "amplification": "none"},
+    "per layer": {**DIGITS, **PER_LAYER},
+    "sharded, per layer": {**DIGITS, **PER_LAYER, "sharded": True},
+    "sharded, sum": {**DIGITS, **SUM, "sharded": True},
+    "sharded texts": {**TEXTS, "sharded": True},
+    "adapters of four layers": {**ADAPTERS, "passes": 1},
+    "adapters, train_step": {**ADAPTERS, "rand_on_empty": False, "step": "train_step"},
+}
+
+
+def compare(ranks: RankPool, folder: Path, *, moved: bool = False, **run: Any) -> list[Any]:
+    """The outcome of every rank, found to be that of one process."""
+    run = {"folder": str(folder), **run}
+    parts = ranks.run(trained, **run)
+    for name in ("sharded", "reshuffled", "physical"):
+        run.pop(name, None)
+    draws = run.get("replayed") or [part.draws for part in parts]
+    alone = trained(**{**run, "replayed": as_one(draws)})
+    for part in parts:
+        assert_same(part, alone, moved=moved)
+    assert parts[0].timeline
+    assert float(alone.sums["trace"].sum()) > 0
+    return parts
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=SLOW) for name in MORE)])
+def test_two_ranks_are_one_process(two_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    compare(two_ranks, tmp_path, **(RUNS | MORE)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "texts in three passes", "adapters of four layers", "sharded"])
+def test_four_ranks_are_one_process(four_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    parts = compare(four_ranks, tmp_path, **(RUNS | MORE)[name])
+    if "texts" in name:  # a rank whose very first batch is empty
+        assert any(not part.draws[0] for part in parts)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available() or DEVICE == "cpu", reason="needs TORCHFIL_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("name", ["train_step", "texts in three passes", "adapters of four layers", "sharded"])
+def test_one_rank_of_nccl_is_one_process(tmp_path: Path, name: str) -> None:
+    """NCCL wants a GPU for each rank."""
+    with RankPool(1, tmp_path, backend="nccl") as pool:
+        compare(pool, tmp_path, **(RUNS | MORE)[name])
+
+
+def scattered() -> list[list[list[int]]]:
+    """Draws of two ranks whose examples fall to either at each step, most to rank 0, and to the other none at first."""
+    generator = torch.Generator().manual_seed(11)
+    parts: list[list[list[int]]] = [[], []]
+    for step in range(14):
+        drawn = (torch.rand(61, generator=generator) < 0.3).nonzero().flatten()
+        on = (torch.rand(len(drawn), generator=generator) < (0.3 if step > 2 else 0.0)).long()
+        for rank, part in enumerate(parts):
+            part.append(drawn[on == rank].tolist())
+    return parts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replayed": scattered(), "physical": 3, "refreshed": True},
+        pytest.param({"replayed": scattered(), "refreshed": True}, marks=SLOW),
+        pytest.param({"replayed": scattered(), "physical": 3, "sharded": True}, marks=SLOW),
+        pytest.param({"reshuffled": True, "passes": 3}, marks=SLOW),
+    ],
+    ids=["pieces", "whole", "unlike pieces of a sharded model", "dealt out anew"],
+)
+def test_examples_may_go_from_rank_to_rank(two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    parts = compare(two_ranks, tmp_path, moved=True, **{"case": "digits", "passes": 2, **options})
+    if "reshuffled" in options:
+        first, second = ({i for draw in parts[k].draws[7 * k : 7 * k + 7] for i in draw} for k in (0, 1))
+        assert first & second
+
+
+def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(two_ranks: RankPool, tmp_path: Path) -> None:
+    module, dataset, _ = CASES["digits"]()
+    run = {**DIGITS, "folder": str(tmp_path), "track": ("diagonal", "fim"), "questions": {}}
+    parts = two_ranks.run(trained, **run)
+    steps = []
+    for place, drawn in enumerate(as_one([part.draws for part in parts])):
+        weights = parts[0].before[place]
+        assert all(torch.equal(weights[name], value) for name, value in parts[1].before[place].items())
+        steps.append(Step(weights, [dataset.tensors[0][drawn]], [dataset.tensors[1][drawn]]))
+    fim, participations = truth(Trained(None, None, None, None, steps), dataset, q=1 / 7, module=module.to(DEVICE))
+    assert torch.equal(parts[1].sums["participations"], participations)
+    torch.testing.assert_close(parts[1].sums["fim"], fim, rtol=1e-6, atol=1e-9)
+
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(0)).tolist()  # as Opacus deals examples out
+    places = [[sorted(order.index(i) // 2 for i in draw) for draw in part.draws] for part in parts]
+    assert places[0] != places[1]
+    again = two_ranks.run(trained, **run)
+    assert [part.draws for part in again] == [part.draws for part in parts]  # and reproducibly
+
+
+def nobodys_steps(noise_multiplier: float, max_grad_norm: float) -> list[Tensor]:
+    """The gradients that two steps release of empty batches, in ranks that are seeded alike: noise alone."""
+    torch.manual_seed(1)
+    module = shard(nn.Sequential(nn.Linear(64, 64, bias=False)))
+    dataset = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.randn(40, 64))
+    options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
+    engine, *_, loader = make_private(dataset, module, 10, criterion=nn.MSELoss(), **options)
+    gradients = []
+    with replaying([[], []]):
+        for x, y in loader:
+            engine.train_step(x, y)
+            gradients.append(10 * whole(next(module.parameters()).grad))
+    return gradients
+
+
+def test_noise_is_drawn_once_for_every_weight(two_ranks: RankPool) -> None:
+    """Of the right size, the same on all ranks, and unlike between the shards of ranks that are seeded alike."""
+    here, there = two_ranks.run(nobodys_steps, 0.7, 3.0)
+    for ours, theirs in zip(here, there, strict=True):
+        assert torch.equal(ours, theirs)
+        assert abs(float(ours.std()) / 2.1 - 1) < 4 / (2 * ours.numel()) ** 0.5
+        first, second = ours[:32].flatten(), ours[32:].flatten()  # the shards
+        assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / first.numel() ** 0.5
+    assert not torch.equal(here[0], here[1])
+
+
+def kept_here() -> tuple[float, ...]:
+    """The shares of weights, momenta and of the model's copy that a rank keeps between steps."""
+    made = make("adapters", sharded=True, batch_size=5)
+    with replaying([[0, 2], [4]] if dist.get_rank() == 0 else [[1], [3]]):
+        for x, y in made.loader:
+            made.engine.train_step(x, y)
+    weights = list(made.module.parameters())
+    momenta = [state["momentum_buffer"] for state in made.optimizer.original_optimizer.state.values()]
+    assert all(isinstance(value, DTensor) for value in (*weights, *momenta))
+    copied = {p.untyped_storage().data_ptr(): p for p in made.engine._training.replica.live.parameters()}
+    in_all = sum(p.numel() * p.element_size() for p in weights)
+    shares = [sum(v.to_local().numel() for v in kind) / sum(v.numel() for v in kind) for kind in (weights, momenta)]
+    return *shares, sum(p.untyped_storage().nbytes() for p in copied.values()) / in_all
+
+
+def test_a_rank_keeps_its_part_of_weights_and_optimizer(two_ranks: RankPool) -> None:
+    for weights, momenta, copied in two_ranks.run(kept_here):
+        assert max(weights, momenta) <= 0.51
+        assert copied < 0.05
+
+
+def evaluated() -> list[tuple[Tensor, Tensor]]:
+    """After every step: what the private model gives in evaluation, and what its whole weights give."""
+    made = make("digits", sharded=True, questions={})
+    plain, dataset, _ = CASES["digits"]()
+    pairs = []
+    with replaying([[0, 2, 4], [6]] if dist.get_rank() == 0 else [[1, 3], []]):
+        for x, y in made.loader:
+            take_step(made, x, y)
+            made.model.eval()
+            with torch.no_grad():
+                given = made.model(dataset.tensors[0])
+            made.model.train()
+            for own, part in zip(plain.parameters(), made.optimizer.params, strict=True):
+                own.data = whole(part)
+            pairs.append((given, plain(dataset.tensors[0]).detach()))
+    return pairs
+
+
+def test_evaluation_sees_the_last_step(two_ranks: RankPool) -> None:
+    for given, expected in two_ranks.run(evaluated)[0]:
+        torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.slow
+def test_the_guides_script_runs_under_torchrun(tmp_path: Path) -> None:
+    code, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(GUIDE.parents[2])}
+    ended = subprocess.run(torchrun, capture_output=True, text=True, timeout=240, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("individual_epsilon") == 1  # of rank 0 alone

@@ -1,0 +1,123 @@
+"""``demo``: private training on small digits, watched by the engine, and its report."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil.cli.output import FILE, Output, with_output
+from torchfil.cli.runs import summary
+
+DELTA = 1e-4
+# 3 columns and 5 rows of each digit
+_GLYPHS = (
+    *("111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001"),
+    *("111100111001111", "111100111101111", "111001010010010", "111101111101111", "111101111001111"),
+)
+
+
+@click.command()
+@click.option(
+    "-o", "--out", "directory", type=FILE, default=Path("out/demo"), show_default=True, help="Folder to write."
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")
+@click.option("--device", default="cpu", show_default=True)
+@with_output
+def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -> None:
+    """Train privately on handwritten digits, save the run and write its report.
+
+    \b
+    Examples:
+      torchfil demo
+      torchfil demo --epochs 30 --noise 0.7 -o /tmp/digits
+    """
+    from torchfil.report.writer import check_replaceable, write_report
+    from torchfil.run.file import load
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; name a folder for run and report")
+    check_replaceable(directory / "report")
+    directory.mkdir(parents=True, exist_ok=True)
+
+    with warnings.catch_warnings():  # of Opacus, about nothing that a newcomer could change
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="Optimal order is the")
+        path = _train(directory / "run.parquet", epochs, noise, device, out)
+    saved = load(path)
+    page = write_report(saved, directory / "report")
+    out.say(f"\n{summary(saved, 5)[0]}\n")
+    out.say("These numbers depend on private data: keep them confidential.\n")
+    out.say(f"run:    {path}")
+    out.result(str(page) if out.quiet else f"report: {page}", {"run": str(path), "page": str(page)})
+
+
+def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: Output) -> Path:
+    """An ordinary Opacus loop with the engine in it; the run is saved, digits as groups and pixels as attributes."""
+    from torchfil.engine import FILPrivacyEngine
+
+    torch.manual_seed(0)  # of weights and probes; batches and noise differ at every call
+    images, labels, origin = small_digits()
+    out.say(f"Data: {origin}; nothing is downloaded.")
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(network.to(device).parameters(), lr=1.0, momentum=0.5)
+    engine = FILPrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        network,
+        optimizer,
+        DataLoader(TensorDataset(images, labels), batch_size=128),
+        noise_multiplier=noise_multiplier,
+        track=("diagonal",),
+    )
+    for epoch in out.progress(range(epochs), desc="epochs"):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            accuracy = (model(images.to(device)).argmax(1).cpu() == labels).double().mean()
+        epsilon = engine.get_epsilon(DELTA)
+        out.say(f"epoch {epoch + 1}: accuracy {100 * accuracy:.0f} %, ε = {epsilon:.2f} at δ = {DELTA:g}")
+    return engine.save_run(
+        path,
+        delta=DELTA,
+        title="Small digits, trained privately",
+        attribute_names=[f"pixel {row},{column}" for row in range(8) for column in range(8)],
+        attribute_units=["grey value"] * 64,
+        unit_of_inputs="grey value, 0 to 1",
+        input_range=(0.0, 1.0),
+        groups={"digit": labels.tolist()},
+    )
+
+
+def small_digits() -> tuple[Tensor, Tensor, str]:
+    """1,797 digits, [1797, 1, 8, 8] in [0, 1], their labels, and which they are: handwritten, or drawn by rule."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        drawn = "1,797 digits drawn by rule (scikit-learn, which has handwritten ones, is not installed)"
+        return *_drawn_digits(1797), drawn
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    return images, torch.tensor(data.target), "scikit-learn's 1,797 handwritten digits"
+
+
+def _drawn_digits(count: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    glyphs = torch.tensor([[float(pixel) for pixel in glyph] for glyph in _GLYPHS]).reshape(10, 5, 3)
+    labels = torch.randint(10, (count,), generator=draws)
+    images = 0.1 * torch.rand(count, 1, 8, 8, generator=draws)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        row, column = (1 + torch.randint(2, (2,), generator=draws)).tolist()
+        ink = 0.6 + 0.3 * torch.rand(5, 3, generator=draws)
+        image[0, row : row + 5, column : column + 3] += glyphs[label] * ink
+    return images, labels

@@ -1,1 +1,0 @@
-"""The networks of the papers; the library itself does not need them."""

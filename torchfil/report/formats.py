@@ -1,0 +1,87 @@
+"""Numbers as readers see them, on the page, in its charts and in the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+__all__ = ["capital", "count", "number", "percent", "plus_minus", "rate", "shown"]
+
+
+def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
+    r"""Three significant digits, a true minus sign, a power of ten outside 0.001 … 99,999.
+
+    Args:
+        value: None and NaN are unknown.
+        digits: How many significant ones.
+        even: Whether to keep zeros at the end, for columns of numbers.
+
+    Example:
+        >>> number(0.12345), number(1234567.0), number(float("inf")), number(2.0), number(1e-5)
+        ('0.123', '1.23 ×\xa010⁶', '∞', '2', '10⁻⁵')
+        >>> number(2.0, even=True)
+        '2.00'
+    """
+    if value is None or math.isnan(value):
+        return "unknown"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+
+    def trimmed(text: str) -> str:
+        return (text.rstrip("0").rstrip(".") if "." in text and not even else text).replace("-", "−")
+
+    mantissa, power = f"{value:.{digits - 1}e}".split("e")
+    if -3 <= int(power) <= 4:
+        return trimmed(f"{float(f'{mantissa}e{power}'):,.{max(digits - 1 - int(power), 0)}f}")
+    raised = "10" + str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return raised if trimmed(mantissa) == "1" else f"{trimmed(mantissa)} ×\u00a0{raised}"
+
+
+def plus_minus(error: float, unit: str = "") -> str:
+    """± an error in its unit, in one piece."""
+    return f"±\u00a0{number(error)}" + (f"\u00a0{unit}" if unit else "")
+
+
+def count(value: int | str) -> str:
+    """A count with thousands separated; words stay."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def percent(share: float) -> str:
+    """A share in percent, without pretending that little is nothing or much is all.
+
+    Example:
+        >>> percent(0.1234), percent(0.0001), percent(1.0), percent(0.9999), percent(0.0)
+        ('12 %', 'below 0.1 %', '100 %', 'above 99.9 %', '0 %')
+    """
+    if 0 < share < 0.001:
+        return "below 0.1 %"
+    if 0.999 < share < 1:
+        return "above 99.9 %"
+    return f"{100 * share:.1f} %" if 0 < share < 0.095 or 0.905 < share < 1 else f"{100 * share:.0f} %"
+
+
+def rate(share: float) -> str:
+    """The share of runs in which an attacker is right, in percent with three digits; at most 100 %."""
+    return f"{100 * min(share, 1.0):.3g} %"
+
+
+def capital(text: str) -> str:
+    """The text with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
+def shown(value: Any) -> str:
+    """A setting of a run, whatever it is.
+
+    Example:
+        >>> shown(True), shown(12000), shown(0.5), shown(None), shown("rdp")
+        ('yes', '12,000', '0.5', 'none', 'rdp')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else number(value)
+    return "none" if value is None else str(value)

@@ -1,0 +1,246 @@
+"""The questions and attributes that are not protected, and how much more noise would protect them.
+
+Everything is measured as the gate measures it (:mod:`torchfil.run.baselines`): exposed is whose least error, at the
+lower end, lies below a blind guess's, of all inputs or of an attribute; a question is not protected where any attacker
+tells the true answer from another, equally likely one, in more than the allowed share of cases above one half.
+
+Questions also stand beside the data's own prior: "guessed correctly in 71 % of cases instead of 39 %". A run keeps
+D_a = KL(P ‖ P_a) from an example's true answer t to every other, P_a the law of all that is released. Let the answers
+be as likely before as they are common among the examples, π. Whoever names the commonest is right in max π of the
+cases; whoever sees the release, and names a on A_a, in
+
+    Σ_a π_a P_a(A_a) ≤ Σ_a π_a P_r(A_a) + Σ_a π_a TV(P_a, P_r) ≤ max π + Σ_{a≠r} π_a TV(P_a, P_r)
+
+for any answer r, since the A_a share all releases among them. TV(P_t, P_a) follows from D_a, and TV is a distance:
+TV(P_a, P_r) ≤ TV(P_t, P_a) + TV(P_t, P_r). The smaller bound of r = t and r = the commonest answer is taken; with two
+answers that is :func:`torchfil.guessing.largest_success`, and between two normal laws the best attacker's own success.
+
+It binds **every attacker to whom the answers are as likely before as they are common**, on average over an answer that
+is drawn so and over the release. Somebody who knows more of the person beforehand starts from more than max π. And the
+mean over answers hides those with a rare one: :func:`torchfil.run.baselines.gain_over_guessing`, between two
+equally likely answers, does not, and says who is not protected.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import ndtr
+
+from torchfil.gate.rules import divergence_of_gain, told_apart, worst_divergence
+from torchfil.glm.guesses import best_accuracy
+from torchfil.guessing import divergence_of_rate, largest_total_variation
+from torchfil.report.context import Report
+from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary
+from torchfil.run.baselines import (
+    NOT_MEASURED,
+    answer_shares,
+    attribute_exposure,
+    blind_errors,
+    gain_over_guessing,
+    status_of,
+)
+from torchfil.run.saved_run import QuestionRecord, SavedRun
+
+__all__ = ["Leak", "Leaks", "PriorGuess", "largest_success_at", "prior_guess", "unprotected"]
+
+GAIN = 0.1  # above one half: what the template of a policy allows
+
+
+@dataclass(frozen=True)
+class PriorGuess:
+    """How often an answer is named rightly by somebody who knows how common each is.
+
+    Attributes:
+        blind: Without the model: the share of the commonest answer.
+        most: With all that was released, at most, of the most exposed example.
+        mean: The same, on average over the examples.
+    """
+
+    blind: float
+    most: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A question or an attribute that is not protected.
+
+    Attributes:
+        name: Of the question or attribute.
+        factor: By how much σ² would have to grow, at fixed gradients, until it were protected.
+        examples: Of how many examples; rounded or in words in public; None: not published.
+        success: Of a question: how often the worst example's answer is told from another, equally likely one.
+        prior: Of a question: the same beside the data's own prior; None: not known.
+        rate: Of a question in public: right at 1 % false alarms.
+        error: Of an attribute: how close an unbiased guess may come, written.
+        blind: Of an attribute: what a blind guess is off by, written.
+        unit: Of both.
+        share: Of an attribute in public: of a blind guess's error.
+    """
+
+    name: str
+    factor: float
+    examples: int | str | None
+    success: float | None = None
+    prior: PriorGuess | None = None
+    rate: float | None = None
+    error: str = ""
+    blind: str = ""
+    unit: str = ""
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """What is not protected.
+
+    Attributes:
+        questions: How many were asked.
+        attributes: How many were tracked.
+        found: What is not protected, the worst first, questions before attributes.
+        unknown: The attributes whose error cannot be held against anything.
+        factor: By how much σ² would have to grow until all of it were protected; 1: it is.
+    """
+
+    questions: int
+    attributes: int
+    found: list[Leak]
+    unknown: list[AttributeSummary]
+
+    @property
+    def factor(self) -> float:
+        """The largest of what is found; 1 where nothing is."""
+        return max((leak.factor for leak in self.found), default=1.0)
+
+
+def unprotected(report: Report) -> Leaks:
+    """The questions and attributes that are not protected."""
+    summary, policy = report.summary, report.policy
+    if report.run is None:
+        found = [_public_questions(report), _public_attributes(report)]
+    else:
+        found = [_questions(report, report.run), _attributes(report, report.run)]
+
+    # what a policy states serves as a blind guess, too
+    stated = {} if policy is None else policy.attribute_spread
+    unknown = [a for a in summary.attributes if a.error and not a.share and a.name not in stated]
+    if policy is not None and policy.blind_error is not None:
+        unknown = []
+    ranked = [leak for leaks in found for leak in sorted(leaks, key=lambda leak: -leak.factor)]
+    return Leaks(len(summary.questions), len(summary.tracked), ranked, unknown)
+
+
+def _questions(report: Report, run: SavedRun) -> list[Leak]:
+    limit = None if report.policy is None else report.policy.max_gain_over_guessing
+    limit = GAIN if limit is None else limit
+    measured, leaks = status_of(run) != NOT_MEASURED, []
+    for question in run.questions:
+        gains = gain_over_guessing(question)[measured]
+        wrong = int((~(gains <= limit)).sum())
+        if wrong:
+            target = divergence_of_gain(limit, question.law)
+            factor = (worst_divergence(run, question.name) or 0.0) / target if target > 0 else math.inf
+            success, prior = 0.5 + float(np.nanmax(gains)), prior_guess(question, measured)
+            leaks.append(Leak(question.name, factor, wrong, success=success, prior=prior))
+    return leaks
+
+
+def _public_questions(report: Report) -> list[Leak]:
+    """From the published levels alone; a rate of 5 % at 1 % false alarms is taken for protected."""
+    leaks = []
+    for question in sorted(report.summary.questions, key=lambda q: -q.rate.get("0", 0.0)):
+        above = question.above["0.05"]
+        if above != 0 and "0" in question.rate:
+            rate = min(question.rate["0"], 1.0)
+            high = divergence_of_rate(rate, FALSE_POSITIVE_RATE) if rate < 1 else math.inf
+            factor = high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE)
+            leaks.append(Leak(question.name, factor, above, rate=rate))
+    return leaks
+
+
+def _attributes(report: Report, run: SavedRun) -> list[Leak]:
+    """Those whose blind guess is known and beaten."""
+    if run.attributes is None:
+        return []
+    policy, leaks = report.policy, []
+    blind = blind_errors(run, *((None, None) if policy is None else (policy.attribute_spread, policy.blind_error)))
+    for place, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
+        exposed, usual = attribute_exposure(run, place, float(blind[place])), float(blind[place])
+        if exposed.any():
+            # the closest that a guess of somebody's may come; NaN is not known, and counted as exposed
+            errors = np.asarray(run.attributes.shown[:, place], dtype=np.float64)[exposed]
+            least = float(np.nanmin(errors)) if not np.isnan(errors).all() else 0.0
+            factor = (usual / least) ** 2 if least > 0 else math.inf
+            written, close = told_apart(usual, least)
+            leaks.append(Leak(name, factor, int(exposed.sum()), error=close, blind=written, unit=unit))
+    return leaks
+
+
+def _public_attributes(report: Report) -> list[Leak]:
+    """From the published shares alone."""
+    leaks = []
+    for attribute in report.summary.attributes:
+        share = min(attribute.share.values(), default=1.0)
+        if share < 1 and attribute.exposed != 0:
+            factor = share**-2 if share > 0 else math.inf
+            leaks.append(Leak(attribute.name, factor, attribute.exposed, share=share))
+    return leaks
+
+
+def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None:
+    """The question at the data's own prior; None where the run does not tell the true answers, or some D.
+
+    Args:
+        question: Of a saved run.
+        rows: Which examples were measured, [n] booleans.
+
+    Example:
+        >>> divergence = np.array([[0.0, 0.02], [0.02, 0.0], [0.0, 0.0002], [0.0, 0.0]])
+        >>> asked = QuestionRecord("sex", ["f", "m"], True, divergence, divergence)
+        >>> found = prior_guess(asked, np.array([True, True, True, False]))
+        >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, and up to 1/3 · sqrt(D/2) more
+        '0.667 0.700 0.690'
+    """
+    shares = answer_shares(question, rows)
+    if shares is None:
+        return None
+    prior = np.asarray(list(shares.values()))
+    success = largest_success_at(question, prior)[rows]
+    if np.isnan(success).any():
+        return None
+    return PriorGuess(float(prior.max()), float(success.max()), float(success.mean()))
+
+
+def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarray:
+    """How often any attacker with this prior names the right answer at most, at the upper ends of D, [n].
+
+    Args:
+        question: A complete one: the true answer is among its own.
+        prior: π, [m].
+    """
+    high = np.asarray(question.divergence_high, dtype=np.float64)
+    truth = np.asarray(question.divergence).argmin(axis=1)
+    if question.law == "normal" and len(prior) == 2:
+        apart = np.sqrt(2 * high.max(axis=1))
+        distances = apart[:, None, None] * (1 - np.eye(2))
+        return best_accuracy(distances, np.broadcast_to(prior, high.shape)).value
+
+    # from the true answer to every other, [n, m]
+    known = ~np.isnan(high)
+    variation = np.full(high.shape, np.nan)
+    if question.law == "normal":
+        variation = 2 * ndtr(np.sqrt(high / 2)) - 1
+    else:
+        variation[known] = largest_total_variation(torch.from_numpy(high[known])).numpy()
+    np.put_along_axis(variation, truth[:, None], 0.0, axis=1)
+
+    # around the true answer, or around the commonest
+    commonest = int(prior.argmax())
+    beside = np.minimum(variation + variation[:, commonest, None], 1.0)
+    beside[:, commonest] = 0.0
+    gain = np.minimum(variation @ prior, beside @ prior)
+    return np.minimum(prior.max() + gain, 1.0)

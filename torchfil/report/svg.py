@@ -1,0 +1,430 @@
+"""Charts as SVG: in the page they take its colours, so that they follow light, dark and print.
+
+Each function draws at a given width; a :data:`Chart` is such a function with its data, and is drawn for wide and for
+narrow screens, or by :func:`standalone` as a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from torchfil.report.formats import number
+from torchfil.run.statistics import round_step
+from torchfil.utils.text import visible
+
+__all__ = [
+    "NARROW",
+    "STEPS",
+    "WIDE",
+    "Chart",
+    "Line",
+    "Mark",
+    "Row",
+    "Scale",
+    "grid_of_shares",
+    "histogram",
+    "intervals",
+    "lines",
+    "maps_of_shares",
+    "scatter",
+    "standalone",
+    "step_of",
+]
+
+WIDE, NARROW = 680, 350
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
+TONES = ("", " exposed", " quiet")
+STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a map, where they end; from 1 on nothing is told beyond a blind guess
+_COLOUR = "#b35806"
+_OPACITY = (1.0, 0.78, 0.56, 0.36, 0.18, 0.0)
+_MOST_CELLS, _GAP, _TITLE, _LINE = 32, 16, 20, 20
+
+
+class Chart(Protocol):
+    """A drawing at a width: one of the functions below with its data, by ``functools.partial``."""
+
+    def __call__(self, *, width: int) -> Markup:
+        """Draw it."""
+        ...
+
+
+def _tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
+    """An element; texts are escaped, ``class_`` is class, ``text_anchor`` is text-anchor, None is left out."""
+
+    def safe(value: Any) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        return escape(f"{value:.1f}" if isinstance(value, float) else visible(str(value)))
+
+    pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
+    written = "".join(f' {key}="{safe(value)}"' for key, value in pairs)
+    inside = "".join(safe(child) for child in children)
+    return Markup(f"<{name}{written}>{inside}</{name}>" if children else f"<{name}{written}/>")
+
+
+def standalone(chart: Chart, style: str, label: str) -> str:
+    """A chart as a file of its own: with its style, on paper, and below it a line that says who may see it."""
+    drawn = chart(width=WIDE)
+    height = float(drawn.split('height="')[1].split('"')[0])
+    ground = _tag("rect", width="100%", height="100%", style="fill: var(--paper)")
+    below = _text(WIDE - 2, height + 14, label, "axis", anchor="end")
+    return _svg(WIDE, height + 20, [Markup(f"<style>{style}</style>"), ground, drawn, below])
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at a value, with its name."""
+
+    value: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point with an interval, beside its name; ``tone`` picks the colour (0: plain, 1: emphasised, 2: quiet)."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    tone: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series over x."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to places on the page."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        """The place of a value; what lies outside is drawn at the edge."""
+        low, high = self._shown(self.low), self._shown(self.high)
+        share = (self._shown(value) - low) / (high - low)
+        return self.start + min(max(share, -0.02), 1.02) * (self.end - self.start)
+
+    def _shown(self, value: float) -> float:
+        return math.log10(max(value, 1e-300)) if self.log else value
+
+    def ticks(self, most: int) -> list[float]:
+        """At most about ``most`` round values within the scale."""
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            if last - first >= 2:
+                step = max(1, math.ceil((last - first) / max(most - 1, 1)))
+                return [10.0**power for power in range(first, last + 1, step)]
+            fine = [f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5)]
+            inside = [value for value in fine if self.low <= value <= self.high]
+            if len(inside) >= 2:
+                return inside[:: math.ceil(len(inside) / most)]
+        width = round_step((self.high - self.low) / max(most, 1))
+        first = math.ceil(self.low / width - 1e-9)
+        return [i * width for i in range(first, math.floor(self.high / width + 1e-9) + 1)]
+
+
+def histogram(
+    edges: Sequence[float],
+    counts: Sequence[int],
+    *,
+    width: int,
+    title: str,
+    axis: str,
+    log: bool = True,
+    marks: Sequence[Mark] = (),
+    emphasis_below: float | None = None,
+) -> Markup:
+    """Bars between edges; height is count per width, so that merged bins do not look larger than they are.
+
+    Args:
+        edges: [k + 1].
+        counts: [k].
+        width: Of the drawing.
+        title: What a bar's height means.
+        axis: The name of the values.
+        log: Whether x is logarithmic.
+        marks: Vertical lines; those outside the edges widen the axis.
+        emphasis_below: Bars left of it have the colour of exposure.
+    """
+    height = 260
+    points = [*edges, *(mark.value for mark in marks)]
+    low, high = min(points), max(points)
+    pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
+    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 14, width - RIGHT, log)
+
+    # heights leave room above for the names of the marks, one line each
+    spans = [x(b) - x(a) for a, b in pairwise(edges)]
+    density = [c / span for c, span in zip(counts, spans, strict=True)]
+    top = max(density) or 1.0
+    floor, ceiling = height - BOTTOM, TOP + 16 * len(marks) + 6
+    bars = []
+    for a, b, count, dense in zip(edges[:-1], edges[1:], counts, density, strict=True):
+        if not count:
+            continue
+        tall = max((floor - ceiling) * dense / top, 1.0)
+        exposed = emphasis_below is not None and b <= emphasis_below * (1 + 1e-9)
+        place = {"x": x(a) + 0.5, "y": floor - tall, "width": max(x(b) - x(a) - 1, 0.7), "height": tall}
+        bar = _tag("rect", **place, class_="bar exposed" if exposed else "bar")
+        bars.append(_tag("g", _tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
+
+    parts = [_text(14, 14, title, "axis"), *bars, *_x_axis(x, floor, axis)]
+    for i, mark in enumerate(sorted(marks, key=lambda mark: -mark.value)):
+        parts += _marked(x(mark.value), floor, TOP + 16 * i + 4, width, mark.name)
+    return _svg(width, height, parts)
+
+
+def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None) -> Markup:
+    """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room."""
+    # room for names and notes, at seven units a letter
+    longest = max((len(row.name) for row in rows), default=0)
+    notes = max((len(row.note) for row in rows), default=0)
+    above = width == NARROW and longest > 12
+    letters = 40 - notes if above else min(longest, 34)
+    left = 6.0 if above else 10 + 7.0 * letters
+    right = 12 + 7.0 * notes if width == WIDE else RIGHT
+
+    # the axis spans what can be drawn: an interval may be infinite, and 0 has no logarithm
+    finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
+    finite += [mark.value] if mark and math.isfinite(mark.value) else []
+    low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+    pad = (high / low) ** 0.04 if log else 0.04 * (high - low)
+    step, top = 42 if above else 26, 26 if mark else 4
+    floor = top + step * len(rows) + 4
+    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, left, width - right, log)
+
+    parts = _x_axis(x, floor, axis, start=left)
+    if mark:
+        parts += _marked(x(mark.value), floor, 14, width, mark.name)
+    for i, row in enumerate(rows):
+        y = top + step * (i + (0.8 if above else 0.5))
+        at = (left, y - 13) if above else (left - 10, y + 4)
+        note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
+        shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
+        drawn = [
+            _tag("title", _told(row)),
+            _text(*at, shown, "name", anchor=None if above else "end"),
+            _line(left, width - right, y, y, "guide"),
+        ]
+        if row.low != row.high:
+            start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
+            drawn.append(_line(x(start), x(end), y, y, f"interval{TONES[row.tone]}"))
+        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=5, class_=f"dot{TONES[row.tone]}"))
+        if row.note and (above or width == WIDE):
+            drawn.append(_text(*note, row.note, "note", anchor="end"))
+        parts.append(_tag("g", *drawn))
+    return _svg(width, floor + BOTTOM, parts)
+
+
+def _told(row: Row) -> str:
+    between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
+    return f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
+
+
+def lines(
+    series: Sequence[Line], *, width: int, title: str, axis: str, log: bool = False, diagonal: bool = False
+) -> Markup:
+    """Curves over x, each named at its right end; ``diagonal`` adds y = x."""
+    height = 270
+    longest = max(len(line.name) for line in series)
+    right = 16 + 7 * longest
+    xs = [v for line in series for v in line.x if math.isfinite(v)]
+    ys = [v for line in series for v in line.y if math.isfinite(v) and (v > 0 or not log)]
+    if not xs or not ys:
+        return _svg(width, 30, [_text(14, 18, "nothing to draw", "axis")])
+
+    # y starts at 0 where it can, and a constant gets some room around it
+    low, high = min(ys), max(ys)
+    low = low if log else min(low, 0.0)
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+    start, end = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 1, max(xs) + 1)
+    x = Scale(start, end, LEFT, width - right, False)
+    y = Scale(low / 1.1 if log else low, high * 1.1 if log else high * 1.04, height - BOTTOM, TOP + 4, log)
+
+    parts = [
+        _text(6, 14, title, "axis"),
+        *_x_axis(x, height - BOTTOM, axis, start=LEFT),
+        *_y_axis(y, width - right),
+    ]
+    if diagonal:
+        a, b = max(start, low), min(end, high)
+        parts.append(_line(x(a), x(b), y(a), y(b), "mark"))
+    ends: list[tuple[float, int, str]] = []
+    for i, line in enumerate(series):
+        points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b) and (b > 0 or not log)]
+        if not points:
+            continue
+        way = "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        parts.append(_tag("path", d=way, class_=f"curve tone{i % 4}{' dashed' if line.dashed else ''}"))
+        ends.append((points[-1][1], i, line.name))
+
+    # names that would lie on each other move down
+    lowest = -math.inf
+    for place, i, name in sorted(ends):
+        lowest = max(place, lowest + 15)
+        parts.append(_text(width - right + 8, lowest + 4, name, f"end tone{i % 4}"))
+    return _svg(width, height, parts)
+
+
+def scatter(points: Sequence[tuple[float, float, bool]], *, width: int, title: str, axis: str) -> Markup:
+    """Points (x, y, emphasised) on logarithmic axes of the same range, with the diagonal."""
+    height = min(width, 420)
+    drawn = [(a, b, c) for a, b, c in points if 0 < a < math.inf and 0 < b < math.inf]
+    if not drawn:
+        return _svg(width, 30, [_text(14, 18, "no pair of positive, finite values to draw", "axis")])
+    values = [v for a, b, _ in drawn for v in (a, b)]
+    low, high = min(values) / 1.3, max(values) * 1.3
+    x = Scale(low, high, LEFT, min(width - RIGHT, LEFT + height - BOTTOM - TOP + 120), True)
+    y = Scale(low, high, height - BOTTOM, TOP + 4, True)
+    parts = [
+        _text(6, 14, title, "axis"),
+        *_x_axis(x, height - BOTTOM, axis, start=LEFT),
+        *_y_axis(y, x.end),
+        _line(x(low), x(high), y(low), y(high), "mark"),
+        *(_tag("circle", cx=x(a), cy=y(b), r=3.5, class_="dot exposed" if c else "dot") for a, b, c in drawn),
+    ]
+    return _svg(width, height, parts)
+
+
+def step_of(share: float) -> int:
+    """Which of the six steps a share has: 0 below 20 %, … 4 below 100 %, 5 no better than guessing; −1: not known.
+
+    Example:
+        >>> [step_of(share) for share in (0.05, 0.2, 0.99, 1.0, float("nan"))]
+        [0, 1, 4, 5, -1]
+    """
+    return -1 if math.isnan(share) else sum(share >= end for end in STEPS)
+
+
+def grid_of_shares(pixels: Sequence[tuple[int, int]], shares: Sequence[float]) -> np.ndarray:
+    """Shares laid out as the picture around the given pixels, [H, W], NaN where there is none.
+
+    Of several values of a pixel (its channels) the smallest counts; so it does of blocks, where a picture has more than
+    32 pixels a side.
+
+    Example:
+        >>> grid_of_shares([(2, 3), (2, 4), (2, 3)], [0.5, 1.0, 0.25]).tolist()
+        [[0.25, 1.0]]
+    """
+    places = np.asarray(pixels, dtype=np.int64)
+    places = places - places.min(axis=0)
+    block = -(-int(places.max() + 1) // _MOST_CELLS)
+    places //= block
+    grid = np.full(tuple((places.max(axis=0) + 1).tolist()), math.nan)
+    np.fmin.at(grid, tuple(places.T), np.asarray(shares, dtype=np.float64))
+    return grid
+
+
+def maps_of_shares(grids: Mapping[str, np.ndarray], *, width: int) -> Markup:
+    """One picture a grid, side by side under their names, and a legend below.
+
+    Args:
+        grids: By name, shares [H, W] each, of one shape.
+        width: Of the drawing.
+    """
+    columns, per_row = (3, 6) if width > NARROW else (2, 3)
+    side = (width - _GAP * (columns - 1)) / columns
+    rows, cols = next(iter(grids.values())).shape
+    cell = side / max(rows, cols)
+    tall = _TITLE + rows * cell + _GAP / 2
+
+    parts = list[Markup]()
+    for place, (name, grid) in enumerate(grids.items()):
+        left, top = place % columns * (side + _GAP), place // columns * tall + _TITLE
+        frame = {"x": left, "y": top, "width": cols * cell, "height": rows * cell}
+        parts += [
+            _text(left, top - 6, name, "axis"),
+            _cells(grid, left, top, cell),
+            _tag("rect", **frame, fill="none", stroke="currentColor", stroke_opacity="0.4"),
+        ]
+    below = -(-len(grids) // columns) * tall
+    height = round(below + _LINE * (-(-len(_OPACITY) // per_row)) + 6)
+    return _svg(width, height, [*parts, *_legend(width, below, per_row)])
+
+
+def _cells(grid: np.ndarray, left: float, top: float, cell: float) -> Markup:
+    """One path a step; cells of one step beside each other are one rectangle."""
+    ways: dict[int, list[str]] = {}
+    for row, values in enumerate(grid):
+        column = 0
+        for step, same in groupby(step_of(float(value)) for value in values):
+            wide = len(list(same))
+            if 0 <= step < len(STEPS):
+                start = f"M{left + column * cell:.1f} {top + row * cell:.1f}"
+                ways.setdefault(step, []).append(f"{start}h{wide * cell:.1f}v{cell:.1f}h{-wide * cell:.1f}z")
+            column += wide
+    paths = [
+        _tag("path", d="".join(ways[step]), fill=_COLOUR, fill_opacity=str(_OPACITY[step]), data_step=step)
+        for step in sorted(ways)
+    ]
+    return _tag("g", *paths, shape_rendering="crispEdges")
+
+
+def _legend(width: int, top: float, per_row: int) -> list[Markup]:
+    """The six steps, darkest first."""
+    names = [f"below {100 * STEPS[0]:.0f} %", *(f"to {100 * end:.0f} %" for end in STEPS[1:]), "guessing"]
+    parts = []
+    for step, (name, opacity) in enumerate(zip(names, _OPACITY, strict=True)):
+        left, line = step % per_row * width / per_row, top + _LINE * (step // per_row + 0.6)
+        box = {"x": left + 1, "y": line - 9, "width": 10, "height": 10, "fill": _COLOUR, "fill_opacity": str(opacity)}
+        parts.append(_tag("rect", **box, stroke="currentColor", stroke_opacity="0.4"))
+        parts.append(_text(left + 16, line, name, "tick"))
+    return parts
+
+
+def _svg(width: float, height: float, parts: Iterable[Markup]) -> Markup:
+    size = {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "height": f"{height:g}"}
+    return _tag("svg", *parts, **size, xmlns="http://www.w3.org/2000/svg")
+
+
+def _text(x: float, y: float, text: str, class_: str, *, anchor: str | None = None) -> Markup:
+    return _tag("text", text, x=float(x), y=float(y), class_=class_, text_anchor=anchor)
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
+    return _tag("line", x1=float(x1), x2=float(x2), y1=float(y1), y2=float(y2), class_=class_)
+
+
+def _x_axis(x: Scale, floor: float, name: str, *, start: float = 14) -> list[Markup]:
+    parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
+    for t in x.ticks(max(2, round((x.end - x.start) / 90))):
+        parts.append(_line(x(t), x(t), floor, floor + 4, "base"))
+        parts.append(_text(x(t), floor + 18, number(t), "tick", anchor="middle"))
+    return parts
+
+
+def _y_axis(y: Scale, end: float) -> list[Markup]:
+    parts = []
+    for t in y.ticks(5):
+        parts.append(_line(LEFT, end, y(t), y(t), "guide"))
+        parts.append(_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end"))
+    return parts
+
+
+def _marked(x: float, floor: float, y: float, width: float, name: str) -> list[Markup]:
+    """A vertical line and its name, on the side that has room."""
+    right = x < width / 2
+    named = _text(x + (6 if right else -6), y + 3, name, "marked", anchor=None if right else "end")
+    return [_line(x, x, y - 8, floor, "mark"), named]

@@ -1,0 +1,323 @@
+"""The content of a run file: a column for whatever has an entry for an example, and facts, which are JSON values.
+
+A column is read when it is asked for. docs/run-file.md lists columns and facts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from torchfil.run.saved_run import (
+    AttackRecord,
+    Attributes,
+    ByExample,
+    Pictures,
+    QuestionRecord,
+    SavedRun,
+    Spread,
+    Texts,
+    Yardsticks,
+)
+from torchfil.run.stored import StoredArray, StoredColumns
+from torchfil.utils.errors import RunFileError
+
+__all__ = ["ARROW_SCHEMA", "FORMAT", "KEY", "VERSION", "read_facts", "read_run", "write_run"]
+
+FORMAT, VERSION = "torchfil-run", 1
+KEY = b"torchfil"  # of the facts in the file's metadata
+ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
+_LARGEST_FACTS = 2**22  # bytes
+_MOST_COLUMNS = 64  # attributes that have a column each
+_MOST_VALUES = 2**27  # errors of attributes in a row group
+_OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
+
+
+# ------------------------------------------------------------------ writing
+
+
+def write_run(run: SavedRun, path: str, rows_at_once: int) -> None:
+    """Write a run as a Parquet file, ``rows_at_once`` examples in a row group.
+
+    Raises:
+        RunFileError: The facts take more than 4 MiB.
+    """
+    table = _Table(run)
+    facts = json.dumps(table.facts, separators=(",", ":")).encode()
+    facts = facts.replace(ARROW_SCHEMA, ARROW_SCHEMA.replace(b":", b"\\u003a"))  # a text that a reader must not find
+    if len(facts) > _LARGEST_FACTS:
+        raise RunFileError(
+            f"names and settings take {len(facts):,} bytes of JSON, and {_LARGEST_FACTS:,} are allowed; shorten the "
+            "title and the names of attributes, groups, questions and answers"
+        )
+    schema = pa.schema(table.fields)
+    width = 1 if run.attributes is None else max(1, len(run.attributes.names))
+    rows_at_once = min(rows_at_once, max(1, _MOST_VALUES // width))
+
+    # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
+    repeated = [field.name for field in schema if field.type in (pa.string(), pa.int64()) and field.name != "id"]
+    options = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
+    with parquet.ParquetWriter(path, schema, **options) as writer:
+        for start in range(0, len(run), rows_at_once):
+            rows = slice(start, min(start + rows_at_once, len(run)))
+            columns = [pa.array(values(rows), field.type) for field, values in zip(schema, table.values, strict=True)]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=rows_at_once)
+        writer.add_key_value_metadata({KEY: facts})
+
+
+class _Table:
+    """A run as columns and facts.
+
+    Attributes:
+        fields: Name and type of every column.
+        values: The values of each, as a function of a slice of rows.
+        facts: JSON values; where a part of the run is a column, its name.
+    """
+
+    def __init__(self, run: SavedRun) -> None:
+        self.fields: list[pa.Field] = []
+        self.values: list[Callable[[slice], Any]] = []
+        columns, groups = (getattr(each, "arrays", each) for each in (run.columns, run.groups))
+        self.facts: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "about": run.about,
+            "bounds": run.bounds,
+            "ids": self._column("id", run.ids),
+            "columns": {name: self._column(name, values) for name, values in columns.items()},
+            "groups": {name: self._column(f"group_{name}", labels) for name, labels in groups.items()},
+            "attributes": None if run.attributes is None else self._attributes(run.attributes),
+            "questions": [self._question(question) for question in run.questions],
+            "attacks": [self._attack(attack) for attack in run.attacks],
+            "pictures": None if run.pictures is None else self._pictures(run.pictures),
+            "texts": None if run.texts is None else self._texts(run.texts),
+            "yardsticks": None if run.yardsticks is None else _baselines(run.yardsticks),
+            "history": {name: values.tolist() for name, values in run.history.items()},
+            "rounds": {name: values.tolist() for name, values in run.rounds.items()},
+        }
+
+    def _add(self, name: str, kind: Any, values: Callable[[slice], Any], *, nullable: bool = False) -> str:
+        """Add a column and return its name, with a prime for each column that was called the same before."""
+        while any(field.name == name for field in self.fields):
+            name += "'"
+        self.fields.append(pa.field(name, kind, nullable))
+        self.values.append(values)
+        return name
+
+    def _column(self, name: str, values: ByExample) -> str:
+        """Numbers or texts, [n]."""
+        if values.dtype.kind == "U":
+            return self._add(name, pa.string(), lambda rows: values[rows].tolist())  # Arrow ends arrays' texts at NUL
+        return self._add(name, pa.from_numpy_dtype(values.dtype), lambda rows: values[rows])
+
+    def _matrix(self, names: Sequence[str], values: ByExample) -> list[str]:
+        """Numbers, [n, k], a column for each of the k names."""
+
+        def column(j: int) -> Callable[[slice], Any]:
+            return lambda rows: values[rows, j]
+
+        kind = pa.from_numpy_dtype(values.dtype)
+        return [self._add(name, kind, column(j)) for j, name in enumerate(names)]
+
+    def _some(self, name: str, kind: Any, rows: np.ndarray, entries: Sequence[Any] | np.ndarray | None) -> str | None:
+        """An entry for each of these rows; the cells of all others are empty."""
+        if entries is None:
+            return None
+
+        def values(part: slice) -> list[Any]:
+            cells: list[Any] = [None] * (part.stop - part.start)
+            for place in np.flatnonzero((rows >= part.start) & (rows < part.stop)).tolist():
+                cells[rows[place] - part.start] = entries[place]
+            return cells
+
+        return self._add(name, kind, values, nullable=True)
+
+    def _attributes(self, attributes: Attributes) -> dict[str, Any]:
+        def errors(prefix: str, values: ByExample | None) -> Any:
+            if values is None:
+                return None
+            if len(attributes.names) <= _MOST_COLUMNS:
+                return self._matrix([f"{prefix}_of_{name}" for name in attributes.names], values)
+            kind = pa.list_(pa.from_numpy_dtype(values.dtype), len(attributes.names))
+            return self._add(
+                f"{prefix}_of_attributes",
+                kind,
+                lambda rows: pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(values[rows])), type=kind),
+            )
+
+        return _facts(
+            attributes,
+            error=errors("error", attributes.error),
+            error_low=errors("error_low", attributes.error_low),
+        )
+
+    def _question(self, question: QuestionRecord) -> dict[str, Any]:
+        names = {
+            part: [f"{part}_of_{question.name}_{answer}" for answer in question.answers]
+            for part in ("divergence", "divergence_high")
+        }
+        return _facts(question, **{part: self._matrix(own, getattr(question, part)) for part, own in names.items()})
+
+    def _attack(self, attack: AttackRecord) -> dict[str, Any]:
+        if len(np.unique(attack.rows)) < len(attack.rows):
+            raise ValueError(f"attack {attack.name!r} has several results for one example; save the mean of them")
+        columns = {
+            part: self._some(f"{part}_by_{attack.name}", kind, attack.rows, getattr(attack, part))
+            for part, kind in _OF_ATTACKS.items()
+        }
+        return _facts(attack, rows=None, **columns)
+
+    def _pictures(self, pictures: Pictures) -> dict[str, Any]:
+        images, maps, rows = pictures.images, pictures.maps, pictures.rows
+        return _facts(
+            pictures,
+            shape=list(images.shape[1:]),
+            images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
+            maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
+        )
+
+    def _texts(self, texts: Texts) -> dict[str, Any]:
+        return _facts(
+            texts,
+            words=self._some("words", pa.list_(pa.string()), texts.rows, texts.words),
+            fil=self._some("words_fil", _LIST, texts.rows, texts.fil),
+            plis=self._some("words_plis", _LIST, texts.rows, texts.plis),
+        )
+
+
+_LIST = pa.list_(pa.float32())
+
+
+def _baselines(baselines: Yardsticks) -> dict[str, Any]:
+    return _facts(baselines, inputs=_facts(baselines.inputs), attributes=_facts(baselines.attributes))
+
+
+def _facts(record: Any, **changes: Any) -> dict[str, Any]:
+    """The fields of a record as JSON values, some of them changed."""
+    kept = {name: value for name, value in vars(record).items() if name not in changes}
+    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in kept.items()} | changes
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_facts(source: Any) -> dict[str, Any] | None:
+    """The facts of a Parquet file; None where its metadata are not those of a run alone."""
+    own = parquet.read_metadata(source).metadata or {}
+    if own.keys() != {KEY} or len(own[KEY]) > _LARGEST_FACTS:
+        return None
+    facts = json.loads(own[KEY])
+    return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None
+
+
+def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
+    """The run of an open file with these facts; in memory, unless the file has several row groups."""
+    groups = list(facts["groups"].values())
+    checked = {"page_checksum_verification": True, "pre_buffer": False}
+    file = parquet.ParquetFile(source, read_dictionary=groups, **checked)
+    in_memory = file.num_row_groups <= 1
+
+    def stored(names: str | list[str]) -> Any:
+        array = StoredArray(file, names)
+        return np.asarray(array) if in_memory else array
+
+    def by_name(names: Mapping[str, str]) -> Mapping[str, np.ndarray]:
+        arrays = {name: stored(column) for name, column in names.items()}
+        return arrays if in_memory else StoredColumns(arrays)
+
+    def question(asked: Mapping[str, Any]) -> QuestionRecord:
+        both = {part: stored(asked[part]) for part in ("divergence", "divergence_high")}
+        return QuestionRecord(**{**asked, **both})
+
+    def optional(read: Callable[..., Any], name: str, *more: Any) -> Any:
+        return None if facts[name] is None else read(file, facts[name], *more)
+
+    return SavedRun(
+        about=facts["about"],
+        ids=stored(facts["ids"]),
+        columns=by_name(facts["columns"]),
+        attributes=optional(_read_attributes, "attributes", stored),
+        groups=by_name(facts["groups"]),
+        pictures=optional(_read_pictures, "pictures"),
+        texts=optional(_read_texts, "texts"),
+        history={name: _numbers(values) for name, values in facts["history"].items()},
+        bounds=facts["bounds"],
+        attacks=[_read_attack(file, attack) for attack in facts["attacks"]],
+        questions=[question(asked) for asked in facts["questions"]],
+        rounds={name: _numbers(values) for name, values in facts["rounds"].items()},
+        yardsticks=optional(_read_baselines, "yardsticks"),
+    )
+
+
+def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any], ByExample]) -> Attributes:
+    width = len(facts["names"])
+
+    def errors(columns: list[str] | str | None) -> Any:
+        return _read_lists(file, columns, width) if isinstance(columns, str) else columns and stored(columns)
+
+    pixels = None if facts["pixels"] is None else np.asarray(facts["pixels"], dtype=np.int64)
+    arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
+    return Attributes(**{**facts, **arrays, "pixels": pixels})
+
+
+def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
+    """A column of lists of one length, [n, width], in memory."""
+    parts = []
+    for group in range(file.num_row_groups):
+        lists = file.read_row_group(group, columns=[name]).column(name).combine_chunks()
+        fixed = lists.cast(pa.list_(lists.type.value_type, width))  # raises where a list has another length
+        parts.append(fixed.flatten().to_numpy().reshape(len(lists), width))
+    return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
+
+
+def _read_pictures(file: Any, facts: Mapping[str, Any]) -> Pictures:
+    rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
+    images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows, pa.binary())), np.uint8)
+    maps = _lists(file, facts["maps"], rows)
+    return Pictures(
+        rows, images.reshape(len(rows), *shape), None if maps is None else maps.reshape(len(rows), *shape[:2])
+    )
+
+
+def _read_texts(file: Any, facts: Mapping[str, Any]) -> Texts:
+    rows = np.asarray(facts["rows"], dtype=np.int64)
+    words = StoredArray(file, facts["words"]).cells(rows, pa.list_(pa.string()))
+    fil, plis = (_lists(file, facts[part], rows) for part in ("fil", "plis"))
+    return Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
+
+
+def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
+    """Lists of one length of these rows, float32 [m, T]; None where there is no such column."""
+    return None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
+
+
+def _read_attack(file: Any, facts: Mapping[str, Any]) -> AttackRecord:
+    found = {
+        part: StoredArray(file, facts[part]).not_empty(kind)
+        for part, kind in _OF_ATTACKS.items()
+        if facts[part] is not None
+    }
+    rows = found["predicted"][0]
+    if any(not np.array_equal(places, rows) for places, _ in found.values()):
+        raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")
+    return AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
+
+
+def _numbers(values: list[Any]) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{values[:3]} … must be numbers")
+    return array
+
+
+def _read_baselines(_: Any, facts: Mapping[str, Any]) -> Yardsticks:
+    inputs, attributes = (
+        Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
+        for part in ("inputs", "attributes")
+    )
+    return Yardsticks(facts["examples"], inputs, attributes, facts["levels"])

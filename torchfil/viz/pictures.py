@@ -1,0 +1,517 @@
+"""Pictures: attributions over images, galleries, columns of a table as bars, examples as a cumulative distribution."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from torchfil.utils.errors import require
+from torchfil.viz.common import (
+    NEGATIVE,
+    NEUTRAL,
+    POSITIVE,
+    as_array,
+    as_finite,
+    as_vector,
+    new_figure,
+    plain_number,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Mode = Literal["absolute", "signed"]
+View = Literal["image", "map", "overlay"]
+NAME_WIDTH = 36  # characters
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+STYLES = ("-", "--", "-.", ":")
+
+
+def show_map(
+    image: Any,
+    attribution: Any,
+    *,
+    mode: Mode = "absolute",
+    views: Sequence[View] = ("image", "map", "overlay"),
+    outlier_percentile: float = 2.0,
+    limit: float | None = None,
+    alpha: float = 0.8,
+    label: str = "PLIS",
+    title: str | None = None,
+    colour_bar: bool = True,
+    axes: Axes | Sequence[Axes] | None = None,
+) -> Figure:
+    """One image, the map of an attribution such as its PLIS, and the map drawn over the image.
+
+    Channels are combined per pixel. ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
+    coordinates), from pale to dark. ``signed`` shows their sum, the change of the privacy loss when all channels of
+    the pixel rise together: orange raises it, purple lowers it, white is zero.
+
+    The overlay is the map over a pale grey copy of the image. A pixel's opacity grows with the root of its magnitude,
+    up to ``alpha``, so the image stays visible where nothing leaks. Read values from the map and places from the
+    overlay.
+
+    Args:
+        image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; if both readings fit, channels come first. Bytes and
+            values within [0, 1] are shown unchanged; other values are scaled so that their range becomes [0, 1].
+        attribution: The same shape as the image, or [H, W]; NaN marks what is not private, and is left blank.
+        mode: "absolute" or "signed".
+        views: What to draw, from left to right.
+        outlier_percentile: This share, in percent, of the largest non-zero magnitudes may saturate; the colour bar
+            then has a pointed end.
+        limit: The magnitude at which the colours saturate, instead of ``outlier_percentile``. To compare figures, give
+            all of them the same limit.
+        alpha: The opacity of the strongest pixels of the overlay, in (0, 1].
+        label: The name of the attribution.
+        title: The figure's title; with ``axes``, the title of the first one.
+        colour_bar: Whether to draw a colour bar next to the maps.
+        axes: Axes to draw in, one per view; None: a new figure's.
+
+    Returns:
+        The figure.
+
+    Guarantees:
+        The arrays drawn are the attribution with channels combined, clipped to the limits; signed limits are symmetric.
+        A map of zeros is drawn as zeros.
+
+    Example:
+        >>> figure = show_map(np.eye(4), np.diag([1.0, -2.0, 0.0, 3.0]), mode="signed", views=["overlay"])
+        >>> figure.axes[0].images[-1].get_clim()
+        (-3.0, 3.0)
+    """
+    known = len(views) > 0 and set(views) <= {"image", "map", "overlay"}
+    require(known, f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
+    _check_look(mode, alpha)
+    picture, heat = _pair(image, attribution, mode)
+    scale = _limit(heat, outlier_percentile, limit)
+
+    if axes is None:
+        figure = new_figure(2.6 * len(views) + 1.2 * colour_bar, 3.0 + 0.3 * (title is not None), "compressed")
+        drawn = list(figure.subplots(1, len(views), squeeze=False)[0])
+        if title is not None:
+            figure.suptitle(title)
+    else:
+        drawn = list(np.ravel(np.asarray(axes, dtype=object)))
+        require(len(drawn) == len(views), f"axes has {len(drawn)} axes for {len(views)} views; give one per view")
+        figure = drawn[0].figure.figure
+
+    name = f"|{label}|" if mode == "absolute" else label
+    for axis, view in zip(drawn, views, strict=True):
+        axis.set_title({"image": "image", "map": name, "overlay": "overlay"}[view])
+        _bare(axis)
+        if view == "image":
+            _draw_image(axis, picture)
+        elif view == "map":
+            axis.imshow(np.clip(heat, -scale, scale), **_colours(mode, scale))
+        else:
+            _draw_overlay(axis, picture, heat, mode, scale, alpha)
+    if axes is not None and title is not None:
+        drawn[0].set_title(title)
+
+    maps = [axis for axis, view in zip(drawn, views, strict=True) if view != "image"]
+    if colour_bar and maps:
+        _draw_colour_bar(figure, maps, heat, mode, scale, name)
+    return figure
+
+
+def gallery(
+    images: Any,
+    scores: Any,
+    *,
+    attributions: Any = None,
+    ids: Iterable[Hashable] | None = None,
+    count: int = 8,
+    label: str = "PLIS",
+    higher: Literal["more exposed", "less exposed"] = "more exposed",
+    mode: Mode = "absolute",
+    outlier_percentile: float = 2.0,
+    alpha: float = 0.8,
+    title: str | None = None,
+) -> Figure:
+    """The most and the least exposed examples, each row from the most extreme, with scores above and ids below.
+
+    Args:
+        images: n images, each as in :func:`show_map`: [n, ...] or a sequence.
+        scores: [n]; infinity is allowed.
+        attributions: n maps; each is drawn over its image in a row below, as in :func:`show_map`. The colours of each
+            overlay saturate at its own limit: they show where an example leaks, and its score shows how much.
+        ids: n names; None: 0 … n−1.
+        count: The largest number of examples in a row.
+        label: The name of the score and of the attribution.
+        higher: Whether a higher score means more exposed (PLIS, FIL) or less (a bound on the attacker's error).
+        mode: As in :func:`show_map`.
+        outlier_percentile: As in :func:`show_map`.
+        alpha: As in :func:`show_map`.
+        title: The figure's title.
+
+    Returns:
+        The figure.
+
+    Guarantees:
+        No example is shown twice: fewer than 2·count examples are divided between the rows, with the odd one among the
+        most exposed. A single example gets one row. Equal scores keep the order of the data.
+    """
+    values = as_vector(scores, "scores", infinite=True)
+    names = list(ids) if ids is not None else list(range(len(values)))
+    for given, what in ((images, "images"), (names, "ids"), (attributions, "attributions")):
+        length = len(values) if given is None else len(given)
+        require(length == len(values), f"{what} has {length} entries for {len(values)} scores; it must have one each")
+    require(count >= 1, f"count={count} must be at least 1")
+    directions = ("more exposed", "less exposed")
+    require(higher in directions, f"higher={higher!r} must be 'more exposed' or 'less exposed'")
+    _check_look(mode, alpha)
+
+    # if there are few, half in each row, so no example is shown twice
+    order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
+    most = order[: min(count, (len(order) + 1) // 2)]
+    least = order[len(most) :][::-1][:count]
+    blocks = [("most exposed", most)] + [("least exposed", least)] * (len(least) > 0)
+
+    height = 2 if attributions is not None else 1
+    stride = height + 1  # a block and the gap below it
+    figure = new_figure(max(1.25 * len(most) + 0.6, 3.6), len(blocks) * (1.25 * height + 0.65) + 0.4, "compressed")
+    figure.suptitle(title if title is not None else f"{label}: {len(most) + len(least)} of {len(order)} examples")
+    ratios = ([1.0] * height + [0.12]) * len(blocks)
+    grid = figure.subplots(len(ratios[:-1]), len(most), squeeze=False, height_ratios=ratios[:-1])
+    for axis in grid.flat:
+        axis.set_axis_off()
+
+    for block, (text, rows) in enumerate(blocks):
+        for column, row in enumerate(rows):
+            cells = grid[stride * block : stride * block + height, column]
+            for axis in cells:
+                axis.set_axis_on()
+                _bare(axis)
+            if attributions is None:
+                _draw_image(cells[0], _picture(as_array(images[row]), "images[i]"))
+            else:
+                picture, heat = _pair(images[row], attributions[row], mode)
+                _draw_image(cells[0], picture)
+                _draw_overlay(cells[1], picture, heat, mode, _limit(heat, outlier_percentile, None), alpha)
+            cells[0].set_title(plain_number(values[row]), fontsize="small", pad=3)
+            small: dict[str, Any] = {"fontsize": "x-small", "color": "0.35", "labelpad": 2, "parse_math": False}
+            cells[-1].set_xlabel(wrapped(str(names[row]), 15), **small)
+        first = grid[stride * block : stride * block + height, 0]
+        first[0].set_ylabel(text, fontsize="small")
+        if attributions is not None:
+            first[1].set_ylabel(f"|{label}|" if mode == "absolute" else label, fontsize="small")
+
+    if attributions is not None:
+        key = "darker: larger" if mode == "absolute" else "orange: positive, purple: negative"
+        figure.supxlabel(f"{key}; each overlay on its own scale", fontsize="x-small", color="0.35")
+    return figure
+
+
+def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels combined, [H, W].
+
+    A pixel without a private channel is NaN.
+    """
+    array = as_array(image)
+    picture = _picture(array, "image")
+    heat = as_array(attribution).astype(np.float64)
+    hidden = np.isnan(heat)  # what is not private
+    if hidden.all() or not np.isfinite(heat[~hidden]).all():
+        as_finite(heat, "attribution")
+    if heat.shape == array.shape:
+        heat = np.moveaxis(heat, 0, -1) if _channels_first(array.shape) else heat
+    else:
+        given, wanted = list(heat.shape), list(picture.shape[:2])
+        require(given == wanted, f"attribution has shape {given}; it must be that of the image, or {wanted}")
+    heat = heat if heat.ndim == 3 else heat[..., None]
+    filled = np.nan_to_num(heat)
+    together = np.abs(np.hypot.reduce(filled, axis=-1)) if mode == "absolute" else filled.sum(axis=-1)
+    return picture, np.where(np.isnan(heat).all(axis=-1), np.nan, together)
+
+
+def _picture(array: np.ndarray, name: str) -> np.ndarray:
+    """The image as [H, W] or [H, W, 3] with values in [0, 1]."""
+    shape = array.shape
+    if len(shape) == 3 and _channels_first(shape):
+        array = np.moveaxis(array, 0, -1)
+    else:
+        image = len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3))
+        what = "one image, [H, W], [C, H, W] or [H, W, C] with 1 or 3 channels"
+        require(image, f"{name} has shape {list(shape)}; it must be {what}; gallery takes several")
+    require(array.size > 0, f"{name} has shape {list(shape)}, which holds no pixels")
+    values = as_finite(array, name)
+    if array.dtype == np.uint8:
+        values = values / 255
+    low, high = values.min(), values.max()
+    if low < 0 or high > 1:
+        values = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
+    return values[..., 0] if values.ndim == 3 and values.shape[-1] == 1 else values
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
+def _check_look(mode: str, alpha: float) -> None:
+    require(mode in ("absolute", "signed"), f"mode={mode!r} must be 'absolute' or 'signed'")
+    require(0 < alpha <= 1, f"alpha={alpha} must lie in (0, 1]")
+
+
+def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> float:
+    """The magnitude at which colours saturate; 0 for a map of zeros."""
+    if limit is not None:
+        require(0 < limit < np.inf, f"limit={limit} must be positive and finite; leave it out to take it from the map")
+        return float(limit)
+    require(0 <= outlier_percentile < 100, f"outlier_percentile={outlier_percentile} must lie in [0, 100)")
+    magnitudes = np.abs(heat[np.isfinite(heat) & (heat != 0)])
+    return float(np.percentile(magnitudes, 100 - outlier_percentile, method="higher")) if magnitudes.size else 0.0
+
+
+def _colours(mode: str, scale: float) -> dict[str, Any]:
+    """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
+
+    magma is perceptually uniform; its black end is left out, because over a grey image black would look like the image.
+    Readers with red-green blindness see PuOr's two sides as clearly as others do, and neither side looks good or bad.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    top = scale or 1.0
+    cmap = colormaps["PuOr_r"] if mode == "signed" else ListedColormap(colormaps["magma_r"](np.linspace(0, 0.82, 256)))
+    return {"cmap": cmap, "vmin": -top if mode == "signed" else 0.0, "vmax": top, "interpolation": "nearest"}
+
+
+def _draw_image(axis: Axes, picture: np.ndarray) -> None:
+    axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+
+
+def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
+    grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
+    axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    shown = np.clip(np.nan_to_num(heat), -scale, scale)
+    axis.imshow(shown, alpha=alpha * np.sqrt(np.abs(shown) / (scale or 1.0)), **_colours(mode, scale))
+
+
+def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: str, scale: float, name: str) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    colours = _colours(mode, scale)
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(colours["vmin"], colours["vmax"]), colours["cmap"]),
+        ax=axes,
+        extend=ends[bool((heat < -scale).any()), bool((heat > scale).any())],
+        label=name if scale else f"{name} (zero everywhere)",
+        ticks=None if scale else [0.0],
+    )
+    bar.ax.set_label("colour bar")
+
+
+def _bare(axis: Axes) -> None:
+    """Remove the ticks; the frame stays, to mark where an image ends."""
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+# ------------------------------------------------------------------ charts of scores
+
+
+def bar_chart(
+    values: Any,
+    names: Iterable[Hashable],
+    *,
+    errors: Any = None,
+    intervals: Any = None,
+    top: int = 20,
+    sort: bool = True,
+    title: str | None = None,
+    label: str = "PLIS",
+    unit: str | None = None,
+) -> Figure:
+    """Horizontal bars, one per column of a table, the largest magnitude on top.
+
+    Positive bars are orange and negative ones purple, as in signed maps.
+
+    Args:
+        values: [n].
+        names: n names, never cut off: long ones are wrapped.
+        errors: [n], half the length of each whisker, such as a standard error; or give ``intervals``.
+        intervals: [n, 2], the ends of each whisker, around its value; or give ``errors``.
+        top: The largest number of bars; a last line says how many are left out, and their largest magnitude.
+        sort: Whether to order by magnitude; if not, the first ``top`` are shown in the given order.
+        title: The figure's title.
+        label: The name of the value.
+        unit: Its unit, shown after the name.
+
+    Returns:
+        The figure.
+    """
+    heights = as_vector(values, "values")
+    texts = [wrapped(str(name), NAME_WIDTH) for name in names]
+    one_each = f"names has {len(texts)} entries for {len(heights)} values; it must have one each"
+    require(len(texts) == len(heights), one_each)
+    require(top >= 1, f"top={top} must be at least 1")
+    whiskers = _whiskers(heights, errors, intervals)
+
+    order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
+    shown, rest = order[:top], order[top:]
+    labels = [texts[i] for i in shown]
+    if len(rest):
+        bound = "within ±" if bool((heights[rest] < 0).any()) else "at most "
+        labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
+
+    # make room for every line of a wrapped name
+    tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
+    longest = max(len(line) for text in labels for line in text.split("\n"))
+    figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * tops[-1] + 0.3 * (title is not None), "constrained")
+    axis = figure.subplots()
+    places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
+    rows = places[: len(shown)]
+
+    axis.barh(rows, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
+    if whiskers is not None:
+        style: dict[str, Any] = {"fmt": "none", "ecolor": NEUTRAL, "capsize": 2.5, "linewidth": 1}
+        axis.errorbar(heights[shown], rows, xerr=whiskers[:, shown], **style)
+
+    axis.set_yticks(places, labels, parse_math=False)
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(tops[-1] + 0.1, -0.1)
+    axis.axvline(0, color=NEUTRAL, linewidth=0.8)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel(label if unit is None else f"{label} ({unit})")
+    if len(rest):
+        axis.get_yticklabels()[-1].set(color=NEUTRAL, style="italic")
+    if not heights[shown].any() and whiskers is None:
+        axis.set_xticks([0.0])
+    else:
+        axis.locator_params(axis="x", nbins=7)
+        axis.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def distribution(
+    values: Any,
+    *,
+    groups: Iterable[Hashable] | None = None,
+    threshold: float | None = None,
+    threshold_label: str = "threshold",
+    log: bool = True,
+    label: str = "PLIS",
+    title: str | None = None,
+) -> Figure:
+    """The share of examples whose score is at most x: the empirical distribution, without bins to choose.
+
+    Args:
+        values: [n]. Infinite values, and zeros if ``log``, count as examples but have no place on the axis: the curve
+            then starts above 0 or ends below 1, and the legend says how many there are.
+        groups: n names; one curve for each group, distinguished by colour and line style.
+        threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all
+            examples lies at or below it.
+        threshold_label: The threshold's name.
+        log: Whether x is logarithmic.
+        label: The name of the score.
+        title: The figure's title.
+
+    Returns:
+        The figure.
+    """
+    scores = as_vector(values, "values", infinite=True)
+    members = list(groups) if groups is not None else ["all"] * len(scores)
+    drawable = np.isfinite(scores) & ((scores > 0) | (not log))
+    _check_distribution(scores, members, drawable, threshold, log)
+    kinds: list[Any] = list(dict.fromkeys(members))
+    with contextlib.suppress(TypeError):  # sorted if they can be compared
+        kinds.sort()
+    most = len(COLOURS) * len(STYLES)
+    require(
+        len(kinds) <= most, f"{len(kinds)} groups cannot be drawn in distinct styles; merge them into {most} or fewer"
+    )
+
+    figure = new_figure(6.4, 4.0, "constrained")
+    axis = figure.subplots()
+    entries: list[tuple[Any, str]] = []
+    ends = float(scores[drawable].min()), float(scores[drawable].max())
+    for i, kind in enumerate(kinds):
+        own = np.sort(scores[[member == kind for member in members]])
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i % len(STYLES)]}
+        curve, notes = _curve(axis, own, ends, log, style)
+        entries.append((curve, f"{kind} ({notes})"))
+    if threshold is not None:
+        line = axis.axvline(threshold, color=NEUTRAL, linewidth=1.2, linestyle=(0, (1, 1)))
+        at_most = 100 * float((scores <= threshold).mean())
+        entries.append((line, f"{threshold_label} {plain_number(threshold)} ({at_most:.3g} % at or below)"))
+
+    if log:
+        axis.set_xscale("log")
+    axis.set_ylim(0, 1.02)
+    axis.set(xlabel=label, ylabel="share of examples at or below")
+    axis.spines[["top", "right"]].set_visible(False)
+    _draw_legend(figure, entries)
+    if title is not None:
+        axis.set_title(title, loc="left")
+    return figure
+
+
+def _check_distribution(
+    scores: np.ndarray, members: list[Any], drawable: np.ndarray, threshold: float | None, log: bool
+) -> None:
+    one_each = f"groups has {len(members)} entries for {len(scores)} values; it must have one each"
+    require(len(members) == len(scores), one_each)
+    place = "has no place on a logarithmic axis; pass log=False"
+    require(not log or bool((scores >= 0).all()), f"values holds {scores.min():g}, which {place}")
+    require(not log or threshold is None or threshold > 0, f"threshold={threshold} {place}")
+    zeros, infinite = int((scores == 0).sum()), int(np.isinf(scores).sum())
+    nothing = (
+        f"no value can be drawn: of {len(scores)}, {zeros} are zero (log=False draws them) and {infinite} infinite"
+    )
+    require(bool(drawable.any()), nothing)
+
+
+def _curve(
+    axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: dict[str, Any]
+) -> tuple[Any, str]:
+    """Draw the distribution of ascending scores from end to end of the axis; return the curve and its legend notes."""
+    inside = np.isfinite(scores) & ((scores > 0) | (not log))
+    below, above = int((scores < ends[0]).sum()), int(np.isposinf(scores).sum())  # left and right of the axis
+
+    # from one end of the axis to the other, so all groups' curves have the same length
+    x = np.concatenate([ends[:1], scores[inside], ends[1:]])
+    y = np.append(np.arange(below, below + inside.sum() + 1), below + inside.sum()) / len(scores)
+    curve = axis.step(x, y, where="post", linewidth=1.8, **style)[0]
+    notes = [f"n = {len(scores)}"]
+    notes += [f"{below} at {'zero' if log else '−∞'}"] * (below > 0)
+    notes += [f"{above} at ∞"] * (above > 0)
+    return curve, ", ".join(notes)
+
+
+def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
+    legend = figure.legend(
+        [handle for handle, _ in entries],
+        [str(i) for i in range(len(entries))],
+        loc="outside right upper" if len(entries) > 4 else "outside upper left",
+        frameon=False,
+        fontsize="small",
+    )
+    for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
+        text.set_parse_math(False)
+        text.set_text(content)  # set afterwards: matplotlib hides labels that start with an underscore
+
+
+def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:
+    """Distances from the values down and up to the ends of the whiskers, [2, n]."""
+    require(errors is None or intervals is None, "errors and intervals both set the whiskers; pass one of them")
+    if errors is not None:
+        half = as_vector(errors, "errors", len(heights))
+        require(bool((half >= 0).all()), f"errors must be ≥ 0, got {half.min():g}")
+        return np.stack([half, half])
+    if intervals is None:
+        return None
+    ends, wanted = as_finite(intervals, "intervals"), [len(heights), 2]
+    require(list(ends.shape) == wanted, f"intervals must have shape {wanted}, low and high, got {list(ends.shape)}")
+    reach = np.stack([heights - ends[:, 0], ends[:, 1] - heights])
+    outside = np.flatnonzero((reach < 0).any(axis=0)).tolist()
+    require(not outside, f"values[i] lies outside its interval for i in {outside[:5]}")
+    return reach
