@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from torchfil.run.columns import KEY, StoredArray
+from torchfil.run.columns import KEY
 from torchfil.run.file import _insert_checksum
+from torchfil.run.stored import StoredArray
 
 
 def same(a: Any, b: Any) -> bool:

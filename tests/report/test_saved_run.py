@@ -25,9 +25,9 @@ from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.summary import summarise
-from torchfil.run.columns import StoredArray
 from torchfil.run.file import _CHECKSUM_SIZE
 from torchfil.run.saved_run import SavedRun
+from torchfil.run.stored import StoredArray
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 

@@ -445,10 +445,8 @@ def _check_names(X: Any, fitted: Sequence[Any]) -> None:
     if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
         return
     place = next(k for k, (name, expected) in enumerate(zip(given, fitted, strict=True)) if name != expected)
-    raise ValueError(
-        f"X and y are not what the model was fitted on: column {place} is {given[place]!r}, at the fit it was "
-        f"{fitted[place]!r}. Pass the columns in the order of feature_names_in_"
-    )
+    other = f"column {place} is {given[place]!r}, at the fit it was {fitted[place]!r}"
+    raise ValueError(f"X and y are not what the model was fitted on: {other}. Pass the columns as in feature_names_in_")
 
 
 def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
@@ -473,9 +471,7 @@ def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets:
     squares, own = inputs.square().mT, weights[:, None] * curvature.diagonal(dim1=1, dim2=2)
     change = squares @ own + ridge - fit.hessian.diagonal().view_as(u)
     same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + ridge))
-    if not bool((same & torch.isfinite(gradient) & torch.isfinite(change)).all()):
-        most = float(gradient.abs().max()) / len(inputs)
-        raise ValueError(
-            f"X and y are not what the model was fitted on: their gradient over n is {most:.2g} at its weights "
-            f"({fit.gradient_norm:.2g} at the fit), or their Hessian differs. Pass the training set as fitted"
-        )
+    same &= torch.isfinite(gradient) & torch.isfinite(change)
+    here, there = float(gradient.abs().max()) / len(inputs), fit.gradient_norm
+    other = f"their gradient over n is {here:.2g} at its weights ({there:.2g} at the fit), or their Hessian differs"
+    require(bool(same.all()), f"X and y are not what the model was fitted on: {other}. Pass the training set as fitted")

@@ -229,10 +229,8 @@ def _refined(view: GLMView, update: _Update, change: Tensor, third: Tensor | Non
         if number >= 0 and bool((size * rate <= limit).all()):
             return change
     worst = int(update.rows[size.argmax()])
-    raise ValueError(
-        f"the minimiser with example {worst} changed was not found to {limit:.2g} in {_MOST_STEPS} Newton steps: that "
-        "example alone turns the model over. Raise the model's l2, or lower that example's weight"
-    )
+    lost = f"the minimiser with example {worst} changed was not found to {limit:.2g} in {_MOST_STEPS} Newton steps"
+    raise ValueError(f"{lost}: it alone turns the model over. Raise the model's l2, or lower that example's weight")
 
 
 def numbers_at_once(device: torch.device, on_cpu: int, arrays: int) -> int:

@@ -16,7 +16,7 @@ from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.utils.errors import RunFileError, require
 
 if TYPE_CHECKING:
-    from torchfil.run.columns import StoredArray
+    from torchfil.run.stored import StoredArray
 
 ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
 
@@ -331,7 +331,7 @@ class SavedRun:
 
     def coded_group(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """A grouping's different labels, sorted, and the place of each example's among them, [n]."""
-        from torchfil.run.columns import coded  # needs pyarrow
+        from torchfil.run.stored import coded  # needs pyarrow
 
         return coded(_unread(self.groups)[name])
 
