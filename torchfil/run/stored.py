@@ -1,0 +1,164 @@
+"""Columns of a run file as arrays that are read from the disk when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+_FEW = 2**16  # rows up to which only the row groups that hold them are read
+
+
+class StoredArray:
+    """One column of a Parquet file as [n], or several as [n, k].
+
+    ``array[rows]`` and ``array[rows, columns]`` read no more row groups and columns than they need, and
+    ``np.asarray(array)`` reads everything. Nothing is kept.
+
+    Args:
+        file: A ``pyarrow.parquet.ParquetFile``.
+        names: The name of a column, or a list of them.
+
+    Raises:
+        ValueError: The file has no such column, or several do not hold numbers of one type.
+    """
+
+    def __init__(self, file: Any, names: str | Sequence[str]) -> None:
+        self._file, self._names = file, names
+        schema, listed = file.schema_arrow, [names] if isinstance(names, str) else list(names)
+        missing = [name for name in listed if name not in schema.names]
+        kinds = {schema.field(name).type for name in listed if name not in missing} or {pa.float32()}
+        kind = kinds.pop()
+        is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
+        self.dtype = np.dtype(str if is_text else kind.to_pandas_dtype())
+        if missing:
+            raise ValueError(f"it has no column {missing[0]!r}")
+        if kinds or (not isinstance(names, str) and self.dtype.kind not in "iuf"):
+            raise ValueError(f"columns {listed} do not hold numbers of one type")
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *(() if isinstance(names, str) else (len(names),)))
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows by number, slice, numbers or booleans; with a second entry, columns of them."""
+        rows, *columns = key if isinstance(key, tuple) else (key,)
+        names = np.asarray(self._names, dtype=object)[columns[0]] if columns else self._names
+        if isinstance(rows, slice) and rows.indices(len(self))[2] == 1:
+            start, stop, _ = rows.indices(len(self))
+            first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], side="right") - 1
+            values = self._read(range(first, last + 1 if stop > start else first), names)
+            return values[start - self._starts[first] : max(start, stop) - self._starts[first]]
+        if np.size(rows) > _FEW:
+            return self[:, columns[0]][rows] if columns else self[:][rows]
+
+        groups, places = self._groups_with(np.arange(len(self))[rows])
+        return self._read(groups, names)[places]
+
+    def _groups_with(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The row groups that hold these rows, and where the rows stand in these groups end to end."""
+        group_of = np.searchsorted(self._starts, rows, side="right") - 1
+        groups, number = np.unique(group_of, return_inverse=True)
+        before = np.cumsum([0, *np.diff(self._starts)[groups]])[number.reshape(rows.shape)]
+        return groups, rows - self._starts[group_of] + before
+
+    def _read(self, groups: Sequence[int] | np.ndarray | range, names: Any) -> np.ndarray:
+        """These row groups of one column, [rows], or of several, [rows, columns]."""
+        if isinstance(names, str):
+            return _as_numpy(self._read_arrow(groups, names))
+        columns = [_as_numpy(self._read_arrow(groups, name)) for name in names]
+        return np.stack(columns, axis=1) if columns else np.empty((len(self), 0), self.dtype)
+
+    def _read_arrow(self, groups: Sequence[int] | np.ndarray | range, name: str) -> Any:
+        """These row groups of a column, as a ``pyarrow.ChunkedArray``; a page that is damaged raises an error."""
+        return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
+
+    def cells(self, rows: np.ndarray, kind: Any) -> list[Any]:
+        """A column's cells of these rows, as Python's values of this Arrow type; none may be empty."""
+        assert isinstance(self._names, str)
+        groups, places = self._groups_with(np.arange(len(self))[rows])
+        column = self._read_arrow(groups, self._names).take(places).cast(kind)
+        _check_not_empty(column)
+        return column.to_pylist()
+
+    def whole(self) -> Any:
+        """A column as a ``pyarrow.ChunkedArray``."""
+        assert isinstance(self._names, str)
+        return self._read_arrow(range(len(self._starts) - 1), self._names)
+
+    def not_empty(self, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in which a column's cells are not empty, [m], and their values of this Arrow type, [m]."""
+        column = self.whole().cast(kind)
+        return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
+
+
+class StoredColumns(Mapping[str, np.ndarray]):
+    """Columns by name, each read whole when it is asked for.
+
+    Args:
+        arrays: By name, [n] each.
+    """
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self.arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.arrays[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def coded(labels: np.ndarray | StoredArray) -> tuple[np.ndarray, np.ndarray]:
+    """The different labels, sorted, and the place of each example's among them, [n].
+
+    Example:
+        >>> levels, codes = coded(np.array(["b", "a", "b"]))
+        >>> levels.tolist(), codes.tolist()
+        (['a', 'b'], [1, 0, 1])
+    """
+    if isinstance(labels, StoredArray):
+        return _sorted_codes(labels.whole())
+    return _sorted_codes(pa.chunked_array([labels.astype(str).tolist()], pa.string()).dictionary_encode())
+
+
+def _sorted_codes(column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each row's among them."""
+    chunks = column.unify_dictionaries().chunks
+    if not chunks:
+        return np.empty(0, str), np.empty(0, np.int64)
+    levels = np.asarray(chunks[0].dictionary.to_pylist(), dtype=str)
+    codes = np.concatenate([chunk.indices.to_numpy() for chunk in chunks])
+    occurs = np.bincount(codes, minlength=len(levels)) > 0
+    order = np.argsort(levels, kind="stable")
+    order = order[occurs[order]]
+    place = np.empty(len(levels), np.int64)
+    place[order] = np.arange(len(order))
+    return levels[order], place[codes]
+
+
+def _as_numpy(column: Any) -> np.ndarray:
+    """A column without empty cells, [rows]."""
+    _check_not_empty(column)
+    if pa.types.is_dictionary(column.type):
+        levels, codes = _sorted_codes(column)
+        return levels[codes]
+    if pa.types.is_string(column.type):
+        return np.asarray(column.to_pylist(), dtype=str)
+    return column.to_numpy()
+
+
+def _check_not_empty(column: Any) -> None:
+    if column.null_count:
+        raise ValueError(f"{column.null_count:,} cells are empty that hold a value in every run")
