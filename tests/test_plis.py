@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import networks
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import zoo
 from tests.cases import CASES, CLIPS, DEVICE, build
 from tests.refused import all_refused
-from torchfil import PLIS, exposure, fisher, zoo
+from torchfil import PLIS, exposure, fisher
 from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
@@ -23,9 +25,9 @@ STD, C = 0.7, 1.3
 def small_zoo() -> dict[str, tuple[nn.Module, Tensor, int]]:
     """Model, inputs and number of classes; small versions of the zoo."""
     return {
-        "mnist_cnn": (zoo.mnist_cnn(3), torch.rand(3, 1, 28, 28), 3),
-        "cifar_cnn": (zoo.cifar_cnn(3), torch.rand(2, 3, 32, 32), 3),
-        "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
+        "mnist_cnn": (networks.mnist_cnn(3), torch.rand(3, 1, 28, 28), 3),
+        "cifar_cnn": (networks.cifar_cnn(3), torch.rand(2, 3, 32, 32), 3),
+        "small_alexnet": (networks.small_alexnet(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
         "vgg11": (zoo.vgg11(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
         "resnet18": (zoo.resnet18(3, 1, width=4, groups=2), torch.rand(2, 1, 8, 8), 3),
         "fcnet": (zoo.fcnet(3, 16, width=8), torch.rand(3, 1, 4, 4), 3),
@@ -95,7 +97,7 @@ class TestChunks:
         assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
 
     def test_an_empty_batch(self) -> None:
-        plis = PLIS(zoo.mnist_cnn(), nn.CrossEntropyLoss())
+        plis = PLIS(networks.mnist_cnn(), nn.CrossEntropyLoss())
         x, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
         assert plis.attribute(x, y).shape == (0, 1, 28, 28)
         assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
@@ -168,7 +170,7 @@ class TestNorms:
 
 
 def test_refusals() -> None:
-    model = zoo.mnist_cnn()
+    model = networks.mnist_cnn()
     all_refused(
         {
             "noise_std=0 must be positive": lambda: PLIS(model, nn.CrossEntropyLoss(), noise_std=0),
