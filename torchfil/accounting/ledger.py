@@ -353,8 +353,7 @@ def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> N
         ]
         if not same or kept[0] != kept[1]:
             told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
-            shared = "data set, private coordinates, track and questions"
-            raise ValueError(f"runs to average must share {shared}; got {told}")
+            raise ValueError(f"runs to average must share data, private coordinates, track and questions; got {told}")
 
 
 def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:

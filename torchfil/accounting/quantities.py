@@ -504,8 +504,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     require(overwrite or quantity.name not in _REGISTRY, known)
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
-    called = f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
-    require(not taken, called)
+    require(not taken, f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; rename them")
     _REGISTRY[quantity.name] = quantity
     needs_of.cache_clear()
 

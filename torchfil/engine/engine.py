@@ -27,8 +27,7 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
 from torchfil.engine.assembly import PrivateTraining, with_views
 from torchfil.engine.distributed.checkpoints import Checkpoints
-from torchfil.engine.distributed.ranks import check_ranks
-from torchfil.engine.distributed.shards import without_shards
+from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion

@@ -215,10 +215,8 @@ class Executor:
             # only here is the error gone, whose traceback held everything that the pass had allocated
             if not self._halve_memory(batch, wanted, reason):
                 self.memory_limit = before
-                raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken: "
-                    "free memory on that device, track less (track=()), or use fewer probes (num_probes=)."
-                )
+                what = f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken"
+                raise torch.OutOfMemoryError(f"{what}: track less (track=()), or use fewer probes (num_probes=).")
 
     def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
         """Let a pass hold half as much as the one that ran out of memory; False if it held only one example."""
@@ -234,11 +232,8 @@ class Executor:
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at "
-                f"once, as later ones will be, with the same numbers. Execution(max_memory={limit}) starts like that.",
-                stacklevel=2,
-            )
+            what = f"a pass over {was} examples ran out of memory ({_shortened(reason)}), and is repeated with {now}"
+            warnings.warn(f"{what}, with the same numbers; start with Execution(max_memory={limit})", stacklevel=2)
         return True
 
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:

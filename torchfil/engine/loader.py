@@ -558,8 +558,7 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
         repeats = getattr(inner, "replacement", False)
         require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
     elif isinstance(inner, data.SubsetRandomSampler | data.WeightedRandomSampler):
-        remedy = "Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler"
-        raise ValueError(f"{unused}. {remedy}, or poisson_sampling=False with a sampler without replacement.")
+        raise ValueError(f"{unused}. Use torch.utils.data.Subset(dataset, indices), or poisson_sampling=False.")
     elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
     if isinstance(inner, data.WeightedRandomSampler):

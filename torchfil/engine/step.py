@@ -90,10 +90,7 @@ class Step:
         if self._closed:
             raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
-            raise RuntimeError(
-                "train_step takes whole draws: leave out accumulation_steps and BatchMemoryManager, and multiply the "
-                "DataLoader's batch_size instead (max_memory splits a batch automatically)"
-            )
+            raise RuntimeError("train_step takes whole draws: leave out accumulation_steps, and multiply batch_size")
         self.run.clear_batch()
         call, loss = self._call_without_loop(inputs, targets)
         values = self.measure(optimizer, [call], loss)
@@ -367,10 +364,7 @@ class Step:
         outputs, masks = self._inside.run_live(args, kwargs)
         losses = self._inside.losses_in(outputs)
         if not losses:
-            raise RuntimeError(
-                "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
-                "that computes its loss itself"
-            )
+            raise RuntimeError("train_step needs the loss: pass criterion= to make_private, or labels to a model")
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward

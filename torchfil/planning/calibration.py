@@ -426,11 +426,9 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
             ran.append(Pilot(noise_multiplier, check))
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
-        raise ValueError(
-            f"a pilot has no end that holds for all examples ({check.measured}): some are measured in fewer than "
-            f"{FEWEST_PARTICIPATIONS} steps. Raise epochs={pilots.epochs} (about 20 are usual), measure more steps "
-            "(fil_rate, rel_error), or pass of='probes' for ends that cover only the measurement's error"
-        )
+        few = f"a pilot has no end that holds for all examples ({check.measured}): some have too few measured steps"
+        remedy = f"Raise epochs={pilots.epochs} (about 20 are usual), measure more steps, or pass of='probes'"
+        raise ValueError(f"{few} (below {FEWEST_PARTICIPATIONS}). {remedy}.")
 
     chosen = search.smallest(headroom)
     if chosen is None:

@@ -728,9 +728,8 @@ class RoundWeights:
 
         # only if groups consist of whole cells do weights depend on the cell alone
         pairs = [] if cells is None else torch.unique(torch.stack([numbers, cells]), dim=1).T
-        cut = "groups cut through the cells of by=: the weights would reveal a member's group"
-        remedy = "add the groups' labels to the cells if they are public, or leave groups out"
-        require(cells is None or len(pairs) == int(cells.max()) + 1, f"{cut}; {remedy}")
+        cut = "groups cut through the cells of by=, so weights would reveal a member's group; add the labels to by="
+        require(cells is None or len(pairs) == int(cells.max()) + 1, cut)
         return cls(own, torch.ones(len(labels), dtype=torch.float64), numbers, labels, cells, **options)
 
     @property

@@ -194,10 +194,8 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
     for name, times in calls.items():
         expected = len(offsets[name])
         if times != expected:
-            raise ValueError(
-                f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass "
-                "over another example; only outputs whose number does not depend on the values can be private"
-            )
+            called = f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in another"
+            raise ValueError(f"{called}; private outputs must not depend in number on the values")
 
 
 @contextlib.contextmanager

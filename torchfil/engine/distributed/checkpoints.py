@@ -40,8 +40,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.shards import is_sharded, part_like
+from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
