@@ -176,8 +176,7 @@ class Ledger:
         """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
         if num_coordinates != self.laid_out and self.by_coordinate:
             differ = f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}"
-            remedy = "Declare the longest text with private=Private(max_length=…), pad to one length, or track less"
-            raise ValueError(f"{differ}, and {' and '.join(self.by_coordinate)} is summed by coordinate. {remedy}")
+            raise ValueError(f"{differ}: pass private=Private(max_length=…), or leave out track={self.by_coordinate}")
 
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""

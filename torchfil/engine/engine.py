@@ -355,8 +355,8 @@ class FILPrivacyEngine(PrivacyEngine):
         about = (target_true_positive_rate, question, at_false_positive_rate)
         target = calibration.LeakageTarget(target_mse_bound, *about, confidence, of)
         search = calibration.NoiseSearch(margin, grid, max_noise_multiplier)
-        copied = (module, optimizer, data_loader)
-        pilots = calibration.Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
+        made_of = (self._for_pilot, module, optimizer, data_loader)
+        pilots = calibration.Pilots(*made_of, epochs, accounting, options, split_batch, train, progress)
         choice = calibration.choose_noise(pilots, target, search)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
@@ -557,8 +557,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def paused(self) -> Iterator[None]:
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
-        text = "Fisher accounting is paused: steps are released but not measured, and totals become lower bounds"
-        warnings.warn(text, stacklevel=3)
+        warnings.warn("Fisher accounting is paused: totals become lower bounds of what is released", stacklevel=3)
         before, run.paused = run.paused, True
         try:
             yield

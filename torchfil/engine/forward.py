@@ -604,5 +604,4 @@ def _forget_failed_passes(module: nn.Module) -> None:
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:
-    floating = leaf.is_floating_point() or leaf.is_complex()
-    return leaf.detach().requires_grad_() if floating else leaf
+    return leaf.detach().requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf

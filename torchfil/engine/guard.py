@@ -451,8 +451,8 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
     """
     apart, size = _distance(ours, loops).tolist()
     if apart > _tolerance(loops, reduced=reduced) * size:
-        theirs = f"some that differ by up to {apart:.3g}"
-        raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
+        theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
+        raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {theirs}")
 
 
 def _tolerance(values: Tensor, *, reduced: bool) -> float:

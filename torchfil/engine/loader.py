@@ -562,8 +562,9 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
     if isinstance(inner, data.WeightedRandomSampler):
-        often = "examples with larger weights take part more often, and each participation counts, so they leak more"
-        warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
+        warnings.warn(
+            "weighted examples take part more often, and each participation counts: they leak more", stacklevel=4
+        )
 
 
 def most_in_a_pass(loader: DataLoader[Any]) -> int:

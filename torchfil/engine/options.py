@@ -359,8 +359,7 @@ def check_modes(
     # Hooks form one gradient for each view, not for each example, and of all weights.
     recorded = mode == "auto" and batch_first
     for name, given in (("views=", views), ("a sharded model", is_sharded(module))):
-        needs = f"{name} needs grad_sample_mode='auto' with wrap_model=True and batch_first=True"
-        require(recorded or not given, needs)
+        require(recorded or not given, f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True")
 
     # Opacus's hooks give the padding row a gradient that torch does not.
     embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
@@ -452,8 +451,7 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
     named = "put an id into every example, and pass its name or place in a batch, or a function from a batch to its ids"
     identified = callable(id_of) or isinstance(id_of, str | int)
     require(identified, f"id_of={id_of!r} does not identify the examples in a stream: {named}")
-    size = "batch_size=None, and the mean of a noisy sum needs a size that does not depend on the data"
-    require(loader.batch_size is not None, f"the loader has {size}: DataLoader(stream, batch_size=…)")
+    require(loader.batch_size is not None, "the loader has batch_size=None: give DataLoader(stream, batch_size=…)")
 
     # options that need all examples before they have arrived
     unknown = {

@@ -367,8 +367,7 @@ def recurrent_forward(module: Any) -> Callable[..., Any]:
 
     A recorded pass computes these layers as torch's.
     """
-    modes = {DPLSTM: "LSTM", DPGRU: "GRU"}
-    mode = modes.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
+    mode = {DPLSTM: "LSTM", DPGRU: "GRU"}.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
 
     def forward(sequences: Any, state_init: Any = None) -> Any:
         return run_recurrent(module, mode, sequences, state_init, drops_states=True)

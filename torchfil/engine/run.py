@@ -160,8 +160,7 @@ class Run:
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
-        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix)
-        return Leakage(ledger, self.ids, conditions)
+        return Leakage(ledger, self.ids, Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix))
 
     @property
     def timeline(self) -> Timeline:
@@ -339,8 +338,7 @@ class Run:
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
-        noise_multiplier = float(optimizer.noise_multiplier)
-        self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
+        self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), self._accounted_rate())
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:

@@ -441,8 +441,7 @@ def _own_coordinates(parts: Sequence[Examples]) -> Tensor | int:
     """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
     if len(parts) == 1:
         return parts[0].own_coordinates
-    by_part = [torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts]
-    return torch.cat(by_part)
+    return torch.cat([torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts])
 
 
 def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:

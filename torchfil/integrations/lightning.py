@@ -215,7 +215,7 @@ def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
         return submodule
     if type(pl_module).forward is pl.LightningModule.forward:
         unknown = f"{type(pl_module).__name__} has no forward(), so the model that its training_step trains is unknown"
-        remedy = "Move what computes the outputs into forward(self, x), and call self(x) once in training_step"
+        remedy = "Move what computes the outputs into def forward(self, x), and call self(x) once in training_step"
         raise ValueError(f"{unknown}. {remedy}; if that calls only one submodule: FILCallback(module='encoder').")
     return pl_module
 

@@ -475,7 +475,6 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
         warned = target.is_missed_by(totals())
         if warned:
             what = f"after {steps - 1} steps the run has already missed its target, {target.wanted}"
-            remedy = "Leakage cannot be undone: stop here, or continue without the target (engine.check_bound())."
-            warnings.warn(f"{what}: {target.check(totals()).measured}. {remedy}", stacklevel=2)
+            warnings.warn(f"{what}: {target.check(totals()).measured}. Leakage cannot be undone.", stacklevel=2)
 
     optimizer.attach_step_hook(hook)

@@ -621,8 +621,7 @@ def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
         >>> smallest_in_cell(torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0, 0, 1]))
         tensor([0.5000, 0.5000, 1.0000])
     """
-    smallest = weights.new_ones(int(cells.max()) + 1).scatter_reduce(0, cells, weights, "amin")
-    return smallest[cells]
+    return weights.new_ones(int(cells.max()) + 1).scatter_reduce(0, cells, weights, "amin")[cells]
 
 
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:

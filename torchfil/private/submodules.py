@@ -76,8 +76,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     calls: dict[str, list[Output]] = {}
 
     def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
-        found = _output(model, name, module, inputs[0] if inputs else None, output, sources)
-        calls.setdefault(name, []).append(found)
+        calls.setdefault(name, []).append(_output(model, name, module, inputs[0] if inputs else None, output, sources))
 
     with torch.no_grad(), _hooks(model, {name for others in sharing.values() for name in others}, note):
         model(*args, **kwargs)

@@ -114,10 +114,9 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
         except Exception as error:  # torch, pickle and zipfile raise many kinds of errors
             unsafe = isinstance(error, pickle.UnpicklingError)  # its text recommends running what the file holds
             reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
-            raise CheckpointError(
-                f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}); it must hold only "
-                "tensors and plain values. Nothing was loaded: copy it again, or resume from an earlier checkpoint."
-            ) from error
+            damaged = f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason})"
+            remedy = "Nothing was loaded: copy it again, or resume from an earlier checkpoint."
+            raise CheckpointError(f"{damaged}; it must hold only tensors and plain values. {remedy}") from error
     return dict(content)
 
 

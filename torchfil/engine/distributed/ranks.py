@@ -292,10 +292,9 @@ class Ranks:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
-            raise StepNotTakenError(
-                f"another rank did not reach the end of step {step}, which no rank has taken ({reason}): restart all "
-                "of them from the last checkpoint. If a rank is slow, wait longer: init_process_group(timeout=…)."
-            ) from error
+            absent = f"another rank did not reach the end of step {step}, which no rank has taken ({reason})"
+            remedy = "restart all from the last checkpoint, or wait longer: init_process_group(timeout=…)"
+            raise StepNotTakenError(f"{absent}: {remedy}") from error
         self.is_lost = bool(votes[0] == _IS_LOST)
         return votes.tolist()
 
