@@ -510,8 +510,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
 def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
     """The quantities of a run that tracks these, the trace first, in the order of their registration."""
     unknown = set(track) - set(_REGISTRY)
-    if unknown:
-        raise ValueError(f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
+    require(not unknown, f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
     return tuple([quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track])
 
 

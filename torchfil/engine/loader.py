@@ -519,8 +519,7 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
     remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
     if isinstance(batch, Mapping):
         targets = {key: value for key, value in batch.items() if is_target_name(key)}
-        if not targets:
-            raise ValueError(f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
+        require(bool(targets), f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
         inputs = {key: value for key, value in batch.items() if key not in targets}
         return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from torchfil.fisher.models import wide
 from torchfil.fisher.recording import losses_of
+from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["GhostCriterion", "IdentifiedLoss", "LossMismatchError", "TokenMean"]
@@ -398,9 +399,8 @@ class GhostCriterion:
     def __init__(self, criterion: Callable[..., Tensor] | None, loss_reduction: str) -> None:
         given = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         own = getattr(given, "reduction", loss_reduction)
-        if own != loss_reduction:
-            both = f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}"
-            raise ValueError(f"{both}; ghost clipping needs the same for both: change one of them")
+        both = f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}"
+        require(own == loss_reduction, f"{both}; ghost clipping needs the same for both: change one of them")
         self.criterion, self.reduction = given, loss_reduction
         self._by_example = given
         if isinstance(given, nn.Module) and hasattr(given, "reduction"):

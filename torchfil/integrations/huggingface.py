@@ -26,6 +26,7 @@ from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
+from torchfil.utils.errors import require
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -192,9 +193,8 @@ class FILTrainer(Trainer):
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The model's inputs, and the labels: one tensor, or several by name."""
         names = [name for name in self._label_names if name in batch]
-        if not names:
-            lacks = f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}"
-            raise ValueError(f"{lacks}: name them so in every example, or pass TrainingArguments(label_names=[…])")
+        lacks = f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}"
+        require(bool(names), f"{lacks}: name them so in every example, or pass TrainingArguments(label_names=[…])")
         inputs = {name: value for name, value in batch.items() if name not in names}
         labels = {name: batch[name] for name in names}
         if len(names) == 1:
@@ -281,9 +281,8 @@ class _StepTaken(optim.Optimizer):
 def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> Callable[..., Tensor]:
     """The user's loss as a function of outputs and labels."""
     check_unweighted_mean(criterion)
-    if label_smoothing:
-        unused = f"label_smoothing_factor={label_smoothing} has no effect on criterion="
-        raise ValueError(f"{unused}; smooth the labels there: nn.CrossEntropyLoss(label_smoothing=…)")
+    unused = f"label_smoothing_factor={label_smoothing} has no effect on criterion="
+    require(not label_smoothing, f"{unused}; smooth the labels there: nn.CrossEntropyLoss(label_smoothing=…)")
 
     def loss(outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
         return criterion(outputs["logits"], labels)
@@ -319,9 +318,8 @@ def _check_trainer(trainer: Any) -> None:
         raise TypeError(f"privacy has {', '.join(elsewhere)}, but these are set by {where}; leave it out")
 
     # what would make the released gradient another one
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        scaled = f"mixed precision {accelerator.mixed_precision!r} is not accounted for: it skips steps without noise"
-        raise ValueError(f"{scaled}. Use bf16=True, which needs no scale.")
+    scaled = f"mixed precision {accelerator.mixed_precision!r} is not accounted for: it skips steps without noise"
+    require(accelerator.mixed_precision in ("no", "bf16"), f"{scaled}. Use bf16=True, which needs no scale.")
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if args.n_gpu > 1 or sharded or getattr(accelerator, "parallelism_config", None) is not None:
         kind = f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded model)"
