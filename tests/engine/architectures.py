@@ -1,13 +1,15 @@
-"""Small networks in the style of the day, with dropout of every spelling."""
+"""Small networks in the style of the day and out of the ordinary, with dropout of every spelling."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def drop_path(x: Tensor, probability: float, training: bool) -> Tensor:
@@ -132,3 +134,130 @@ class Encoder(nn.Module):
         h = self.dropout(self.embedding(tokens) + self.positions[: tokens.shape[1]])
         logits: Tensor = self.head(self.block(h).mean(dim=1))
         return logits
+
+
+class TorchLayer(nn.Module):
+    """torch's encoder layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout, "gelu", batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.layer(self.embedding(tokens)).mean(dim=1)))
+
+
+class Perceptron(nn.Module):
+    """Dropout by a layer, by a function and by hand, on [batch, 1, 4, 4] images."""
+
+    def __init__(self, dropout: float = 0.3, by: str = "all") -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.dropout = nn.Dropout(dropout if by in ("all", "layer") else 0.0)
+        self.by_function = dropout if by in ("all", "function") else 0.0
+        self.by_hand = dropout if by in ("all", "hand") else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dropout(self.first(x.flatten(1)).tanh())
+        h = F.dropout(self.second(h).tanh(), self.by_function, self.training)
+        if self.training and self.by_hand:
+            h = h * h.new_empty(len(h), 1).bernoulli_(1 - self.by_hand)
+        return torch.as_tensor(self.last(h))
+
+
+class Behind(nn.Module):
+    """Uses a child's weight behind its back, in an operation of which nothing is known."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.layer, self.head, self.dropout = nn.Linear(16, 5), nn.Linear(5, 3), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.tensordot(x.flatten(1), self.layer.weight, dims=([1], [1])) + self.layer.bias
+        return torch.as_tensor(self.head(self.dropout(scores.tanh())))
+
+
+class MaskedOtherwise(nn.Module):
+    """Masks that do not run over the examples first; a shared mask of 4 in batches of 4 looks like one of examples."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.first, self.last, self.layout = nn.Linear(4, 4), nn.Linear(4, 3), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 4) if self.layout == "flat" else x[:, 0]
+        rows = rows.transpose(0, 1) if self.layout == "time first" else rows
+        h = self.first(rows).tanh()
+        if self.layout.startswith("shared"):
+            shape = (4,) if self.layout == "shared alike" else (1, 4)
+            h = h * F.dropout(torch.ones(shape, dtype=h.dtype, device=h.device), 0.4, self.training)
+        else:
+            h = F.dropout(h, 0.4, self.training)
+        logits: Tensor = self.last(h)
+        if self.layout == "flat":
+            return logits.unflatten(0, (len(x), -1)).mean(dim=1)
+        return logits.mean(dim=0 if self.layout == "time first" else 1)
+
+
+class Checkpointed(nn.Module):
+    """Two blocks of layers with dropout, each under an activation checkpoint; ``around`` may be changed afterwards."""
+
+    def __init__(self, kind: str, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
+        )
+        self.around: Any = None if kind == "none" else partial(checkpoint, use_reentrant=kind == "reentrant")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.flatten(1))
+        for block in self.blocks:
+            h = h + (block(h) if self.around is None else self.around(block, h))
+        return torch.as_tensor(self.last(h))
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.base(x) + self.up(self.down(x)))
+
+
+class Recurrent(nn.Module):
+    """Takes [time, batch] tokens, or [batch, time] if ``first``; a class of the last state."""
+
+    def __init__(self, kind: Any = nn.LSTM, *, first: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(9, 3), first
+        self.layer, self.head = kind(3, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        states = self.layer(x.transpose(0, 1) if self.first else x)[0]
+        return torch.as_tensor(self.head(states))[-1]  # of [time, batch, classes], as Opacus's hooks need it
+
+
+class Experts(nn.Module):
+    """Two of three experts for each example; rows are sent to them, or all experts see all rows (``mapped``)."""
+
+    def __init__(self, mapped: bool = False, width: int = 4) -> None:
+        super().__init__()
+        self.gate, self.mapped = nn.Linear(width, 3), mapped
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(width, 3), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
+        if self.mapped:
+            dense = (F.one_hot(chosen, 3) * weights[..., None]).sum(dim=1)  # [batch, experts]
+            return torch.stack([dense[:, j : j + 1] * expert(x) for j, expert in enumerate(self.experts)]).sum(dim=0)
+        out = torch.zeros(len(x), 3, dtype=x.dtype, device=x.device)
+        for j, expert in enumerate(self.experts):
+            rows, places = (chosen == j).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, places][:, None])
+        return out

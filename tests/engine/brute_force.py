@@ -7,9 +7,10 @@ with, so that torch draws the same numbers once more, and differentiates one exa
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, grouped, relative_error
 from tests.engine.loops import loader
-from torchfil import FILPrivacyEngine, Private
+from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.masks import recorded_masks, replayed_masks
+from torchfil.fisher.mechanism import step_divergence
 
-SIGMA, C = 1e-9, 0.5  # of so little noise p.grad is the sum of clipped gradients
+SIGMA, C = 1e-9, 0.5
 RANDOM_STATES = (torch.get_rng_state, torch.cuda.get_rng_state)
 
 
@@ -37,7 +39,7 @@ class Pass:
 
     state: Tensor
     weights: dict[str, Tensor]
-    x: Tensor
+    x: Any
     y: Tensor
     ids: list[int]
 
@@ -50,8 +52,17 @@ class Run:
     model: Any
     optimizer: Any
     private: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Tensor] = F.cross_entropy  # of the loop
+    true_loss: Callable[..., Tensor] = F.cross_entropy  # of one example
+    noises: torch.Generator = field(default_factory=lambda: torch.Generator(DEVICE).manual_seed(5))
     passes: list[list[Pass]] = field(default_factory=list)  # of every logical step
-    released: list[Tensor] = field(default_factory=list)  # Σ_i g̃_i of every step, [p]
+    released: list[Tensor] = field(default_factory=list)  # Σ_i g̃_i of every step, [p]: the noise is taken off again
+
+    @property
+    def noise_std(self) -> float:
+        limits = self.options["max_grad_norm"]
+        return float(self.options["noise_multiplier"] * (math.hypot(*limits) if isinstance(limits, list) else limits))
 
 
 def random_state() -> Tensor:
@@ -69,7 +80,14 @@ def random_state_kept() -> Iterator[None]:
 
 
 def make(
-    module: nn.Module, dataset: Any, *, batch_size: int = 4, learning_rate: float = 0.3, seed: int = 4, **options: Any
+    module: nn.Module,
+    dataset: Any,
+    *,
+    batch_size: int = 4,
+    learning_rate: float = 0.3,
+    seed: int = 4,
+    loading: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Run:
     """A run that is ready to train; the noise and the batches have generators of their own."""
     module.to(DEVICE)
@@ -86,74 +104,95 @@ def make(
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=learning_rate)
     plain = copy.deepcopy(module)
     torch.manual_seed(seed)
-    private = engine.make_private(module, optimizer, loader(dataset, batch_size), **grouped(**given))
-    return Run(engine, module, plain, *private)
+    private = engine.make_private(module, optimizer, loader(dataset, batch_size, **loading or {}), **grouped(**given))
+    run = Run(engine, module, plain, *private[:2], private[-1], given)
+    if len(private) == 4:
+        run.loss_fn = private[2]
+    return run
 
 
 def begin(run: Run, batch: Any) -> Pass:
     """What a pass over this batch begins with."""
     weights = {name: value.detach().clone() for name, value in run.module.state_dict().items()}
+    if isinstance(batch, dict):
+        x: Any = {name: value.to(DEVICE) for name, value in batch.items() if name != "labels"}
+        return Pass(random_state(), weights, x, batch["labels"].to(DEVICE), list(batch._ids))  # type: ignore[attr-defined]
     x, y = (part.to(DEVICE) for part in batch)
     return Pass(random_state(), weights, x, y, list(batch._ids))
 
 
-def take(run: Run, batch: Any, way: str = "auto", loss_fn: Callable[..., Tensor] = F.cross_entropy) -> Pass:
+def call(model: Any, x: Any) -> Any:
+    return model(**x) if isinstance(x, dict) else model(x)
+
+
+def take(run: Run, batch: Any, way: str = "auto", *, divisor: int = 1, first: bool = True, last: bool = True) -> Pass:
     """A forward and a backward pass and ``optimizer.step()``, or ``train_step``; what it began with."""
     begun = begin(run, batch)
     if way == "train_step":
         run.engine.train_step(begun.x, begun.y)
         return begun
-    run.optimizer.zero_grad()
-    loss_fn(run.model(begun.x), begun.y).backward()
-    state = random_state()
-    run.optimizer.step()
-    assert torch.equal(random_state(), state), "the accounting draws from torch's own stream"
+    if first:
+        run.optimizer.zero_grad()
+    (run.loss_fn(call(run.model, begun.x), begun.y) / divisor).backward()
+    if last:
+        state = random_state()
+        run.optimizer.step()
+        assert torch.equal(random_state(), state), "the accounting draws from torch's own stream"
     return begun
 
 
-def train(run: Run, *, steps: int = 3, way: str = "auto", physical: int | None = None) -> Run:
-    """So many logical steps."""
-    names = {id(value): name for name, value in run.module.named_parameters()}
-
-    def through(batches: Any) -> None:
-        pending: list[Pass] = []
-        for batch in batches:
-            pending.append(take(run, batch, way))
-            if run.optimizer.inside_logical_batch:
-                continue
-            run.passes.append(pending)
-            pending = []
-            grads = {names[id(p)]: p.grad for p in run.optimizer.params}
-            flat = torch.cat([grads[name].flatten() for name in names.values() if name in grads])
-            run.released.append(flat * run.optimizer.expected_batch_size)
-            if len(run.passes) == steps:
-                return
-
+def train(
+    run: Run, *, steps: int = 3, way: str = "auto", physical: int | None = None, every: int = 1, divided: bool = False
+) -> Run:
+    """So many logical steps; every: after so many backward passes, of a loss that is divided by their number or not."""
     while len(run.passes) < steps:
-        if physical is None:
-            through(run.private)
-        else:
-            with BatchMemoryManager(
-                data_loader=run.private, max_physical_batch_size=physical, optimizer=run.optimizer
-            ) as batches:
-                through(batches)
+        limits = {"data_loader": run.private, "max_physical_batch_size": physical, "optimizer": run.optimizer}
+        with nullcontext(run.private) if physical is None else BatchMemoryManager(**limits) as batches:
+            pending: list[Pass] = []
+            for batch in batches:
+                whole = len(pending) + 1 == every or physical is not None
+                divisor = every if divided else 1
+                pending.append(
+                    take(run, batch, way, divisor=divisor, first=not pending or physical is not None, last=whole)
+                )
+                if not whole or run.optimizer.inside_logical_batch:
+                    continue
+                run.passes.append(pending)
+                run.released.append(_released(run, every))
+                pending = []
+                if len(run.passes) == steps:
+                    break
     return run
 
 
+def _released(run: Run, every: int) -> Tensor:
+    """The sum that the last step's p.grad was made of, [p], without the noise that it drew."""
+    names = {id(value): name for name, value in run.module.named_parameters()}
+    scale = run.optimizer.expected_batch_size * every if run.optimizer.loss_reduction == "mean" else 1
+    sums = {}
+    for p in run.optimizer.params:
+        noise = torch.empty_like(p, memory_format=torch.contiguous_format).normal_(
+            0, run.noise_std, generator=run.noises
+        )
+        sums[names[id(p)]] = (p.grad * scale - noise).flatten()
+    return torch.cat([sums[name] for name in names.values() if name in sums])
+
+
 def clipped_gradient_of_one(
-    module: nn.Module, begun: Pass, submodule: str | None, loss_fn: Callable[..., Tensor]
+    module: nn.Module, begun: Pass, submodule: str | None, loss_fn: Callable[..., Tensor], options: dict[str, Any]
 ) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
     """g̃, [p], as a function of z and of the example's place in its batch, and the z of all, [batch, …]."""
     at = copy.deepcopy(module)
-    at.load_state_dict(begun.weights)
+    at.load_state_dict(begun.weights, strict=False)
     parameters = {name: value.detach() for name, value in at.named_parameters() if value.requires_grad}
-    clip = get_clip(DEFAULT_CLIP)
+    clip, limits = get_clip(options.get("clip", DEFAULT_CLIP)), options.get("max_grad_norm", C)
+    weights = options.get("clip_weights")
     private: Tensor = begun.x
     if submodule is not None:
         seen: list[Tensor] = []
         handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: seen.append(output))
         with random_state_kept(), torch.no_grad():
-            at(begun.x)
+            call(at, begun.x)
         handle.remove()
         private = torch.zeros_like(seen[0])
 
@@ -163,42 +202,64 @@ def clipped_gradient_of_one(
     if DEVICE == "cpu":
         with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
             set_random_state(begun.state)
-            at(begun.x)
+            call(at, begun.x)
+
+    def clipped(g: Tensor, limit: float) -> Tensor:
+        square = g.square().sum()
+        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
+        result: Tensor = g.flatten() / clip.c(norm / clip.threshold(limit))
+        return result
 
     def clipped_gradient(z: Tensor, i: int) -> Tensor:
         moved = torch.cat([private[:i], z[None], private[i + 1 :]])
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
             set_random_state(begun.state)
-            with replayed_masks(masks):
-                if submodule is None:
-                    outputs = functional_call(at, parameters, (moved,))
-                else:
-                    handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: output + moved)
-                    try:
-                        outputs = functional_call(at, parameters, (begun.x,))
-                    finally:
-                        handle.remove()
+            added = nullcontext() if submodule is None else _added(at.get_submodule(submodule), moved)
+            with replayed_masks(masks), added:
+                x = moved if submodule is None else begun.x
+                args, named = ((), x) if isinstance(x, dict) else ((x,), {})
+                outputs = functional_call(at, parameters, args, named)
             return loss_fn(outputs[i : i + 1], begun.y[i : i + 1])
 
-        g = torch.cat([part.flatten() for part in grad(loss)(parameters).values()])
-        clipped: Tensor = g / clip.c(g.norm() / clip.threshold(C))
-        return clipped
+        parts = list(grad(loss)(parameters).values())
+        if isinstance(limits, list):
+            g = torch.cat([clipped(part, limit) for part, limit in zip(parts, limits, strict=True)])
+        else:
+            g = clipped(torch.cat([part.flatten() for part in parts]), limits)
+        return g if weights is None else float(weights[begun.ids[i]]) * g
 
     return clipped_gradient, private
 
 
+@contextmanager
+def _added(module: nn.Module, offset: Tensor) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _module, _inputs, output: output + offset)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def clipped_gradients(
-    module: nn.Module, begun: Pass, submodule: str | None = None, loss_fn: Callable[..., Tensor] = F.cross_entropy
+    module: nn.Module,
+    begun: Pass,
+    submodule: str | None = None,
+    loss_fn: Callable[..., Tensor] = F.cross_entropy,
+    **options: Any,
 ) -> Tensor:
     """g̃ of a pass, [batch, p]; arguments as in :func:`clipped_and_jacobian`."""
-    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn)
+    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn, options)
     with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
         return torch.stack([of_one(row, i) for i, row in enumerate(private)]).detach()
 
 
 def clipped_and_jacobian(
-    module: nn.Module, begun: Pass, submodule: str | None = None, loss_fn: Callable[..., Tensor] = F.cross_entropy
+    module: nn.Module,
+    begun: Pass,
+    submodule: str | None = None,
+    loss_fn: Callable[..., Tensor] = F.cross_entropy,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole batch.
 
@@ -206,9 +267,10 @@ def clipped_and_jacobian(
         module: The model without hooks, in the mode that it was trained in.
         begun: What the pass began with.
         submodule: Whose output is private; None: the input.
-        loss_fn: The loop's loss.
+        loss_fn: The loss of one example.
+        options: clip, max_grad_norm (a list: for every parameter) and clip_weights, as given to make_private.
     """
-    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn)
+    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn, options)
 
     def twice(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         return (of_one(z, i),) * 2
@@ -219,43 +281,108 @@ def clipped_and_jacobian(
     return values.detach(), jacobians.flatten(2).detach()
 
 
-def truth(
-    run: Run, *, private: Private | None = None, q: float | None = None, sigma: float = SIGMA
-) -> tuple[Tensor, list[Tensor]]:
-    """Each example's trace, [n], and Σ_i g̃_i of every step, [p]; q: with Poisson's factors."""
-    submodule = None if private is None else private.submodule
-    ledger = run.engine.ledger
-    assert ledger is not None
-    traces, sums = torch.zeros(ledger.num_examples, dtype=torch.float64), []
-    for passes, released in zip(run.passes, run.released, strict=True):
-        total = torch.zeros_like(released)
-        for begun in passes:
-            if not begun.ids:
-                continue
-            clipped, jacobian = clipped_and_jacobian(run.plain, begun, submodule)
-            total += clipped.sum(dim=0)
-            if q is None:
-                part = jacobian.square().sum(dim=(1, 2)) / (sigma * C) ** 2
-            else:
-                part = torch.einsum("bii->b", reference.poisson_fim(jacobian, clipped, sigma * C, q))
-            traces[begun.ids] += part.cpu()
-        sums.append(total)
-    return traces, sums
+class Truth:
+    """Sums over a run by jacrev of ωφ(‖g‖) g in float64, example by example.
+
+    Attributes:
+        fim: Σ I_t, [n, d, d], with Poisson's factors where the run takes them.
+        plis: Σ ∂(‖g̃‖/s)²/∂z, [n, d].
+        squared_norm: Σ ‖g̃‖², [n].
+        participations: [n].
+        divergences: By question, Σ KL_t, [n, answers].
+        sums: Σ_i g̃_i of every step, [p].
+        ratios: ‖g̃‖s⁻¹σ as last seen after every step, ω before it was seen, [n] each.
+    """
+
+    def __init__(self, run: Run) -> None:
+        ledger, s, given = run.engine.ledger, run.noise_std, run.options
+        assert ledger is not None
+        n, d = ledger.num_examples, ledger.num_coordinates
+        self.fim, self.plis, self.squared_norm, self.participations = (
+            torch.zeros(n, *shape, dtype=torch.float64) for shape in ((d, d), (d,), (), ())
+        )
+        questions = given.get("questions", {})
+        self.divergences = {name: torch.zeros(n, len(ask.answers)).double() for name, ask in questions.items()}
+        self.sums, self.ratios = [], list[Tensor]()
+        submodule = given["private"].submodule if given.get("private") is not None else None
+        poisson = given["amplification"] != "none" and given.get("poisson_sampling", True)
+        q = run.private.sample_rate if poisson else None
+        clipping = {name: given[name] for name in ("clip", "max_grad_norm", "clip_weights") if name in given}
+        weights = given.get("clip_weights")
+        ratio = torch.ones(n).double() if weights is None else weights.clone()
+
+        for passes, released in zip(run.passes, run.released, strict=True):
+            total = torch.zeros_like(released)
+            for begun in passes:
+                if not begun.ids:
+                    continue
+                g, jacobian = clipped_and_jacobian(run.plain, begun, submodule, run.true_loss, **clipping)
+                fim = jacobian.mT @ jacobian / s**2 if q is None else reference.poisson_fim(jacobian, g, s, q)
+                self.fim[begun.ids] += fim.cpu()
+                self.plis[begun.ids] += 2 * torch.einsum("bpd,bp->bd", jacobian, g).cpu() / s**2
+                self.squared_norm[begun.ids] += g.square().sum(dim=1).cpu()
+                self.participations[begun.ids] += 1
+                ratio[begun.ids] = g.norm(dim=1).cpu() * given["noise_multiplier"] / s
+                total += g.sum(dim=0)
+                for name, question in questions.items():
+                    for k, other in enumerate(question.alternatives(begun.x, begun.y)):
+                        v = torch.zeros_like(g)
+                        if other is not None:
+                            at = replace(begun, x=other.inputs, y=other.targets)
+                            v = clipped_gradients(run.plain, at, submodule, run.true_loss, **clipping)
+                        products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
+                        self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
+            self.sums.append(total)
+            self.ratios.append(ratio.clone())
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.fim.diagonal(dim1=1, dim2=2)
+
+    @property
+    def trace(self) -> Tensor:
+        return self.diagonal.sum(dim=1)
 
 
-def assert_released(run: Run, sums: list[Tensor]) -> None:
-    """What every step released is that sum of clipped gradients, to 1e-6."""
+def assert_released(run: Run, sums: list[Tensor], tolerance: float = 1e-6) -> None:
+    """What every step released is that sum of clipped gradients."""
+    norm = run.noise_std / run.options["noise_multiplier"]
     for released, total in zip(run.released, sums, strict=True):
-        assert float((released - total).norm()) < 1e-6 * max(float(total.norm()), C)
+        assert float((released - total).norm()) < tolerance * max(float(total.norm()), norm)
 
 
-def assert_true(run: Run, **options: Any) -> None:
-    """Traces and released sums are those of brute force to 1e-6."""
-    traces, sums = truth(run, **options)
-    assert float(traces.max()) > 0
-    assert relative_error(run.engine.totals.get_trace().value, traces) < 1e-6
-    if options.get("sigma", SIGMA) == SIGMA:
-        assert_released(run, sums)
+def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
+    """Everything that the run keeps, and what it released, is that of brute force."""
+    truth, engine = Truth(run), run.engine
+    ledger = engine.ledger
+    assert ledger is not None
+    assert_released(run, truth.sums, tolerance)
+    seen = truth.participations > 0
+    assert torch.equal(ledger.sums["participations"].cpu().double(), truth.participations)
+    assert ledger.steps == len(run.passes)
+    assert float(truth.trace.max()) > 0
+    expected = {
+        "squared_norm": (ledger.sums["squared_norm"], truth.squared_norm),
+        "trace": (engine.totals.get_trace().value, truth.trace),
+        "FIL": (engine.get_fil().value, (truth.trace / truth.fim.shape[1]).sqrt()),
+        "bound": (engine.get_mse_bound().value.cpu()[seen], truth.fim.shape[1] / truth.trace[seen]),
+    }
+    assert torch.isinf(engine.get_mse_bound().value.cpu()[~seen]).all()
+    if "fim" in ledger.sums:
+        largest = torch.linalg.eigvalsh(truth.fim)[:, -1].clamp(min=0).sqrt()
+        expected["fim"] = ledger.sums["fim"], truth.fim
+        expected["spectral"] = engine.get_fil(kind="spectral").value, largest
+    if "diagonal" in ledger.sums:
+        expected["diagonal"] = engine.get_attribute_fil().value, truth.diagonal.sqrt()
+    if "sketch" in ledger.sums:
+        expected["sketch"] = ledger.sums["sketch"], truth.fim @ engine._training.run.test_matrix.cpu()
+    if "plis" in ledger.sums:
+        expected["plis"] = engine.get_plis(), truth.plis
+    for name, divergences in truth.divergences.items():
+        expected[name] = engine.get_guess(name).divergence.value.reshape(divergences.shape), divergences
+    for name, (value, true) in expected.items():
+        assert relative_error(value, true) < tolerance, name
+    return truth
 
 
 def images(count: int = 16, size: int = 4, classes: int = 3) -> TensorDataset:

@@ -1,7 +1,11 @@
-"""Data sets that give another view of an example each time: refused where coordinates are summed, else left alone."""
+"""Data sets that give another view of an example each time: refused where coordinates are summed, else left alone.
+
+Inputs that are made from several examples are refused; augmentations of single ones are not.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from tests.cases import DEVICE, grouped
-from tests.engine.loops import SIGMA, C, data, loader, network, train
-from torchfil import FILPrivacyEngine, Private, fisher
+from tests.engine.brute_force import assert_true, make, train
+from tests.engine.loops import data, network
+from tests.engine.ways import LOSS, Calling, start, step, trained
+from torchfil import Private
+from torchfil.engine.guard import how_rows_mix
 
-BY_COORDINATE = ("diagonal", "fim", "sketch", "plis")
+DIAGONAL = {"track": ("diagonal",)}
 
 
 class Views(Dataset[Any]):
     """(x, y), or more, as a transform of both makes it at every read."""
 
-    def __init__(self, transform: Callable[[Tensor, Tensor], Any], n: int = 24) -> None:
-        self.plain = data(n)
-        self.transform = transform
-        self.reads = 0
+    def __init__(self, transform: Callable[[Tensor, Tensor], Any]) -> None:
+        self.plain, self.transform, self.reads = data(24), transform, 0
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -39,135 +43,158 @@ def flipped(x: Tensor, y: Tensor) -> Any:
     return (x.flip(-1) if torch.rand(()) < 0.5 else x), y
 
 
-def make(dataset: Any, module: nn.Module | None = None, **options: Any) -> FILPrivacyEngine:
-    module = module if module is not None else network()
-    engine = FILPrivacyEngine()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
-    engine.make_private(module, optimizer, loader(dataset), **grouped(**options))
-    return engine
+def with_noise() -> nn.Module:
+    """A model that is given noise, or a flag, beside the example."""
+    return Calling(lambda self, x, beside: self.network(x + beside.to(x.dtype)[:, None]), network=network())
 
 
-@pytest.mark.parametrize("track", BY_COORDINATE)
-@pytest.mark.parametrize("seed", range(5))
-def test_random_views_are_refused_where_coordinates_are_summed(track: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    with pytest.raises(ValueError, match=rf"track=\('{track}',\) sums by coordinate.*Track the trace only"):
-        make(Views(flipped), track=(track,))
+def with_float(x: Tensor, y: Tensor) -> Any:
+    return x, torch.rand((), dtype=torch.float64), y
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)).double()
+
+
+def jittered(samples: list[Any]) -> Any:
+    x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+    return x + torch.rand(len(x), 1, dtype=x.dtype), y
+
+
+REFUSED: list[tuple[Any, Any, dict[str, Any]]] = [
+    *((Views(flipped), network, {"track": (track,)}) for track in ("diagonal", "fim", "sketch", "plis")),
+    (Views(lambda x, y: (x + float(torch.rand(())), y)), network, DIAGONAL),
+    (Views(lambda x, y: (x + random.random(), y)), network, DIAGONAL),
+    (Views(lambda x, y: (x + float(np.random.rand()), y)), network, DIAGONAL),
+    (Views(with_float), with_noise, DIAGONAL),  # a floating-point input counts as private until it is said what is
+    (Views(lambda x, y: (x, torch.rand(3))), network, {**DIAGONAL, "private": Private(target=True)}),
+    (Views(lambda _, y: (torch.randint(9, (5,)), y)), embedding, {**DIAGONAL, "private": Private(submodule="0")}),
+    (data(24), network, {**DIAGONAL, "loading": {"collate_fn": jittered}}),
+]
+TAKEN: list[tuple[Any, Any, dict[str, Any]]] = [
+    (data(24), network, DIAGONAL),
+    (Subset(Views(lambda x, y: (2 * x - 1, y)), [5, 2, 7, 1]), network, {"track": ("diagonal", "sketch")}),
+    (Views(lambda x, y: (x.where(x > 0, torch.nan), y)), network, DIAGONAL),  # NaN is equal to itself
+    (Views(lambda x, _: (x, torch.randint(3, ()))), network, DIAGONAL),  # targets have no coordinates,
+    (Views(lambda x, y: (x, torch.randint(2, ()), y)), with_noise, DIAGONAL),  # nor integers beside floats
+    (Views(with_float), with_noise, {**DIAGONAL, "private": Private(inputs=0)}),
+    (data(24), network, {"loading": {"collate_fn": jittered}}),
+]
+
+
+@pytest.mark.parametrize(("dataset", "build", "options"), REFUSED)
+def test_random_views_are_refused_where_coordinates_are_summed(dataset: Any, build: Any, options: Any) -> None:
+    """Every generator is left as it was."""
+
+    def states() -> Any:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    module, before = build(), states()
+    with pytest.raises(ValueError, match="by coordinate"):
+        start(module, dataset, "auto", **options)
+    assert states() == before
+
+
+@pytest.mark.parametrize(("dataset", "build", "options"), TAKEN)
+def test_only_what_is_private_must_read_alike(dataset: Any, build: Any, options: Any) -> None:
+    start(build(), dataset, "auto", **options)
 
 
 def test_the_trace_is_kept_and_nothing_is_read_twice() -> None:
     dataset = Views(flipped)
-    make(dataset)
+    parts = start(network(), dataset, "auto")
     assert dataset.reads < 16  # Opacus reads one or two, for the shape of an empty batch
-    assert bool((train(Views(flipped), steps=3).engine.get_fil().value > 0).any())
+    assert bool((trained(*parts).get_fil().value > 0).any())
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda: float(torch.rand(())), random.random, lambda: float(np.random.rand())], ids=["torch", "py", "np"]
-)
-def test_every_generator_is_seen_and_left_as_it_was(draw: Callable[[], float]) -> None:
-    def states() -> Any:
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-    before = states()
-    with pytest.raises(ValueError, match="sums by coordinate"):
-        make(Views(lambda x, y: (x + draw(), y)), track=("diagonal",))
-    assert states() == before
-
-
-def test_data_that_read_alike_are_taken() -> None:
-    make(data(24), track=BY_COORDINATE[:1])
-    make(Subset(Views(lambda x, y: (2 * x - 1, y)), [5, 2, 7, 1]), track=("diagonal", "sketch"))
-    assert make(Views(lambda x, y: (x.where(x > 0, torch.nan), y)), track=("diagonal",))  # NaN is equal to itself
-
-
-class WithNoise(nn.Module):
-    """A model that is given noise, or a flag, beside the example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network()
-
-    def forward(self, x: Tensor, beside: Tensor) -> Any:
-        return self.network(x + beside.to(x.dtype)[:, None])
-
-
-def test_only_what_is_private_must_read_alike() -> None:
-    # random targets, and integers beside a floating-point input, have no coordinates
-    make(Views(lambda x, y: (x, torch.randint(3, ()))), track=("diagonal",))
-    make(Views(lambda x, y: (x, torch.randint(2, ()), y)), WithNoise(), track=("diagonal",))
-
-    # a floating-point input counts as private until it is said what is
-    noisy = Views(lambda x, y: (x, torch.rand((), dtype=torch.float64), y))
-    with pytest.raises(ValueError, match=r"or name the private: private=Private\(inputs=…\)"):
-        make(noisy, WithNoise(), track=("diagonal",))
-    make(noisy, WithNoise(), track=("diagonal",), private=Private(inputs=0))
-
-    # a private target is compared, too
-    with pytest.raises(ValueError, match="sums by coordinate"):
-        make(Views(lambda x, y: (x, torch.rand(3))), track=("diagonal",), private=Private(target=True))
-
-
-def test_integers_decide_where_nothing_is_floating_point() -> None:
-    module = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)).double()
-    masked = Views(lambda x, y: (torch.randint(9, (5,)), y))
-    with pytest.raises(ValueError, match="sums by coordinate"):
-        make(masked, module, track=("diagonal",), private=Private(submodule="0"))
-
-
-def test_a_collate_function_that_draws_is_refused() -> None:
-    def jittered(samples: list[Any]) -> Any:
-        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
-        return x + torch.rand(len(x), 1, dtype=x.dtype), y
-
-    engine, module = FILPrivacyEngine(), network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
-    plain = loader(data(24), collate_fn=jittered)
-    with pytest.raises(ValueError, match="sums by coordinate"):
-        engine.make_private(module, optimizer, plain, track=("diagonal",))
-    engine.make_private(module, optimizer, plain)  # nothing was touched
-
-
-class Flips(nn.Module):
+def flips(self: Any, x: Tensor) -> Tensor:
     """The remedy: a flip inside the model, drawn for each example."""
-
-    def __init__(self, drawn: list[Tensor]) -> None:
-        super().__init__()
-        self.note = drawn.append
-
-    def forward(self, x: Tensor) -> Tensor:
-        flips = torch.rand(len(x), 1, dtype=x.dtype, device=x.device) < 0.5
-        if len(x) == 24:
-            self.note(flips)
-        return torch.where(flips, x.flip(-1), x)
+    drawn = torch.rand(len(x), 1, dtype=x.dtype, device=x.device) < 0.5
+    return torch.as_tensor(self.network(torch.where(drawn, x.flip(-1), x)))
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks"])
 def test_a_flip_inside_the_model_keeps_the_examples_own_coordinates(mode: str) -> None:
-    dataset, drawn, plain = data(24), list[Tensor](), network()
-    module = nn.Sequential(Flips(drawn), plain).to(DEVICE)
-    run = train(
-        dataset,
-        steps=1,
-        batch_size=24,
-        module=module,
-        grad_sample_mode=mode,
-        poisson_sampling=False,
-        estimator="exact",
-        track=("diagonal",),
-    )
+    """Brute force draws the same flips, and differentiates by what came before them."""
+    module = Calling(flips, network=network())
+    options = {"grad_sample_mode": mode, "criterion": LOSS, "noise_multiplier": 0.9, "poisson_sampling": False}
+    assert_true(train(make(module, data(8), batch_size=8, **options, **DIAGONAL), steps=1))
 
-    # the truth: the diagonal at the views that were drawn, each flipped back
-    at = network()
-    x, y = run.steps[0].x[0], run.steps[0].y[0]
-    flips = drawn[0].cpu()
-    view = torch.where(flips, x.flip(-1), x)
-    options: Any = {"max_grad_norm": C, "noise_multiplier": SIGMA, "estimator": "exact", "clip": "smooth"}
-    diagonal = fisher.fim_diagonal(at.cpu(), nn.CrossEntropyLoss(), view, y, **options).value
-    truth = torch.where(flips, diagonal.flip(-1), diagonal)
 
-    rows = torch.tensor([int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x])
-    assert flips.any()
-    assert not flips.all()
-    assert torch.allclose(run.engine.get_attribute_fil(rows).value.cpu().square(), truth, rtol=1e-6)
-    assert not torch.allclose(diagonal, truth, rtol=0.1)
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = torch.randn(12, 3, 4, generator=GENERATOR)
+
+
+def cut_out(x: Tensor) -> Tensor:
+    return torch.cat([x[:, :1], x.flip(0)[:, 1:]], dim=1)
+
+
+def blend(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x.roll(1, 0)
+
+
+MIXED = [
+    ("mixup", blend),
+    ("mixup", lambda x: torch.linspace(0, 1, len(x))[:, None, None].to(x) * (x - x.roll(3, 0)) + x.roll(3, 0)),
+    ("mixup", lambda x: x.roll(1, 0) * 0.999 + x),
+    ("patchworks", cut_out),
+    ("another order", lambda x: x.flip(0)),
+    ("another order", lambda x: x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]),
+    ("statistics", lambda x: x - x.mean(dim=0)),
+    ("statistics", lambda x: (x - x.mean()) / x.std()),
+]
+ALONE = [
+    lambda x: x,
+    lambda x: x.flip(2),
+    lambda x: x + 0.1 * torch.randn_like(x),
+    lambda x: 2 * x - 1,
+    lambda x: x * torch.rand(len(x), 1, 1).to(x),
+    lambda x: (x - 0.13) / 0.3,
+    lambda x: x * (torch.rand(x.shape) > 0.3).to(x),
+    lambda x: x.roll(1, 2),
+    lambda x: x.clamp(min=0),
+]
+
+
+@pytest.mark.parametrize(("how", "change"), MIXED)
+def test_mixed_rows_are_found(how: str, change: Any) -> None:
+    assert how in (how_rows_mix(change(ROWS), ROWS) or "")
+
+
+FEW = [torch.randn(20, 1, numbers, generator=GENERATOR) for numbers in (3, 4, 7)]
+UNCHANGED = [ROWS, torch.cat([torch.ones(1, 3, 4), ROWS]), ROWS[:2], ROWS[:, :1, :1] * ROWS[:1], *FEW]
+
+
+@pytest.mark.parametrize("rows", [*UNCHANGED, *(few[:2] for few in FEW), *(few.abs() for few in FEW)])
+def test_rows_changed_by_themselves_are_not(rows: Tensor) -> None:
+    for change in ALONE:
+        assert how_rows_mix(change(rows), rows) is None
+
+
+@pytest.mark.parametrize("rows", [few[:, 0] for few in FEW])
+def test_rows_of_few_numbers(rows: Tensor) -> None:
+    """Mixup, another order and centring are noticed; categories, single numbers and missing ones are not."""
+    assert "mixup" in (how_rows_mix(0.7 * rows + 0.3 * rows.flip(0), rows) or "")
+    assert "another order" in (how_rows_mix(rows.flip(0), rows) or "")
+    assert "statistics" in (how_rows_mix(rows - rows.mean(dim=0), rows) or "")
+    categories = torch.randint(3, rows.shape, generator=GENERATOR).float()
+    assert how_rows_mix((categories + torch.randint(3, rows.shape, generator=GENERATOR)) % 3, categories) is None
+    single, missing = rows[:6, :1], rows.clone()
+    assert "another order" in (how_rows_mix(single.flip(0), single) or "")
+    assert how_rows_mix(blend(single), single) is None  # any number is a blend of two
+    missing[1, 0] = float("nan")
+    assert how_rows_mix(missing, missing.clone()) is None
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_mixup_is_refused_at_the_first_step(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    parts = start(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (ROWS, torch.arange(12) % 3), way)
+    with caplog.at_level(logging.INFO):
+        for x, y in parts[-1]:
+            step(*parts[:3], ALONE[2](x), y, way)
+    assert sum("views that it saw" in record.message for record in caplog.records) == 1
+    assert bool((parts[0].get_fil().value > 0).all())
+    parts = start(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (ROWS, torch.arange(12) % 3), way)
+    x, y = next(iter(parts[-1]))
+    with pytest.raises(RuntimeError, match="mixup"):
+        step(*parts[:3], blend(x), y, way)

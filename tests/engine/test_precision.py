@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from benchmarks import zoo
-from tests.cases import DEVICE, grouped
-from tests.engine.loops import loader
+from tests.cases import DEVICE
+from tests.engine.ways import LOSS, start
 from torchfil import Execution, FILPrivacyEngine, Private
+from torchfil.clipping import get_clip
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.recording import RecordedJacobian
 from torchfil.report import load
 
-SIGMA, C = 1e-6, 0.5  # of so little noise p.grad is the sum of clipped gradients
-BF16_ERROR = 0.03
+BF16, BF16_ERROR = torch.bfloat16, 0.03
 
 
 def perceptron() -> nn.Module:
@@ -27,15 +29,8 @@ def perceptron() -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 6, 6)),
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.Tanh(),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(36, 3),
-    )
+    layers = nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh()
+    return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3))
 
 
 def text() -> nn.Module:
@@ -62,26 +57,16 @@ def run(
     """Each example's trace, the last released sum, and the engine, after so many steps over all 8 examples."""
     make, width = MODELS[name]
     torch.manual_seed(0)
-    module = make()
-    x = torch.randn(8, width) if width is not None else torch.randint(20, (8, 6))
-    dataset = TensorDataset(x.to(held_in) if width is not None else x, torch.randint(3, (8,)))
-    module.to(DEVICE, held_in)
-    given = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "seed": 3,
-        "poisson_sampling": False,
-        "criterion": nn.CrossEntropyLoss(),
-        "private": None if width is not None else Private(submodule="embedding"),
-        "grad_sample_mode": "hooks" if way == "hooks" else "auto",
-        "noise_generator": torch.Generator(DEVICE).manual_seed(5),
-        **options,
-    }
-    engine = FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=1e-3)
-    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset), **grouped(**given))
+    module = make().to(held_in)
+    x = torch.randn(8, width).to(held_in) if width is not None else torch.randint(20, (8, 6))
+    private = None if width is not None else Private(submodule="embedding")
+    noise = torch.Generator(DEVICE).manual_seed(5)  # of so little noise p.grad is the sum of clipped gradients
+    given = {"noise_multiplier": 1e-6, "max_grad_norm": 0.5, "private": private, "noise_generator": noise, "seed": 3}
+    given["grad_sample_mode"] = "hooks" if way == "hooks" else "auto"
+    data = x, torch.randint(3, (8,))
+    engine, model, optimizer, loader = start(module, data, way, batch=8, lr=1e-3, **{**given, **options})
     for _ in range(steps):
-        for batch in private:
+        for batch in loader:
             inputs, targets = (part.to(DEVICE) for part in batch)
             if way == "train_step":
                 with autocast(dtype):
@@ -98,6 +83,11 @@ def run(
     return engine.totals.get_trace().value, released, engine
 
 
+@cache
+def in_double(name: str, **options: Any) -> tuple[Tensor, Tensor, FILPrivacyEngine]:
+    return run(name, held_in=torch.float64, **options)
+
+
 def apart(ours: Tensor, truth: Tensor) -> float:
     return float(((ours.double() - truth.double()).abs() / truth.double().abs().max()).max())
 
@@ -105,45 +95,30 @@ def apart(ours: Tensor, truth: Tensor) -> float:
 @pytest.mark.product
 @pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_accounted_for(name: str, way: str) -> None:
-    truth, released, _ = run(name, held_in=torch.float64)
-    ours, sums, engine = run(name, torch.bfloat16, way=way)
+def test_autocast_and_models_held_in_bfloat16(name: str, way: str) -> None:
+    truth, released, _ = in_double(name)
+    ours, sums, engine = run(name, BF16, way=way)
     assert 0 < apart(ours, truth) < BF16_ERROR
     assert 0 < apart(sums, released) < BF16_ERROR
-    assert engine.ledger is not None
     assert engine.ledger.sums["trace"].dtype == torch.float64
+    ours, _, engine = run(name, held_in=BF16, way=way)
+    assert apart(ours, truth) < 2 * BF16_ERROR
+    assert engine.get_epsilon(1e-5) > 0
 
 
-@pytest.mark.parametrize("options", [{"estimator": "exact"}, {"max_memory": 1}, {"track": ("diagonal",)}], ids=str)
-def test_other_passes_under_autocast(options: dict[str, Any]) -> None:
-    truth, *_ = run("perceptron", held_in=torch.float64, **options)
-    ours, *_ = run("perceptron", torch.bfloat16, **options)
-    assert apart(ours, truth) < BF16_ERROR
-
-
-def test_a_loss_outside_of_autocast() -> None:
-    truth, *_ = run("perceptron", held_in=torch.float64, steps=3)
-    ours, *_ = run("perceptron", torch.bfloat16, steps=3, inside=False)
-    assert apart(ours, truth) < BF16_ERROR
+@pytest.mark.parametrize("options", [{"estimator": "exact"}, {"max_memory": 1}, {"track": "diagonal"}, {"steps": 3}])
+def test_other_passes_and_a_loss_outside_of_autocast(options: dict[str, Any]) -> None:
+    ours = run("perceptron", BF16, inside="steps" not in options, **options)[0]
+    assert apart(ours, in_double("perceptron", **options)[0]) < BF16_ERROR
 
 
 @pytest.mark.parametrize("way", ["auto", "train_step"])
 def test_the_whole_loop_inside_one_autocast(way: str) -> None:
     """The casts of weights that autocast keeps must not outlive an update of the weights."""
-    truth, *_ = run("perceptron", torch.bfloat16, way=way, steps=3)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        ours, *_ = run("perceptron", torch.bfloat16, way=way, steps=3)
+    truth, *_ = run("perceptron", BF16, way=way, steps=3)
+    with torch.autocast(DEVICE, dtype=BF16):
+        ours, *_ = run("perceptron", BF16, way=way, steps=3)
     assert apart(ours, truth) < 1e-3
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_held_in_bfloat16(name: str, way: str) -> None:
-    truth, *_ = run(name, held_in=torch.float64)
-    ours, _, engine = run(name, held_in=torch.bfloat16, way=way)
-    assert apart(ours, truth) < 2 * BF16_ERROR
-    assert engine.get_epsilon(1e-5) > 0
 
 
 def test_norms_are_summed_in_float32() -> None:
@@ -151,48 +126,37 @@ def test_norms_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4)).to(DEVICE)
     x, y = torch.randn(4, 64, device=DEVICE), torch.randint(4, (4,), device=DEVICE)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        outputs = model(x)
-        losses = F.cross_entropy(outputs, y, reduction="none")
+    with torch.autocast(DEVICE, dtype=BF16):
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        gradients = ExampleGradients.build(model, LOSS, x, y)
     parts = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
     truth = torch.stack([torch.cat([part.double().flatten() for part in by_one]).norm() for by_one in parts])
-
-    from torchfil.clipping import get_clip
-    from torchfil.fisher.gradients import ExampleGradients
-    from torchfil.fisher.recording import RecordedJacobian
-
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y)
     norm = RecordedJacobian(gradients, get_clip("smooth"), 1.0).norm
     assert norm.dtype == torch.float32
     assert apart(norm, truth) < 2e-3
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("trained_in", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained_in", [None, BF16], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_precision_of_probes(name: str, precision: str, trained_in: torch.dtype | None) -> None:
+def test_precision_of_probes(name: str, precision: str, trained_in: Any, tmp_path: Path) -> None:
     """What is released stays as it is to the last digit; tr I is off by less than a tenth of a probe's own error."""
     truth, released, _ = run(name, trained_in)
-    ours, sums, _ = run(name, trained_in, probe_precision=precision)
+    ours, sums, engine = run(name, trained_in, probe_precision=precision)
     if DEVICE == "cuda" and name == "text":  # gradients of a repeated token are added in any order there
         assert torch.allclose(sums, released, rtol=1e-5, atol=1e-7)
     else:
         assert torch.equal(sums, released)
     assert apart(ours, truth) < 0.02
-    is_the_same = DEVICE == "cuda" and trained_in is torch.bfloat16  # its products are of bfloat16 anyhow
+    is_the_same = DEVICE == "cuda" and trained_in is BF16  # its products are of bfloat16 anyhow
     if precision == "bfloat16" and name != "convolutional" and not is_the_same:
         assert apart(ours, truth) > 0
-
-
-def test_the_precision_of_probes_is_in_the_run_file(tmp_path: Path) -> None:
-    _, _, engine = run("perceptron", probe_precision="bfloat16")
-    assert (
-        load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)).about["mechanism"]["probe_precision"] == "bfloat16"
-    )
+    if name == "perceptron":
+        saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
+        assert saved.about["mechanism"]["probe_precision"] == precision
 
 
 def test_an_unknown_precision_of_probes_is_refused() -> None:
-    with pytest.raises(ValueError, match="probe_precision='fp8' must be one of"):
+    with pytest.raises(ValueError, match="probe_precision"):
         Execution(probe_precision="fp8")

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import DEVICE, grouped
-from tests.engine.loops import data, loader, network, train
+from tests.cases import DEVICE
+from tests.engine.loops import data, train
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.quantities import path_additions
 from torchfil.report import load
 
-warnings.filterwarnings("ignore", message="Secure RNG")
 OPTIONS: dict[str, Any] = {"steps": 6, "norm_refresh": 4, "extra_probes": 5, "clip": "gelu"}
 
 
@@ -30,8 +29,6 @@ def told(engine: FILPrivacyEngine, folder: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) -> None:
-    assert ours.ledger is not None
-    assert theirs.ledger is not None
     for name, value in theirs.ledger.sums.items():
         assert torch.equal(ours.ledger.sums[name].cpu(), value.cpu()), name
     columns = told(ours, folder)
@@ -47,7 +44,6 @@ def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) 
 def test_rows_lie_elsewhere(tmp_path: Path, place: str) -> None:
     where = place if place == "cpu" else tmp_path
     usual, elsewhere = (train(data(60), rows_at=rows_at, **OPTIONS).engine for rows_at in (None, where))
-    assert elsewhere.ledger is not None
     assert elsewhere.ledger.device.type == "cpu"
     assert list(tmp_path.iterdir()) == [], "files have no name, so that none is left"
     assert_same(elsewhere, usual, tmp_path)
@@ -101,92 +97,52 @@ class TestOnAGpu:
         assert not torch.cuda.current_stream().query(), "the GPU is still at work on what came before"
         assert int(tables[0].sums["participations"].sum()) == 4 * self.BATCH
 
-    @pytest.mark.parametrize("place", ["cpu", "folder"])
-    def test_train_step_says_the_same(self, place: str, tmp_path: Path) -> None:
-        usual, elsewhere = (self.trained(rows_at) for rows_at in (None, "cpu" if place == "cpu" else tmp_path))
-        assert_same(elsewhere, usual, tmp_path)
-
-    def trained(self, rows_at: Any) -> FILPrivacyEngine:
-        """Two passes over the data with train_step, 32 steps."""
-        module, engine = network().cuda(), FILPrivacyEngine()
-        _, _, batches = engine.make_private(
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
-            loader(data(self.N), self.BATCH),
-            **grouped(
-                criterion=torch.nn.CrossEntropyLoss(),
-                noise_multiplier=1.0,
-                max_grad_norm=0.8,
-                noise_generator=torch.Generator(device="cuda").manual_seed(8),
-                seed=3,
-                rows_at=rows_at,
-            ),
-        )
-        for _ in range(2):
-            for x, y in batches:
-                engine.train_step(x, y)
-        return engine
-
-
-def test_what_is_no_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="rows_at='nowhere' must be None, 'cpu' or a folder that exists"):
-        Accounting(rows_at="nowhere")
-
 
 @pytest.mark.parametrize(
     ("track", "expected"),
     [((), 136), ("diagonal", 136 + 12 * 5), ("plis", 136 + 8 * 5), ("sketch", 136 + 8 * 5 * 4), ("fim", 136 + 8 * 25)],
 )
 def test_bytes_per_example_are_stated_and_met(track: str | tuple[str, ...], expected: int) -> None:
-    accounting = Accounting(track=track, estimator="exact")
-    assert accounting.bytes_per_example(5) == expected
+    assert Accounting(track=track, estimator="exact").bytes_per_example(5) == expected
     engine = train(data(60), steps=1, track=track, estimator="exact").engine
-    assert engine.ledger is not None
     assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * expected
 
 
-class TestChosenIds:
+IDS = (41, 3, 17, 59)
+
+
+def chosen(track: Any, **options: Any) -> FILPrivacyEngine:
+    return train(data(60), steps=8, estimator="exact", track=track, **options).engine
+
+
+def test_quantities_of_chosen_examples(tmp_path: Path) -> None:
     """track={name: ids}: the same numbers for whom it is kept, NaN for all others, and less memory."""
+    whole, some = chosen(("diagonal", "plis")), chosen({"diagonal": IDS, "plis": None})
+    expected, found = (engine.get_attribute_fil().value for engine in (whole, some))
+    is_chosen = torch.zeros(60, dtype=torch.bool)
+    is_chosen[list(IDS)] = True
+    assert torch.equal(found[is_chosen], expected[is_chosen])
+    assert bool(found[~is_chosen].isnan().all())
+    assert torch.equal(some.get_attribute_fil([17, 3]).value, expected[[17, 3]])
+    assert torch.equal(some.get_plis(), whole.get_plis())
+    assert torch.equal(some.get_fil().value, whole.get_fil().value)
+    assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * 5 - 4) - 5 * 12 * 5
+    saved = load(some.save_run(tmp_path / "run.parquet", delta=1e-5))
+    assert np.array_equal(np.isnan(np.asarray(saved.attributes.shown)).all(axis=1), ~is_chosen.numpy())
+    some.report(tmp_path / "report", delta=1e-5)
 
-    IDS = (41, 3, 17, 59)
 
-    def trained(self, track: Any, **options: Any) -> FILPrivacyEngine:
-        return train(data(60), steps=8, estimator="exact", track=track, **options).engine
-
-    def test_they_have_what_all_would_have(self, tmp_path: Path) -> None:
-        whole, some = self.trained(("diagonal", "plis")), self.trained({"diagonal": self.IDS, "plis": None})
-        expected, found = (engine.get_attribute_fil().value for engine in (whole, some))
-        is_chosen = torch.zeros(60, dtype=torch.bool)
-        is_chosen[list(self.IDS)] = True
-        assert torch.equal(found[is_chosen], expected[is_chosen])
-        assert bool(found[~is_chosen].isnan().all())
-        assert torch.equal(some.get_attribute_fil([17, 3]).value, expected[[17, 3]])
-        assert torch.equal(some.get_plis(), whole.get_plis())
-        assert torch.equal(some.get_fil().value, whole.get_fil().value)
-        assert some.ledger is not None
-        assert whole.ledger is not None
-        d = 5
-        assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * d - 4) - 5 * 12 * d
-
-        saved = load(some.save_run(tmp_path / "run.parquet", delta=1e-5))
-        assert saved.attributes is not None
-        errors = np.asarray(saved.attributes.shown)
-        assert np.array_equal(np.isnan(errors).all(axis=1), ~is_chosen.numpy())
-        some.report(tmp_path / "report", delta=1e-5)
-
-    def test_runs_go_on_and_are_averaged(self) -> None:
-        track = {"diagonal": self.IDS}
-        first, second = self.trained(track), self.trained(track)
-        second.load_state_dict(first.state_dict())
-        assert torch.equal(second.get_attribute_fil(self.IDS).value, first.get_attribute_fil(self.IDS).value)
-        average = FILPrivacyEngine.merge([first, self.trained(track, seed=1)])
-        assert average.get_attribute_fil(self.IDS).value.shape == (4, 5)
-        with pytest.raises(ValueError, match="track= for other ids"):
-            self.trained({"diagonal": [1, 2]}).load_state_dict(first.state_dict())
-
-    def test_what_cannot_be_chosen_is_refused(self) -> None:
-        with pytest.raises(KeyError, match="unknown example ids"):
-            self.trained({"diagonal": [60]})
-        with pytest.raises(ValueError, match="'colour'.* is unknown"):
-            Accounting(track={"colour": [1]})
-        assert Accounting(track={"diagonal": None}).track == ("diagonal",)
+def test_chosen_ids_in_states_averages_and_errors() -> None:
+    first, second, third = (chosen({"diagonal": IDS}, seed=seed) for seed in (3, 3, 1))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second.get_attribute_fil(IDS).value, first.get_attribute_fil(IDS).value)
+    assert FILPrivacyEngine.merge([first, third]).get_attribute_fil(IDS).value.shape == (4, 5)
+    with pytest.raises(ValueError, match="other ids"):
+        chosen({"diagonal": [1, 2]}).load_state_dict(first.state_dict())
+    with pytest.raises(KeyError, match="unknown example ids"):
+        chosen({"diagonal": [60]})
+    with pytest.raises(ValueError, match="colour"):
+        Accounting(track={"colour": [1]})
+    with pytest.raises(ValueError, match="rows_at"):
+        Accounting(rows_at="nowhere")
+    assert Accounting(track={"diagonal": None}).track == ("diagonal",)

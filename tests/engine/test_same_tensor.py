@@ -1,4 +1,7 @@
-"""One tensor that enters in several places is one secret: its coordinates count once, through every place."""
+"""One tensor that enters in several places is one secret: its coordinates count once, through every place.
+
+Batches of one tensor, too: autoencoders, and losses of the outputs alone.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from torchfil import PLIS, Accounting, FILPrivacyEngine, Private, fisher
+from tests.engine.ways import Calling, start, weights_of
+from torchfil import PLIS, FILPrivacyEngine, Private, fisher
+from torchfil.engine.losses import LossMismatchError
 from torchfil.private import Examples
 from torchfil.questions import Change, Column
 
 D = 6
 SIGMA, C = 0.9, 0.8
+SETTINGS: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C}
+MSE = nn.functional.mse_loss
 
 
 def numbers(n: int = 5, *shape: int) -> Tensor:
@@ -29,69 +36,52 @@ def autoencoder() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, D)).double()
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.q, self.k, self.o = nn.Linear(D, 4), nn.Linear(D, 4), nn.Linear(4, 3)
-        self.double()
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.o(torch.tanh(self.q(a)) * torch.tanh(self.k(b)))
+def released(model: nn.Module, loss: Callable[..., Tensor], z: Tensor) -> Tensor:
+    """g̃ of one example, [p]; loss: of a function that calls the model, and of z, [1, …]."""
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    gradients = grad(lambda w: loss(lambda *inputs: functional_call(model, w, inputs), z))(weights)
+    g = torch.cat([part.flatten() for part in gradients.values()])
+    return g / (1 + (g.norm() / C) ** 8) ** (1 / 8)
 
 
-def truth(model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor], x: Tensor) -> Tensor:
-    """I/(σC)² of each example as J̃ᵀJ̃ with all derivatives, [batch, d, d], by a plain Jacobian."""
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-    def released(z: Tensor) -> Tensor:
-        gradients = grad(lambda w: loss(model, w, z.reshape(1, *x.shape[1:])))(weights)
-        g = torch.cat([part.flatten() for part in gradients.values()])
-        return g / (1 + (g.norm() / C) ** 8) ** (1 / 8)
-
-    rows = [jacrev(released)(row.flatten()) for row in x]
+def truth(model: nn.Module, loss: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """J̃ᵀJ̃/(σC)² of each example with all derivatives, [batch, d, d]."""
+    rows = [jacrev(lambda z: released(model, loss, z.reshape(1, *x.shape[1:])))(row.flatten()) for row in x]
     return torch.stack([row.T @ row for row in rows]) / (SIGMA * C) ** 2
 
 
-def reconstruction(model: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    return nn.functional.mse_loss(functional_call(model, weights, (x,)), x.flatten(1))
+def reconstruction(model: Any, x: Tensor) -> Tensor:
+    return MSE(model(x), x.flatten(1))
 
 
-def run(model: nn.Module, dataset: Any, step: Callable[..., None], **options: Any) -> FILPrivacyEngine:
-    """One step over everything, exactly accounted for."""
-    engine = FILPrivacyEngine()
-    accounting = {"estimator": "exact", "amplification": "none", "track": ("diagonal",)}
-    accounting |= options.pop("accounting", {})
-    private, optimizer, loader = engine.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        DataLoader(dataset, batch_size=5),
-        noise_multiplier=SIGMA,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        accounting=Accounting(**accounting),
-        **options,
-    )
+def assert_fil(engine: FILPrivacyEngine, fim: Tensor, rtol: float = 1e-7) -> None:
+    expected = (fim.diagonal(dim1=1, dim2=2).sum(1) / D).sqrt()
+    torch.testing.assert_close(engine.get_fil().value, expected, rtol=rtol, atol=0)
+
+
+def run(model: nn.Module, dataset: Any, step: Any, **options: Any) -> FILPrivacyEngine:
+    """One pass in batches of five, exactly accounted for; step: a batch's loss, "train_step", or "inputs alone"."""
+    dataset = TensorDataset(*dataset) if isinstance(dataset, tuple) else dataset
+    given = {**SETTINGS, "criterion": None, "estimator": "exact", "amplification": "none", "track": ("diagonal",)}
+    engine, private, optimizer, loader = start(model, dataset, "auto", batch=5, **{**given, **options})
     for batch in loader:
         optimizer.zero_grad()
-        step(engine, private, optimizer, batch)
+        if isinstance(step, str):
+            engine.train_step(batch[0], *batch[-1:] if step == "train_step" else ())
+            continue
+        step(private, batch).backward()
+        optimizer.step()
     return engine
 
 
-def by_loop(_engine: Any, model: Any, optimizer: Any, batch: Any) -> None:
-    nn.functional.mse_loss(model(batch[0]), batch[-1].flatten(1)).backward()
-    optimizer.step()
+def by_loop(model: Any, batch: Any) -> Tensor:
+    return MSE(model(batch[0]), batch[-1].flatten(1))
 
 
-def by_train_step(engine: Any, _model: Any, _optimizer: Any, batch: Any) -> None:
-    engine.train_step(batch[0], batch[-1])
-
-
-WAYS = {
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "loop": (by_loop, {}),
     "hooks": (by_loop, {"grad_sample_mode": "hooks"}),
-    "train_step": (by_train_step, {"criterion": nn.MSELoss()}),
+    "train_step": ("train_step", {"criterion": nn.MSELoss()}),
 }
 
 
@@ -99,48 +89,36 @@ WAYS = {
 @pytest.mark.parametrize("private", [None, Private(target=True), Private(inputs=0)])
 def test_an_autoencoder_is_differentiated_through_its_target(way: str, private: Private | None) -> None:
     step, options = WAYS[way]
-    model, x = autoencoder(), numbers()
-    expected = truth(model, reconstruction, x)
-    engine = run(model, TensorDataset(x, x.clone()), step, private=private, **options)
-    torch.testing.assert_close(engine.get_fil().value, (expected.diagonal(dim1=1, dim2=2).sum(1) / D).sqrt())
-    torch.testing.assert_close(
-        engine.totals.get("diagonal").value, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=0
-    )
+    x = numbers()
+    expected = truth(autoencoder(), reconstruction, x)
+    engine = run(autoencoder(), (x, x.clone()), step, private=private, **options)
+    assert_fil(engine, expected)
+    diagonal = expected.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(engine.totals.get("diagonal").value, diagonal, rtol=1e-8, atol=0)
+    assert_fil(run(autoencoder(), (x,), step, private=private, **options), expected)
 
 
-def test_a_weight_probe_sees_the_target_too() -> None:
-    model, x = autoencoder(), numbers()
-    expected = truth(model, reconstruction, x).diagonal(dim1=1, dim2=2).sum(1)
+def test_other_shapes_dtypes_and_probes() -> None:
+    x = numbers(5, 2, 3)
+    expected = truth(autoencoder(), reconstruction, x)
+    loss = lambda out, y: MSE(out, y.to(out.dtype))  # noqa: E731
+    for target in (x.flatten(1), x.float().flatten(1)):
+        assert_fil(run(autoencoder(), (x, target), "train_step", criterion=loss), expected, 1e-6)
     probes = {"estimator": "weight-probes", "num_probes": 300, "track": ()}
-    engine = run(model, TensorDataset(x, x), by_loop, accounting=probes)
-    torch.testing.assert_close(engine.get_fil().value ** 2 * D, expected, rtol=0.3, atol=0)
+    assert_fil(run(autoencoder(), (x, x), by_loop, **probes), expected, 0.15)
 
 
-@pytest.mark.parametrize("flattened", [False, True])
-def test_a_target_in_another_shape_or_dtype_is_the_same_tensor(flattened: bool) -> None:
-    model, x = autoencoder(), numbers(5, 2, 3)
-    expected = truth(model, reconstruction, x).diagonal(dim1=1, dim2=2).sum(1)
-    target = x.flatten(1) if flattened else x.float().flatten(1)
-    loss = lambda out, y: nn.functional.mse_loss(out, y.to(out.dtype))  # noqa: E731
-    engine = run(model, TensorDataset(x, target), by_train_step, criterion=loss)
-    torch.testing.assert_close(engine.get_fil().value, (expected / D).sqrt(), rtol=1e-6, atol=0)
+def twice() -> nn.Module:
+    torch.manual_seed(1)
+    parts = {"q": nn.Linear(D, 4), "k": nn.Linear(D, 4), "o": nn.Linear(4, 3)}
+    return Calling(lambda self, a, b: self.o(torch.tanh(self.q(a)) * torch.tanh(self.k(b))), **parts).double()
 
 
 def test_a_tensor_given_twice_is_one_secret() -> None:
-    model, x = Twice(), numbers()
-    y = torch.arange(5) % 3
-
-    def release(row: int) -> Callable[..., Tensor]:
-        return lambda m, w, z: nn.functional.cross_entropy(functional_call(m, w, (z, z)), y[row : row + 1])
-
-    expected = torch.stack([truth(model, release(i), x[i : i + 1])[0].trace() for i in range(5)])
-
-    def step(_engine: Any, private: Any, optimizer: Any, batch: Any) -> None:
-        nn.functional.cross_entropy(private(batch[0], batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    engine = run(model, TensorDataset(x, y), step)
-    torch.testing.assert_close(engine.get_fil().value, (expected / D).sqrt())
+    x, loss = numbers(), nn.functional.cross_entropy
+    zeros = torch.zeros(5, dtype=torch.long)
+    expected = truth(twice(), lambda model, z: loss(model(z, z), zeros[:1]), x)
+    assert_fil(run(twice(), (x, zeros), lambda model, batch: loss(model(batch[0], batch[0]), batch[1])), expected)
 
 
 def test_names_of_a_dict_batch() -> None:
@@ -150,111 +128,109 @@ def test_names_of_a_dict_batch() -> None:
             self.net = autoencoder()
 
         def forward(self, pixels: Tensor) -> Tensor:
-            return self.net(pixels)
+            return torch.as_tensor(self.net(pixels))
 
-    model, x = Named(), numbers()
-    expected = truth(model, reconstruction, x).diagonal(dim1=1, dim2=2).sum(1)
-
-    def step(engine: Any, _model: Any, _optimizer: Any, batch: Any) -> None:
-        engine.train_step({"pixels": batch["pixels"]}, batch["labels"])
-
+    x = numbers()
     rows = [{"pixels": row, "labels": row.clone()} for row in x]
-    engine = run(model, rows, step, criterion=nn.MSELoss())
-    torch.testing.assert_close(engine.get_fil().value, (expected / D).sqrt())
+    step = lambda model, batch: MSE(model(pixels=batch["pixels"]), batch["labels"])  # noqa: E731
+    assert_fil(run(Named(), rows, step, criterion=nn.MSELoss()), truth(autoencoder(), reconstruction, x))
 
 
 def test_public_functions_and_plis() -> None:
     model, x = autoencoder(), numbers()
     expected = truth(model, reconstruction, x)
-    options: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C}
-    matrix = fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), **options)
-    torch.testing.assert_close(matrix, expected)
+    torch.testing.assert_close(fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), **SETTINGS), expected)
+    some = fisher.exact_fim(model, nn.MSELoss(), x, x, private=Private(coordinates=[0, 2]), **SETTINGS)
+    torch.testing.assert_close(some, expected[:, [0, 2]][:, :, [0, 2]])
     slopes = PLIS(model, nn.MSELoss(), noise_std=SIGMA * C, max_grad_norm=C).attribute(x, x)
-
-    def norm(z: Tensor) -> Tensor:
-        weights = {name: value.detach() for name, value in model.named_parameters()}
-        gradients = grad(lambda w: reconstruction(model, w, z[None]))(weights)
-        g = torch.cat([part.flatten() for part in gradients.values()])
-        return (g / (1 + (g.norm() / C) ** 8) ** (1 / 8)).square().sum() / (SIGMA * C) ** 2
-
-    torch.testing.assert_close(slopes, torch.stack([grad(norm)(row) for row in x]))
+    norm = grad(lambda z: released(model, reconstruction, z[None]).square().sum() / (SIGMA * C) ** 2)
+    torch.testing.assert_close(slopes, torch.stack([norm(row) for row in x]))
 
 
-def test_some_coordinates_of_both_places() -> None:
-    model, x = autoencoder(), numbers()
-    expected = truth(model, reconstruction, x)[:, [0, 2]][:, :, [0, 2]]
-    matrix = fisher.exact_fim(
-        model, nn.MSELoss(), x, x, private=Private(coordinates=[0, 2]), noise_multiplier=SIGMA, max_grad_norm=C
-    )
-    torch.testing.assert_close(matrix, expected)
-
-
-def test_a_question_changes_both_places() -> None:
+def test_questions_change_both_places() -> None:
     """KL between answers 0 and 1 is ‖g̃₁ − g̃₀‖²/2(σC)² with the target changed, too."""
     model, x = autoencoder(), numbers()
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-    def released(z: Tensor) -> Tensor:
-        gradients = grad(lambda w: reconstruction(model, w, z[None]))(weights)
-        g = torch.cat([part.flatten() for part in gradients.values()])
-        return g / (1 + (g.norm() / C) ** 8) ** (1 / 8)
-
-    def with_value(value: float) -> Tensor:
-        changed = x.clone()
-        changed[:, 1] = value
-        return torch.stack([released(row) for row in changed])
-
-    expected = torch.stack(
-        [(with_value(v) - torch.stack([released(r) for r in x])).square().sum(1) for v in (0.0, 1.0)], dim=1
+    changed = [x.clone() for _ in range(3)]
+    changed[1][:, 1], changed[2][:, 1] = 0.0, 1.0
+    true, zero, one = (
+        torch.stack([released(model, reconstruction, row[None]) for row in rows]).detach() for rows in changed
     )
-    asked = {"track": (), "questions": {"sex": Column(1, (0.0, 1.0))}}
-    engine = run(model, TensorDataset(x, x), by_loop, accounting=asked)
+    expected = torch.stack([(other - true).square().sum(1) for other in (zero, one)], dim=1)
+    engine = run(model, (x, x), by_loop, track=(), questions={"sex": Column(1, (0.0, 1.0))})
     torch.testing.assert_close(engine.get_guess("sex").divergence.value, expected / (2 * (SIGMA * C) ** 2))
-
-
-def test_a_question_about_the_target_alone_is_refused() -> None:
-    asked = {"track": (), "questions": {"y": Change({"zero": lambda x, y: (x, torch.zeros_like(y))})}}
+    alone = {"y": Change({"zero": lambda x, y: (x, torch.zeros_like(y))})}
     with pytest.raises(ValueError, match="same tensor"):
-        run(autoencoder(), TensorDataset(numbers(), numbers()), by_loop, accounting=asked)
+        run(autoencoder(), (x, x), by_loop, track=(), questions=alone)
 
 
 def test_few_equal_numbers_are_asked_about() -> None:
     model = nn.Linear(1, 1).double()
     x = torch.tensor([[0.0], [1.0], [1.0]], dtype=torch.float64)
-    options: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C}
+
+    def fim(target: Tensor, **private: Any) -> Tensor:
+        given = {"private": Private(**private)} if private else {}
+        return fisher.exact_fim(model, nn.MSELoss(), x, target, **given, **SETTINGS)
+
     with pytest.raises(ValueError, match="same"):
-        fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), **options)
-    apart = fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), private=Private(same=[]), **options)
-    other = fisher.exact_fim(model, nn.MSELoss(), x, x + 1e-12, **options)
-    torch.testing.assert_close(apart, other)
-    one = fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), private=Private(same=[(0, "target")]), **options)
-    expected = truth(model, lambda m, w, z: (functional_call(m, w, (z,)) - z).square().sum(), x)
-    torch.testing.assert_close(one, expected)
-    torch.testing.assert_close(fisher.exact_fim(model, nn.MSELoss(), x, x, **options), expected)
-
-
-def test_zeros_and_two_yes_or_no_attributes_stay_apart() -> None:
-    states = torch.zeros(2, 70, dtype=torch.float64)
-    answers = torch.tensor([[1.0], [0.0]])
+        fim(x.clone())
+    torch.testing.assert_close(fim(x.clone(), same=[]), fim(x + 1e-12))
+    expected = truth(model, lambda m, z: (m(z) - z).square().sum(), x)
+    torch.testing.assert_close(fim(x.clone(), same=[(0, "target")]), expected)
+    torch.testing.assert_close(fim(x), expected)
+    with pytest.raises(ValueError, match="targets"):
+        Examples.build(numbers(), numbers(), Private(same=[(0, "targets")]))
+    states, answers = torch.zeros(2, 70, dtype=torch.float64), torch.tensor([[1.0], [0.0]])  # zeros, yes or no
     assert Examples.build((states, states.clone(), answers, answers.clone()), torch.arange(2)).layout.same == ()
 
 
-def test_places_that_differ_later_are_refused() -> None:
-    x = numbers(10)
-    y = torch.cat([x[:5], -x[5:]])
-    with pytest.raises(ValueError, match=r"Private\(same=\[\]\)"):
-        run(autoencoder(), TensorDataset(x, y), by_train_step, criterion=nn.MSELoss())
-    run(autoencoder(), TensorDataset(x, y), by_train_step, criterion=nn.MSELoss(), private=Private(same=[]))
-
-
-def test_equal_numbers_in_a_later_batch_change_nothing() -> None:
-    x = numbers(10)
-    y = torch.cat([-x[:5], x[5:]])
-    engine = run(autoencoder(), TensorDataset(x, y), by_train_step, criterion=nn.MSELoss())
-    alone = run(autoencoder(), TensorDataset(x[5:], y[5:] + 1e-13), by_train_step, criterion=nn.MSELoss())
+def test_places_that_differ_or_agree_later() -> None:
+    x, given = numbers(10), {"criterion": nn.MSELoss()}
+    differ, agree = torch.cat([x[:5], -x[5:]]), torch.cat([-x[:5], x[5:]])
+    with pytest.raises(ValueError, match="same="):
+        run(autoencoder(), (x, differ), "train_step", **given)
+    run(autoencoder(), (x, differ), "train_step", private=Private(same=[]), **given)
+    engine = run(autoencoder(), (x, agree), "train_step", **given)
+    alone = run(autoencoder(), (x[5:], agree[5:] + 1e-13), "train_step", **given)
     torch.testing.assert_close(engine.get_fil().value[5:], alone.get_fil().value)
 
 
-def test_wrong_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="targets"):
-        Examples.build(numbers(), numbers(), Private(same=[(0, "targets")]))
+@pytest.mark.parametrize(
+    ("of_batch", "of_one"),
+    [
+        (torch.sum, torch.sum),
+        (torch.mean, torch.mean),
+        (lambda out: -out.mean(), torch.mean),
+        (lambda out: out.sum(dim=1).mean(), torch.sum),
+    ],
+)
+def test_a_loss_of_the_outputs_alone_is_identified(of_batch: Any, of_one: Any) -> None:
+    x = numbers(8)  # in batches of 5 and 3: a sum over the batch does not depend on its size
+    expected = truth(autoencoder(), lambda model, z: of_one(model(z)), x)
+    assert_fil(run(autoencoder(), (x,), lambda model, batch: of_batch(model(batch[0]))), expected)
+
+
+@pytest.mark.parametrize("loss", [lambda out, _: out.square().sum(), lambda out, _: out.sum()])
+def test_a_criterion_of_the_outputs_alone(loss: Any) -> None:
+    x = numbers()
+    expected = truth(autoencoder(), lambda model, z: loss(model(z), None), x)
+    assert_fil(run(autoencoder(), (x,), "inputs alone", criterion=loss), expected)
+
+
+def test_a_sum_is_released_as_the_sum_of_clipped_gradients() -> None:
+    """Each example's own gradient is clipped, not B times it."""
+    x, model, plain = numbers(), autoencoder(), autoencoder()
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 100.0, "clip": "hard", "lr": 1.0, "track": ()}
+    with pytest.warns(UserWarning, match="no privacy"):
+        run(model, (x,), lambda private, batch: private(batch[0]).sum(), **options)
+    plain(x).sum().backward()
+    slope = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    torch.testing.assert_close(weights_of(autoencoder()) - weights_of(model), slope / 5)
+
+
+def test_an_input_as_the_loops_target_gets_advice_that_works() -> None:
+    x, labels = numbers(), torch.arange(5)
+    step = lambda model, batch: MSE(model(batch[0]), batch[0])  # noqa: E731
+    with pytest.raises(LossMismatchError, match=r"batch_to_inputs=lambda batch: \(batch\[0\], batch\[0\]\)"):
+        run(autoencoder(), (x, labels), step)
+    engine = run(autoencoder(), (x, labels), step, batch_to_inputs=lambda batch: (batch[0], batch[0]))
+    assert_fil(engine, truth(autoencoder(), reconstruction, x))

@@ -1,31 +1,36 @@
-"""Texts of different lengths, padded to the longest of their batch: against brute force, one example at a time."""
+"""Texts of different lengths, padded to the longest of their batch: their own tokens alone are private.
+
+FIL and PLIS by token, too, with the tokens as strings or decoded from the data set.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev
-from torch.utils.data import DataLoader
 
-from tests.cases import DEVICE, grouped, relative_error
-from tests.engine.loops import SIGMA, C
-from torchfil import FILPrivacyEngine, Private
-from torchfil.clipping import DEFAULT_CLIP, get_clip
+from tests.cases import DEVICE, relative_error
+from tests.engine.brute_force import Pass, Run, clipped_and_jacobian, make, random_state, train
+from tests.engine.ways import LOSS, Calling
+from torchfil import PLIS, FILPrivacyEngine, Private
+from torchfil.attribution.plis import token_norms
 from torchfil.engine import executor as evaluation
 from torchfil.engine.replica import Replica
+from torchfil.engine.saving.data import token_ids
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.recording import Plan
-from torchfil.run import file as run_file
+from torchfil.report import load, write_report
 
-WIDTH = 2
-LENGTHS = [1, 4, 2, 3, 2, 1, 3, 4, 2, 2]
+SIGMA, C, WIDTH, LONGEST = 0.9, 0.5, 2, 5
+LENGTHS = [1, 4, 2, 3, 2, 1, 3, 4]
+OWN = WIDTH * torch.tensor(LENGTHS)
+WORDS = ["<pad>", "the", " a", "##b", "c", "d", "<e>", "f", "g"]
 
 
 class Reader(nn.Module):
@@ -33,10 +38,12 @@ class Reader(nn.Module):
 
     def __init__(self, *, careless: bool = False, padding_idx: int | None = None) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.words = nn.Embedding(9, WIDTH, padding_idx=padding_idx)
         self.places = nn.Embedding(6, WIDTH)
         self.hidden, self.head = nn.Linear(WIDTH, 3), nn.Linear(3, 2)
         self.careless = careless
+        self.double()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = (input_ids != 0) if attention_mask is None else attention_mask
@@ -45,15 +52,12 @@ class Reader(nn.Module):
         at = self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
         weight = mask.to(self.head.weight.dtype)[..., None]
         read: Tensor = (torch.tanh(self.hidden(self.words(input_ids) + at)) * weight).sum(dim=1) / weight.sum(dim=1)
-        return self.head(read)
+        return torch.as_tensor(self.head(read))
 
 
 def texts() -> list[tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randint(1, 9, (length,), generator=generator), int(torch.randint(2, (), generator=generator)))
-        for length in LENGTHS
-    ]
+    return [(torch.randint(1, 9, (length,), generator=generator), k % 2) for k, length in enumerate(LENGTHS)]
 
 
 def padded(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -68,259 +72,201 @@ def padded_with_mask(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def split(batch: Any) -> tuple[Any, Tensor]:
-    if isinstance(batch, dict):
-        return {name: value.to(DEVICE) for name, value in batch.items() if name != "labels"}, batch["labels"].to(DEVICE)
-    return batch[0].to(DEVICE), batch[1].to(DEVICE)
-
-
-def trace_of(module: nn.Module, inputs: Any, target: Tensor, own: Tensor) -> float:
-    """tr I of one example in one step, its own positions alone being private: [1, T] inputs, own [T]."""
-    clip = get_clip(DEFAULT_CLIP)
-    parameters = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
-    arguments: Any = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-
-    def clipped(z: Tensor) -> Tensor:
-        def loss(parameters: dict[str, Tensor]) -> Tensor:
-            def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-                return output.index_add(1, own.nonzero()[:, 0], z[None])
-
-            handle = module.get_submodule("words").register_forward_hook(add)
-            try:
-                return F.cross_entropy(functional_call(module, parameters, *arguments), target)
-            finally:
-                handle.remove()
-
-        g = torch.cat([part.flatten() for part in grad(loss)(parameters).values()])
-        return g / clip.c(g.norm() / clip.threshold(C))
-
-    z = torch.zeros(int(own.sum()), WIDTH, dtype=torch.float64, device=DEVICE)
-    return float(jacrev(clipped)(z).square().sum()) / (SIGMA * C) ** 2
-
-
-def train(
-    module: nn.Module,
-    *,
-    collate: Callable[[Any], Any] = padded,
-    way: str = "auto",
-    steps: int = 4,
-    private: Private | None = None,
-    **options: Any,
-) -> tuple[FILPrivacyEngine, Tensor]:
-    """A run over the texts, and every example's true trace."""
-    module, items = module.to(DEVICE, torch.float64), texts()
-    engine = FILPrivacyEngine()
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "estimator": "exact", "amplification": "none", "seed": 3}
+def trained(
+    module: nn.Module | None = None, collate: Any = padded, steps: int = 2, way: str = "auto", **options: Any
+) -> Run:
+    module = Reader(padding_idx=0) if module is None else module
+    given = {"criterion": LOSS, "noise_multiplier": SIGMA, "loading": {"collate_fn": collate}, **options}
     if collate is padded_with_mask:
-        given["batch_to_inputs"] = split
-    plain = copy.deepcopy(module)
-    torch.manual_seed(1)
-    model, optimizer, loader = engine.make_private(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.3),
-        DataLoader(items, batch_size=3, collate_fn=collate, generator=torch.Generator().manual_seed(2)),  # type: ignore[arg-type]
-        criterion=nn.CrossEntropyLoss(),
-        private=private,
-        **grouped(**{**given, **options}),
-    )
-    truth, taken = torch.zeros(len(items), dtype=torch.float64), 0
-    while taken < steps:
-        for batch in loader:
-            plain.load_state_dict(module.state_dict())
-            inputs, targets = split(batch)
-            for row, number in enumerate(batch._ids):
-                alone = (
-                    {k: v[row : row + 1] for k, v in inputs.items()}
-                    if isinstance(inputs, dict)
-                    else inputs[row : row + 1]
-                )
-                tokens = alone["input_ids"] if isinstance(alone, dict) else alone
-                own = torch.arange(tokens.shape[1], device=DEVICE) < len(items[number][0])
-                truth[number] += trace_of(plain, alone, targets[row : row + 1], own)
-            if way == "train_step":
-                engine.train_step(inputs, targets)
-            else:
-                optimizer.zero_grad()
-                outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-                F.cross_entropy(outputs, targets).backward()
-                optimizer.step()
-            taken += 1
-            if taken == steps:
-                break
-    return engine, truth
+        given["batch_to_inputs"] = lambda batch: ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"])
+    return train(make(module, texts(), **{"batch_size": 3, **given}), steps=steps, way=way)
 
 
-def check(engine: FILPrivacyEngine, truth: Tensor) -> None:
+def traces(run: Run) -> Tensor:
+    """tr I of every text, its own positions alone being private."""
+    total = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    for begun in [begun for passes in run.passes for begun in passes if begun.ids]:
+        _, jacobian = clipped_and_jacobian(run.plain, begun, "words")
+        for row, columns in zip(begun.ids, jacobian, strict=True):
+            total[row] += float(columns[:, : OWN[row]].square().sum()) / (SIGMA * C) ** 2
+    return total
+
+
+def check(run: Run) -> None:
     """Traces are the true ones, d is 2 numbers a token, and what rests on both follows."""
-    assert relative_error(engine.totals.get_trace().value.cpu(), truth) < 1e-6
+    engine, truth = run.engine, traces(run)
     seen = truth > 0
-    own = WIDTH * torch.tensor(LENGTHS)
-    assert torch.equal(engine.totals.get_num_coordinates().cpu()[seen], own[seen])
-    assert engine.totals.num_coordinates == int(own[seen].max())
-    assert torch.allclose(engine.get_mse_bound().value.cpu()[seen], (own / truth)[seen], rtol=1e-6)
-    assert torch.allclose(engine.get_fil().value.cpu()[seen], (truth / own).sqrt()[seen], rtol=1e-6)
+    assert relative_error(engine.totals.get_trace().value, truth) < 1e-6
+    assert torch.equal(engine.totals.get_num_coordinates().cpu()[seen], OWN[seen])
+    assert engine.totals.num_coordinates == int(OWN[seen].max())
+    assert torch.allclose(engine.get_mse_bound().value.cpu()[seen], (OWN / truth)[seen], rtol=1e-6)
+    assert torch.allclose(engine.get_fil().value.cpu()[seen], (truth / OWN).sqrt()[seen], rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["auto", "train_step"])
-@pytest.mark.parametrize("careless", [False, True])
-def test_tokens_that_are_padding_are_not_private(way: str, careless: bool) -> None:
-    torch.manual_seed(0)
-    check(*train(Reader(careless=careless, padding_idx=0), way=way))
-
-
-@pytest.mark.parametrize("careless", [False, True])
-def test_the_attention_mask_says_where_texts_end_and_is_not_private_though_it_is_floating(careless: bool) -> None:
-    torch.manual_seed(0)
-    check(*train(Reader(careless=careless), collate=padded_with_mask, poisson_sampling=False))
-
-
-@pytest.mark.parametrize("padding_idx", [None, 0])
-@pytest.mark.parametrize("kind", ["tied", "frozen"])
-def test_tables_that_are_tied_or_frozen(kind: str, padding_idx: int | None) -> None:
-    torch.manual_seed(0)
-    module = Reader(careless=True, padding_idx=padding_idx)
-    if kind == "tied":
-        module.hidden, module.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 9, bias=False)
-        module.head.weight = module.words.weight
-    else:
-        module.words.requires_grad_(False)
-    lengths = None if padding_idx == 0 else "attention_mask"
-    private = Private(submodule="words", lengths=lengths)
-    check(*train(module, collate=padded_with_mask, private=private, steps=2))
-
-
-def test_lengths_may_be_told_by_a_function() -> None:
-    torch.manual_seed(0)
-    private = Private(submodule="words", lengths=lambda tokens: (tokens != 0).sum(dim=1))
+def tied() -> nn.Module:
     module = Reader(careless=True)
-    module.places.requires_grad_(False)  # of which hooks see one row for the whole batch
-    check(*train(module, private=private, grad_sample_mode="hooks"))
+    module.hidden, module.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 9, bias=False)
+    module.head.weight = module.words.weight
+    return module.double()
+
+
+def frozen(table: str, padding_idx: int | None = None) -> nn.Module:
+    module = Reader(careless=True, padding_idx=padding_idx)
+    module.get_submodule(table).requires_grad_(False)
+    return module
+
+
+BY_MASK = Private(submodule="words", lengths="attention_mask")
+BY_FUNCTION = Private(submodule="words", lengths=lambda tokens: (tokens != 0).sum(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Reader(padding_idx=0), {}),
+        (Reader(padding_idx=0, careless=True), {"way": "train_step"}),
+        (Reader(), {"collate": padded_with_mask, "poisson_sampling": False}),  # the mask floats, and is not private
+        (Reader(careless=True), {"collate": padded_with_mask, "poisson_sampling": False, "way": "train_step"}),
+        (tied(), {"collate": padded_with_mask, "private": BY_MASK}),
+        (frozen("words"), {"collate": padded_with_mask, "private": BY_MASK}),
+        (frozen("words", 0), {"collate": padded_with_mask, "private": Private(submodule="words")}),
+        (frozen("places"), {"private": BY_FUNCTION, "grad_sample_mode": "hooks"}),  # hooks see one row of places
+    ],
+)
+def test_tokens_that_are_padding_are_not_private(module: nn.Module, options: dict[str, Any]) -> None:
+    check(trained(copy.deepcopy(module), **options))
 
 
 def test_positions_that_nobody_tells_apart_all_count_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     with caplog.at_level("INFO"):
-        engine, _ = train(Reader())
-    told = [record.getMessage() for record in caplog.records]
-    assert any("the output of the embedding 'words' is private" in line for line in told)
-    assert any(line.startswith("private in every example: the output of 'words', ") for line in told)
-    assert sum("nothing shows which positions are padding" in line for line in told) == 1
+        engine = trained(Reader(), steps=4).engine
+    assert caplog.text.count("nothing shows which positions are padding") == 1
+    assert "private in every example: the output of 'words'" in caplog.text
     measured = engine.was_measured().cpu()
-    counted, own = engine.totals.get_num_coordinates().cpu()[measured], WIDTH * torch.tensor(LENGTHS)[measured]
-    assert bool((counted >= own).all())
-    assert bool((counted > own).any())
+    counted = engine.totals.get_num_coordinates().cpu()[measured]
+    assert bool((counted >= OWN[measured]).all())
+    assert bool((counted > OWN[measured]).any())
 
 
 def test_sums_by_coordinate_need_the_longest_length() -> None:
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"diagonal is summed by coordinate.*private=Private\(max_length=…\)"):
-        train(Reader(padding_idx=0), track=("diagonal",))
-    private = Private(max_length=5)
-    engine, truth = train(Reader(padding_idx=0), track=("diagonal", "plis"), private=private)
-    assert relative_error(engine.totals.get_trace().value.cpu(), truth) < 1e-6
-    diagonal = engine.totals.get("diagonal").value.cpu().reshape(len(LENGTHS), 5, WIDTH)
+    for options in ({"track": ("diagonal",)}, {"private": Private(max_length=3)}):
+        with pytest.raises(ValueError, match="max_length"):
+            trained(steps=4, **options)
+    run = trained(track=("diagonal", "plis"), private=Private(max_length=LONGEST))
+    truth = traces(run)
+    diagonal = run.engine.totals.get("diagonal").value.cpu().reshape(len(LENGTHS), LONGEST, WIDTH)
     assert torch.allclose(diagonal.sum(dim=(1, 2)), truth, rtol=1e-6)
     for row, length in enumerate(LENGTHS):
         assert not diagonal[row, length:].any()
-        assert not engine.get_plis([row]).reshape(5, WIDTH)[length:].any()
+        assert not run.engine.get_plis([row]).reshape(LONGEST, WIDTH)[length:].any()
         assert bool((diagonal[row, :length] > 0).all()) == bool(truth[row] > 0)
-    with pytest.raises(ValueError, match=r"has 4 positions in this batch, more than max_length=3"):
-        train(Reader(padding_idx=0), private=Private(max_length=3))
 
 
-def test_tables_and_run_files_hold_every_examples_own_number(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    engine, truth = train(Reader(padding_idx=0))
-    columns = engine.leakage_columns()[1]
-    own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (truth > 0).tolist(), strict=True)]
-    assert columns["num_coordinates"] == own
-    run = run_file.load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
-    assert run.columns["num_coordinates"].tolist() == own
-    assert run.about["dataset"]["most_coordinates"] == max(own)
-    assert "num_coordinates" not in run.about["dataset"]
-    with pytest.raises(ValueError, match="different numbers of private coordinates"):
+def test_tables_run_files_averages_and_plis(tmp_path: Path) -> None:
+    run = trained()
+    engine = run.engine
+    own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (traces(run) > 0).tolist(), strict=True)]
+    assert engine.leakage_columns()[1]["num_coordinates"] == own
+    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
+    assert saved.columns["num_coordinates"].tolist() == own
+    assert saved.about["dataset"]["most_coordinates"] == max(own)
+    with pytest.raises(ValueError, match="coordinates"):
         engine.get_population_mse_bound((-1.0, 1.0))
-
-
-def test_runs_that_saw_different_texts_are_merged_and_resumed() -> None:
-    torch.manual_seed(0)
-    one, _ = train(Reader(padding_idx=0), steps=2)
-    torch.manual_seed(0)
-    other, _ = train(Reader(padding_idx=0), steps=2, seed=8)
-    merged = FILPrivacyEngine.merge([one, other])
-    largest = torch.maximum(one.totals.get_num_coordinates(), other.totals.get_num_coordinates())
-    assert torch.equal(merged.get_num_coordinates(), largest)
-    before = one.leakage_columns()[1]
-    one.load_state_dict(one.state_dict())
-    assert one.leakage_columns()[1] == before
-
-
-def test_the_plis_of_texts_is_nan_at_padding() -> None:
-    torch.manual_seed(0)
-    engine, _ = train(Reader(padding_idx=0), steps=1)
+    other = trained(seed=8).engine
+    largest = torch.maximum(engine.totals.get_num_coordinates(), other.totals.get_num_coordinates())
+    assert torch.equal(FILPrivacyEngine.merge([engine, other]).get_num_coordinates(), largest)
+    before = engine.leakage_columns()[1]
+    engine.load_state_dict(engine.state_dict())
+    assert engine.leakage_columns()[1] == before
     plis = engine.plis([0, 1, 2])
     assert plis.shape == (3, 4, WIDTH)
     assert [int((~row.isnan()).all(dim=1).sum()) for row in plis] == LENGTHS[:3]
 
 
 def test_integers_beside_floats_count_as_known_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.town, self.head = nn.Embedding(5, 2), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor, town: Tensor) -> Tensor:
-            out: Tensor = self.head(torch.cat([x, self.town(town)], dim=1).tanh())
-            return out
-
-    replica = Replica(Both())
+    parts = {"town": nn.Embedding(5, 2), "head": nn.Linear(5, 2)}
+    replica = Replica(Calling(lambda self, x, town: self.head(torch.cat([x, self.town(town)], dim=1).tanh()), **parts))
     given = (torch.randn(2, 3), torch.tensor([1, 4]))
     for _ in range(2):
         assert replica.lay_out(given, {}, None, None).z.shape == (2, 3)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
-        "only the floating-point inputs are private: the integers that 'town' takes count as known to the attacker. "
-        "To protect them as well: private=Private(inputs=[0], submodule=['town'])"
-    ]
+    assert caplog.text.count("only the floating-point inputs are private") == 1
     assert replica.lay_out(given, {}, None, Private(inputs=[0], submodule=["town"])).z.shape == (2, 5)
-
-
-def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
-    """η² of a word is the mean of its coordinates' I_jj, and those of a text add up to its trace."""
-    options = {"collate": padded_with_mask, "track": ("diagonal",)}
-    engine, traces = train(Reader(), private=Private(submodule="words", max_length=5), **options)
-    words = [[f"{t}" for t in tokens.tolist()] for tokens, _ in texts()]
-    path = engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=words, hash_data=False)
-    run = run_file.load(path)
-    assert run.attributes is None
-    assert run.texts is not None
-    assert run.texts.rows.tolist() == engine.get_fil().value.argsort(descending=True).tolist()[: len(run.texts.rows)]
-    assert run.texts.fil.shape[1] == 5
-    for row, own, fil in zip(run.texts.rows, run.texts.words, run.texts.fil, strict=True):
-        assert own == words[row]
-        assert bool((fil[: len(own)] >= 0).all())
-        assert bool(torch.from_numpy(fil[len(own) :]).isnan().all())
-        assert WIDTH * float((fil[: len(own)] ** 2).sum()) == pytest.approx(float(traces[row]), rel=1e-5)
-    for wrong, why in ((words[:-1], "9 entries for 10"), ([[*each, *"abcde"] for each in words], "do not fit")):
-        with pytest.raises(ValueError, match=why):
-            engine.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=wrong)
-    untracked, _ = train(Reader(), collate=padded_with_mask, private=Private(submodule="words"))
-    with pytest.raises(ValueError, match="track=\\('diagonal',\\)"):
-        untracked.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=words)
 
 
 def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """After four lengths, those between them are taken on trust; shorter and longer ones are tried."""
     tried: list[int] = []
     monkeypatch.setattr(evaluation, "plan", lambda gradients: tried.append(gradients.num_coordinates) or Plan(None, 64))
-
     evaluator = evaluation.Executor(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False)
-
-    def plan_for(length: int) -> Plan:
+    for length in (4, 9, 6, 12, 7, 10, 5, 7, 3, 13, 8):
         model = nn.Sequential(nn.Flatten(), nn.Linear(length, 2))
         x, y = torch.randn(4, length), torch.zeros(4, dtype=torch.int64)
-        return evaluator.plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y))
-
-    for length in (4, 9, 6, 12, 7, 10, 5, 7, 3, 13, 8):
-        assert plan_for(length).fits
+        assert evaluator.plan(ExampleGradients.build(model, LOSS, x, y)).fits
     assert tried == [4, 9, 6, 12, 3, 13]
+
+
+def true_maps(module: nn.Module, row: int) -> tuple[Tensor, Tensor]:
+    """η_t of one step and ‖∂PL/∂z_t‖ of every token of a text, [T] each."""
+    tokens, label = texts()[row]
+    alone = Pass(random_state(), module.state_dict(), tokens[None].to(DEVICE), torch.tensor([label]).to(DEVICE), [row])
+    g, jacobian = clipped_and_jacobian(Reader(padding_idx=0).to(DEVICE), alone, "words")
+    information = jacobian[0].square().sum(dim=0) / (SIGMA * C) ** 2
+    slope = 2 * jacobian[0].T @ g[0] / (SIGMA * C) ** 2
+    return information.reshape(-1, WIDTH).mean(dim=1).sqrt().cpu(), slope.reshape(-1, WIDTH).norm(dim=1).cpu()
+
+
+class Tokenizer:
+    """What has ``decode``, as Hugging Face's tokenizers do."""
+
+    def decode(self, tokens: list[int]) -> str:
+        (token,) = tokens
+        return WORDS[token]
+
+
+STRINGS = [[WORDS[token] for token in tokens.tolist()] for tokens, _ in texts()]
+BY_TOKEN = {"track": ("diagonal",), "private": Private(submodule="words", max_length=LONGEST), "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "collate"),
+    [(STRINGS, padded), (Tokenizer(), padded), (Tokenizer().decode, padded), (Tokenizer(), padded_with_mask)],
+)
+def test_maps_by_token_are_those_of_brute_force(given: Any, collate: Any, tmp_path: Path) -> None:
+    """η² of a word is the mean of its coordinates' I_jj; padding is neither decoded nor shown."""
+    run = trained(collate=collate, poisson_sampling=False, **BY_TOKEN)
+    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=given))
+    maps = saved.texts
+    assert maps.rows.tolist() == run.engine.get_fil().value.argsort(descending=True).tolist()[:3]  # of the one batch
+    for row, own, shown_fil, shown_plis in zip(maps.rows, maps.words, maps.fil, maps.plis, strict=True):
+        length = LENGTHS[row]
+        assert own == STRINGS[row]
+        assert np.allclose(shown_fil[:length], true_maps(run.plain, row)[0], rtol=1e-6)
+        assert np.allclose(shown_plis[:length], true_maps(run.module, row)[1], rtol=1e-6)
+        assert np.isnan(shown_fil[length:]).all()
+        assert np.isnan(shown_plis[length:]).all()
+    shown = write_report(saved, tmp_path / "page").read_text()
+    assert re.search(r"<section id=\"words\">.*‖PLIS‖", shown, flags=re.DOTALL)
+
+
+def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    engine, untracked = trained(**BY_TOKEN).engine, trained(private=Private(submodule="words")).engine
+    longer = [[*each, *"abcde"] for each in STRINGS]
+    for run, given, why in ((engine, STRINGS[:-1], "7"), (engine, longer, "fit"), (untracked, STRINGS, "'diagonal'")):
+        with pytest.raises(ValueError, match=why):
+            run.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=given)
+    passes = engine._training.passes
+    passes.dataset = None
+    with pytest.raises(ValueError, match="stream"):
+        token_ids(passes, [0, 1])
+    passes.dataset, passes.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
+    with pytest.raises(ValueError, match="integers"):
+        token_ids(passes, [0, 1])
+
+
+def test_plis_of_a_plain_model_by_token() -> None:
+    module = Reader(padding_idx=0).to(DEVICE)
+    tokens, labels = (part.to(DEVICE) for part in padded([texts()[row] for row in (1, 3)]))
+    norms = token_norms(PLIS(module, LOSS, SIGMA * C, C, private=Private(submodule="words")).attribute(tokens, labels))
+    for place, row in enumerate((1, 3)):
+        assert torch.allclose(norms[place, : LENGTHS[row]].cpu(), true_maps(module, row)[1], rtol=1e-9)
+        assert bool(norms[place, LENGTHS[row] :].isnan().all())

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchfil.run.saved_run import Texts
 
 from tests.report.in_browser import (
     Keys,
@@ -31,6 +30,7 @@ from tests.report.prepared_runs import POLICY, WHOLE, bare, linear, of_kind
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, compare_runs, write_report
 from torchfil.report.page import render_comparison
+from torchfil.run.saved_run import Texts
 
 EVIL = "<script>window.ran = true</script>"
 ROWS = 10_400
@@ -154,7 +154,7 @@ def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any
     assert shown(browser, 0)[0] == "Zoë 27"  # the whole id first, then those that hold it
     for text, written in ((EVIL, EVIL), ("turned", "turned \\u202egnp.exe")):
         search(browser, text, "1 of 300 examples")
-        assert shown(browser, 0) == [written]
+        WebDriverWait(browser, 5).until(lambda driver, written=written: shown(driver, 0) == [written])
 
 
 def test_filters_work_together_and_cards_lead_to_them(browser: Any, pages: dict[str, Path]) -> None:

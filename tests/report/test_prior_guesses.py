@@ -127,7 +127,7 @@ class TestPage:
     def test_without_the_true_answers_it_is_one_of_two(self, tmp_path: Path) -> None:
         run = bare("Doses", 2.0, questions=[question("member", np.full(200, 0.5))])
         page = write_report(run, tmp_path / "report")
-        told = "right up to 75 % of the time instead of 50 % (between two equally likely answers), by any attacker."
+        told = "any attacker could guess “member” correctly in up to 75 % of cases instead of 50 %"
         assert told in self.text(page, "card-what")
         assert "Beside what is common" not in page.read_text()
 

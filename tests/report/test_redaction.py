@@ -94,7 +94,7 @@ def bytes_of_examples(run: SavedRun) -> list[bytes]:
     arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
     for value in np.concatenate(arrays).tolist():
         wanted += [struct.pack("<f", value), struct.pack("<d", value)]
-        wanted += [text.encode() for text in (f"{value:.7g}", f"{value:.5g}") if len(text) >= 6]
+        wanted += [text.encode() for text in (f"{value:.7g}", f"{value:.6g}", f"{value:.5g}") if len(text) >= 6]
     return sorted({item for item in wanted if len(item.strip(b"\0")) > 3})
 
 
@@ -105,7 +105,8 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     private = b"\n".join(everything_in(write_report(run, tmp_path / "private").parent))
     names = [b"PLANTED", b"feedc0de", b"918273645"]
     assert all(name in private for name in names)  # the search can find them
-    assert sum(item in private for item in wanted) > 0.45 * len(wanted)
+    texts = [item for item in wanted if item.isascii() and item.decode().isprintable()]
+    assert sum(item in private for item in texts) > 0.45 * len(texts)
     assert [name for name in names if name in public] == []
     assert [item for item in wanted if item in public] == []
     assert not re.search(rb"data-row=.\d", public)

@@ -216,15 +216,6 @@ class TestMaps:
         assert "<img" not in text
         assert ("data-step" in text) == shown
 
-    @pytest.mark.parametrize(("shape", "told"), [([1, 8, 8], True), ([64], False)])
-    def test_pixels_are_told_by_the_shape(self, shape: list[int], told: bool) -> None:
-        run = pixelated()
-        assert run.attributes is not None
-        plain = dataclasses.replace(run.attributes, pixels=None)
-        other = dataclasses.replace(run, attributes=plain, about=run.about | {"dataset": {"input_shape": shape}})
-        pixels = [attribute.pixel for attribute in summarise(run).attributes]
-        assert [attribute.pixel for attribute in summarise(other).attributes] == (pixels if told else [None] * 64)
-
 
 class TestFile:
     @pytest.mark.parametrize("rows", [slice(None), slice(3, 20)])
