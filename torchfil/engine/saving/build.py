@@ -445,7 +445,7 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     table = attribute_table(d, **named)
     given = [name for name, value in named.items() if value is not None]
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
-        require(not given, f"{', '.join(given)}: attributes were not tracked; make_private(track=('diagonal',))")
+        require(not given, f"{', '.join(given)} were given, but attributes were not tracked: track=('diagonal',)")
         return None
     if not given and with_texts:
         return None
@@ -455,7 +455,7 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     elif len(table.names) > _MOST_ATTRIBUTES:
         reason = f"a run file names {_MOST_ATTRIBUTES:,} of them at most, and there are {len(table.names):,}"
     if reason is not None:
-        warnings.warn(f"attributes are not saved: {reason}; use engine.get_attribute_fil(ids)", stacklevel=5)
+        warnings.warn(f"attributes are not saved: {reason}; read them with engine.get_attribute_fil(ids)", stacklevel=5)
     return None if reason is not None else table
 
 
