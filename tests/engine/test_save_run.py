@@ -171,7 +171,7 @@ def test_runs_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_too_many_attributes_are_left_out_aloud(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.engine.saving.attributes._MOST_ATTRIBUTES", 4)
+    monkeypatch.setattr("torchfil.engine.saving.build._MOST_ATTRIBUTES", 4)
     with pytest.warns(UserWarning, match="attributes are not saved: .* there are 5; read them with engine.get_attr"):
         run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert run.attributes is None

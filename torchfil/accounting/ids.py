@@ -48,8 +48,7 @@ class ExampleIds:
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
                 twice = Counter(self.keys).most_common(1)[0][0]
-                remedy = "give each record its own key, and pass groups to see several of one person together"
-                raise ValueError(f"id_of gives {twice!r} to more than one example: {remedy}")
+                raise ValueError(f"id_of gives {twice!r} to more than one example: give each record its own key")
 
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""

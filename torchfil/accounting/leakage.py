@@ -195,8 +195,7 @@ class Leakage:
         Returns:
             The smallest estimate, and the end; both infinite if nobody was measured.
         """
-        one_end = f"confidence={confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
-        require(0.5 < confidence < 1, one_end)
+        require(0.5 < confidence < 1, f"confidence={confidence}, of one end, must lie strictly between 0.5 and 1")
         bound, measured = self.get_mse_bound(), self.was_measured()
         low = bound.interval(2 * confidence - 1, of)[0]
         if not bool(measured.any()):
@@ -432,9 +431,8 @@ class Leakage:
         if not bool((missed > 0).any()):
             return "exact" if self.conditions.exact else "estimate"
         if self.conditions.typical_changes is None:  # not one part of a reading that has already warned
-            told = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
-            lower = "their Fisher information is a lower bound, and error bounds made from it are not guarantees"
-            warnings.warn(f"{told}: {lower}", stacklevel=5)
+            missing = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
+            warnings.warn(f"{missing}: their FIL is a lower bound, and error bounds are not guarantees", stacklevel=5)
         return "lower bound"
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
@@ -476,12 +474,9 @@ class Leakage:
         """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
         few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
         if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
-            warnings.warn(
-                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
-                "steps that used them, because steps are skipped at random: their low FIL may be luck, and their "
-                "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
-                stacklevel=4,
-            )
+            told = f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} steps"
+            remedy = "Train longer, measure more steps (fil_rate, rel_error), or average runs (merge)."
+            warnings.warn(f"{told}: their low FIL may be luck, and their mse_bound_low is 0. {remedy}", stacklevel=4)
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:

@@ -176,8 +176,7 @@ class Ledger:
         """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
         if num_coordinates != self.laid_out and self.by_coordinate:
             differ = f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}"
-            remedy = "Declare the longest text with private=Private(max_length=…), pad to one length, or track less"
-            raise ValueError(f"{differ}, and {' and '.join(self.by_coordinate)} is summed by coordinate. {remedy}")
+            raise ValueError(f"{differ}: pass private=Private(max_length=…), or leave out track={self.by_coordinate}")
 
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""
@@ -353,8 +352,7 @@ def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> N
         ]
         if not same or kept[0] != kept[1]:
             told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
-            shared = "data set, private coordinates, track and questions"
-            raise ValueError(f"runs to average must share {shared}; got {told}")
+            raise ValueError(f"runs to average must share data, private coordinates, track and questions; got {told}")
 
 
 def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:

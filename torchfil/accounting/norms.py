@@ -299,5 +299,4 @@ def squeezed(levels: Tensor, counts: Tensor, entries: int) -> tuple[Tensor, Tens
 def as_table(levels: Tensor, counts: Tensor) -> Tensor:
     """The counts of all levels, int32 [rows, 96]."""
     table = torch.zeros(len(levels), LEVELS + 1, dtype=counts.dtype, device=counts.device)
-    places = torch.where(counts > 0, levels, _EMPTY).long()
-    return table.scatter_add_(1, places, counts)[:, :LEVELS]
+    return table.scatter_add_(1, torch.where(counts > 0, levels, _EMPTY).long(), counts)[:, :LEVELS]

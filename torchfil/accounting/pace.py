@@ -66,8 +66,7 @@ def choose(
         unevenness: h.
     """
     final = target**2 * (passes + trend * remaining) ** 2
-    share = unevenness * trend**2 * remaining
-    allowed = max(final - relative_variance * passes**2, _SLACK * final) / share
+    allowed = max(final - relative_variance * passes**2, _SLACK * final) / (unevenness * trend**2 * remaining)
     probes = next((k for k in _PROBES if spread / k <= allowed), _PROBES[-1])
     return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
 

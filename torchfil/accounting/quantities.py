@@ -170,8 +170,7 @@ def run_variance(
     batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
     batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
 
-    leaks = relative_change(name, sums, participations)[1]
-    path = torch.where(leaks, _OF_CHANGES * typical * total.square(), 0.0)
+    path = torch.where(relative_change(name, sums, participations)[1], _OF_CHANGES * typical * total.square(), 0.0)
     told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
     return batches, torch.where(told, path, math.inf)
 
@@ -458,8 +457,7 @@ class Divergence(TrackedQuantity):
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """D, its variance from skipped steps, and the sums that show how far one run can be off, [m] each."""
         shape = (len(self.asked.answers),)
-        variance = self.variances[self.name]
-        return {self.name: Sum(shape), variance: Sum(shape, ERROR), **path_layout(self.name, shape)}
+        return {self.name: Sum(shape), self.variances[self.name]: Sum(shape, ERROR), **path_layout(self.name, shape)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """Nothing: these additions do not come from a measurement of Fisher information, see :meth:`added`."""
@@ -504,8 +502,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     require(overwrite or quantity.name not in _REGISTRY, known)
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
-    called = f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
-    require(not taken, called)
+    require(not taken, f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; rename them")
     _REGISTRY[quantity.name] = quantity
     needs_of.cache_clear()
 
@@ -513,8 +510,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
 def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
     """The quantities of a run that tracks these, the trace first, in the order of their registration."""
     unknown = set(track) - set(_REGISTRY)
-    if unknown:
-        raise ValueError(f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
+    require(not unknown, f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
     return tuple([quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track])
 
 

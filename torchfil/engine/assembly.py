@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.attribution.plis import susceptibility
-from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.shards import ShardedReplica, is_sharded
+from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
@@ -286,10 +285,8 @@ class PrivateTraining:
             changed = f"the data set had {before} examples when make_private was called and has {now} now"
             require(before == now, f"{changed}; the ids would shift. Make a new engine for the new data set.")
         if self.optimizer.inside_logical_batch:
-            raise UnfinishedBatchError(
-                "the last pass was left in the middle of a logical batch, to which the next batch would be added under "
-                "one draw of noise: call optimizer.discard_partial_batch() (none of it was released)"
-            )
+            left = "the last pass was left in the middle of a logical batch, whose noise the next one would share"
+            raise UnfinishedBatchError(f"{left}: call optimizer.discard_partial_batch() (none of it was released)")
         self.run.clear_batch()
         self.optimizer._step_skip_queue.clear()
 

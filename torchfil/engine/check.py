@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine.distributed.shards import is_sharded
+from torchfil.engine.distributed.ranks import is_sharded
 from torchfil.engine.executor import Executor, Wanted
 from torchfil.engine.forward import ForwardPass, LossInside
 from torchfil.engine.guard import Guard

@@ -27,8 +27,7 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
 from torchfil.engine.assembly import PrivateTraining, with_views
 from torchfil.engine.distributed.checkpoints import Checkpoints
-from torchfil.engine.distributed.ranks import check_ranks
-from torchfil.engine.distributed.shards import without_shards
+from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
@@ -356,8 +355,8 @@ class FILPrivacyEngine(PrivacyEngine):
         about = (target_true_positive_rate, question, at_false_positive_rate)
         target = calibration.LeakageTarget(target_mse_bound, *about, confidence, of)
         search = calibration.NoiseSearch(margin, grid, max_noise_multiplier)
-        copied = (module, optimizer, data_loader)
-        pilots = calibration.Pilots(self._for_pilot, *copied, epochs, accounting, options, split_batch, train, progress)
+        made_of = (self._for_pilot, module, optimizer, data_loader)
+        pilots = calibration.Pilots(*made_of, epochs, accounting, options, split_batch, train, progress)
         choice = calibration.choose_noise(pilots, target, search)
         made = self.make_private(
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
@@ -558,8 +557,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def paused(self) -> Iterator[None]:
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
-        text = "Fisher accounting is paused: steps are released but not measured, and totals become lower bounds"
-        warnings.warn(text, stacklevel=3)
+        warnings.warn("Fisher accounting is paused: totals become lower bounds of what is released", stacklevel=3)
         before, run.paused = run.paused, True
         try:
             yield

@@ -163,8 +163,7 @@ class Executor:
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
-            reason = "clipping='per_layer' needs the norm of each parameter's gradient"
-            found = Plan(reason, 0, facts=found.facts)
+            found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0, facts=found.facts)
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
@@ -215,10 +214,8 @@ class Executor:
             # only here is the error gone, whose traceback held everything that the pass had allocated
             if not self._halve_memory(batch, wanted, reason):
                 self.memory_limit = before
-                raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken: "
-                    "free memory on that device, track less (track=()), or use fewer probes (num_probes=)."
-                )
+                what = f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken"
+                raise torch.OutOfMemoryError(f"{what}: track less (track=()), or use fewer probes (num_probes=).")
 
     def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
         """Let a pass hold half as much as the one that ran out of memory; False if it held only one example."""
@@ -234,11 +231,8 @@ class Executor:
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at "
-                f"once, as later ones will be, with the same numbers. Execution(max_memory={limit}) starts like that.",
-                stacklevel=2,
-            )
+            what = f"a pass over {was} examples ran out of memory ({_shortened(reason)}), and is repeated with {now}"
+            warnings.warn(f"{what}, with the same numbers; start with Execution(max_memory={limit})", stacklevel=2)
         return True
 
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
@@ -437,8 +431,7 @@ class CapturedPasses:
     """
 
     def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
-        deviation = expected_batch**0.5
-        usual = {math.ceil(expected_batch + k * deviation) for k in _DEVIATIONS}
+        usual = {math.ceil(expected_batch + k * expected_batch**0.5) for k in _DEVIATIONS}
         self._sizes = sorted({*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch})
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
@@ -630,8 +623,7 @@ def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
         size = max(1, batch.plan.bytes_per_example)
         passes.append((min(len(gradients), max(1, limit // size)), size))
     if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
-        vectors = batch.working_vectors(wanted.estimator, limit)[1]
-        size = vectors * gradients.bytes_per_vector
+        size = batch.working_vectors(wanted.estimator, limit)[1] * gradients.bytes_per_vector
         passes.append((min(len(gradients), max(1, limit // size)), size))
     return passes
 

@@ -170,10 +170,8 @@ class Observer:
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
         if steps == 0 and len(self.finished()) > 1:
-            raise RuntimeError(
-                "several backward passes, and no step of the optimizer that make_private returned: step that one, not "
-                "the one that you passed; its zero_grad() drops these passes"
-            )
+            returned = "several backward passes, and no step of the optimizer that make_private returned"
+            raise RuntimeError(f"{returned}: step that one; its zero_grad() drops these passes")
 
     def check_ready(self, finished: Sequence[ForwardPass], *, by_opacus: bool) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
@@ -183,39 +181,29 @@ class Observer:
         parts = self.tracker.parts
         if self.touched:
             names = ", ".join(sorted(self.touched))
-            raise RuntimeError(
-                f"part of the loss does not go through the model's output: it reached {names} directly. It may be a "
-                "penalty on the weights (use weight_decay), a pass in eval mode, or one of the model that you passed: "
-                f"call model.train(), and call the returned model. {_HOW_TO_DROP}"
-            )
+            direct = f"part of the loss does not go through the model's output: it reached {names} directly"
+            remedy = "For a penalty use weight_decay; otherwise call model.train(), and call the returned model."
+            raise RuntimeError(f"{direct}. {remedy} {_HOW_TO_DROP}")
         if not finished:
-            raise RuntimeError(
-                "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
-                "since the last step; call that model in training mode, and backward() on its loss"
-            )
+            lacking = "optimizer.step() without a backward pass through the model that make_private returned"
+            raise RuntimeError(f"{lacking}; call that model in training mode, and backward() on its loss")
         if by_opacus:
             return
 
         # an example's gradient is clipped once, and it may be in one draw only
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
         if len(set(batches)) < len(batches):
-            raise ValueError(
-                "the model was called several times on one batch since the last step, but an example's gradient is "
-                "clipped once, over all calls. Pass one module to make_private that calls it and returns all outputs, "
-                f"with criterion=<function(outputs, targets)>. {_HOW_TO_DROP}"
-            )
+            several = "the model was called several times on one batch since the last step, and clips once"
+            remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
+            raise ValueError(f"{several}. {remedy} {_HOW_TO_DROP}")
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
-            raise ValueError(
-                f"the {len(finished)} backward passes since the last step are not over the {parts} batches of one draw "
-                f"(accumulation_steps={parts}): use each batch once, and call optimizer.step() after every {parts}-th, "
-                f"counted from the start of a pass over the loader. {_HOW_TO_DROP}"
-            )
+            counted = f"{len(finished)} backward passes are not over the {parts} batches of one draw"
+            remedy = f"use each batch once, and call optimizer.step() after every {parts}-th of a pass over the loader"
+            raise ValueError(f"{counted} (accumulation_steps={parts}): {remedy}. {_HOW_TO_DROP}")
         if parts == 1 and len(finished) > 1 and not self.accumulates:
-            raise ValueError(
-                f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch on its own, "
-                f"so an example could be in several, and ε would be wrong. Pass accumulation_steps={len(finished)} to "
-                "make_private (parts of one draw), or use Opacus's BatchMemoryManager with a larger batch_size."
-            )
+            drawn = f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch on its own"
+            remedy = f"Pass accumulation_steps={len(finished)} to make_private, or use Opacus's BatchMemoryManager."
+            raise ValueError(f"{drawn}, so an example could be in several, and ε would be wrong. {remedy}")
 
     def watch(self, forward: ForwardPass, outputs: Any) -> None:
         """Note a forward pass, and watch for gradients that arrive at its outputs, as the loop receives them."""
@@ -528,10 +516,8 @@ class RecordedModule(AbstractGradSampleModule):
         if self._loop_forward is None or not (self._module.training and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
         if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
-            raise ValueError(
-                "an input of the model requires a gradient, but with grad_sample_mode='auto' backward() ends at the "
-                "model's outputs: detach the input, or use grad_sample_mode='hooks'"
-            )
+            ends = "an input of the model requires a gradient, but backward() ends at the model's outputs"
+            raise ValueError(f"{ends}: detach the input, or use grad_sample_mode='hooks'")
         return self._run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedModule:
@@ -548,10 +534,8 @@ class RecordedModule(AbstractGradSampleModule):
             TypeError: It still trains.
         """
         if self._loop_forward is not None:
-            raise TypeError(
-                "the private model belongs to a run, which cannot be pickled. To keep the weights: "
-                "torch.save(model._module.state_dict(), path); to keep the run, too: engine.save_checkpoint"
-            )
+            remedy = "save model._module.state_dict(), or the run with engine.save_checkpoint"
+            raise TypeError(f"the private model belongs to a run, which cannot be pickled: {remedy}")
         return super().__reduce_ex__(protocol)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -620,5 +604,4 @@ def _forget_failed_passes(module: nn.Module) -> None:
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:
-    floating = leaf.is_floating_point() or leaf.is_complex()
-    return leaf.detach().requires_grad_() if floating else leaf
+    return leaf.detach().requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf

@@ -223,11 +223,9 @@ class Guard:
         for given, rows in pairs:
             how = how_rows_mix(given, rows)
             if how is not None:
-                raise RuntimeError(
-                    f"the model's inputs are {how}: an example in another one's row has a gradient that is not bounded "
-                    "by max_grad_norm, and leaks what is not accounted for. Make each row from its own example alone; "
-                    f"augmentations of single examples are fine. {_NOT_TAKEN}"
-                )
+                unbounded = "what one example adds through another's row is not bounded by max_grad_norm"
+                remedy = "Make each row from its own example alone; augmentations of single examples are fine."
+                raise RuntimeError(f"the model's inputs are {how}: {unbounded}. {remedy} {_NOT_TAKEN}")
         self._row_looks += 1
         self._until_rows = min(2**self._row_looks, _STEPS_BETWEEN_LOOKS)
         same = any(torch.equal(given, rows) for given, rows in pairs)
@@ -240,19 +238,14 @@ class Guard:
         if every is not None:
             args, kwargs = as_call(split_batch(call.batch, self.options.batch_to_inputs)[0])
             if len(args) + len(kwargs) != len(call.args) + len(call.kwargs):
-                raise ValueError(
-                    f"norm_refresh={every} calls the model with a batch without its targets ({len(args)} positional "
-                    f"inputs, {sorted(kwargs)} by name), unlike the loop; pass batch_to_inputs="
-                )
+                unlike = f"{len(args)} positional, {sorted(kwargs)} by name), unlike the loop: pass batch_to_inputs="
+                raise ValueError(f"norm_refresh={every} calls the model with a batch without its targets ({unlike}")
         with self.replica.random_state_kept(), buffers_kept(self.replica.live):
             operators = non_smooth_operators(self.replica.live, call.args, call.kwargs)
         if operators:
-            warnings.warn(
-                f"the model calls {', '.join(sorted(operators))}, whose derivative jumps: its Fisher information "
-                "misses the jumps, and error bounds made from it are not guarantees. "
-                "torchfil.SmoothnessValidator.fix(model) replaces layers; replace calls in forward (F.relu) yourself.",
-                stacklevel=2,
-            )
+            jumps = f"the model calls {', '.join(sorted(operators))}, whose derivative jumps: bounds are not guarantees"
+            remedy = "torchfil.SmoothnessValidator.fix(model) replaces layers; replace calls (F.relu) yourself."
+            warnings.warn(f"{jumps}. {remedy}", stacklevel=2)
 
     # ------------------------------------------------------------------ the loss
 
@@ -458,8 +451,8 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
     """
     apart, size = _distance(ours, loops).tolist()
     if apart > _tolerance(loops, reduced=reduced) * size:
-        theirs = f"some that differ by up to {apart:.3g}"
-        raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
+        theirs = _COPY_DIFFERS.format(f"some that differ by up to {apart:.3g}")
+        raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {theirs}")
 
 
 def _tolerance(values: Tensor, *, reduced: bool) -> float:

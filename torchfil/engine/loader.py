@@ -519,8 +519,7 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
     remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
     if isinstance(batch, Mapping):
         targets = {key: value for key, value in batch.items() if is_target_name(key)}
-        if not targets:
-            raise ValueError(f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
+        require(bool(targets), f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
         inputs = {key: value for key, value in batch.items() if key not in targets}
         return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
@@ -558,13 +557,13 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
         repeats = getattr(inner, "replacement", False)
         require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
     elif isinstance(inner, data.SubsetRandomSampler | data.WeightedRandomSampler):
-        remedy = "Pass a loader over torch.utils.data.Subset(dataset, indices) without a sampler"
-        raise ValueError(f"{unused}. {remedy}, or poisson_sampling=False with a sampler without replacement.")
+        raise ValueError(f"{unused}. Use torch.utils.data.Subset(dataset, indices), or poisson_sampling=False.")
     elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
     if isinstance(inner, data.WeightedRandomSampler):
-        often = "examples with larger weights take part more often, and each participation counts, so they leak more"
-        warnings.warn(f"the loader has a WeightedRandomSampler: {often}", stacklevel=4)
+        warnings.warn(
+            "weighted examples take part more often, and each participation counts: they leak more", stacklevel=4
+        )
 
 
 def most_in_a_pass(loader: DataLoader[Any]) -> int:

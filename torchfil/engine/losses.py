@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from torchfil.fisher.models import wide
 from torchfil.fisher.recording import losses_of
+from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["GhostCriterion", "IdentifiedLoss", "LossMismatchError", "TokenMean"]
@@ -178,10 +179,8 @@ def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[T
             total = losses_of(loss, outputs, targets).sum()  # the gradient of ℓ_i at o_j is 0
         found = iter(torch.autograd.grad(total, moving, allow_unused=True, materialize_grads=True))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        raise LossMismatchError(
-            f"the criterion ({loss.name}) fails on one example, as criterion(outputs, targets): {error}. Targets are "
-            "the batch's last item unless batch_to_inputs= says otherwise."
-        ) from error
+        fails = f"the criterion ({loss.name}) fails on one example, as criterion(outputs, targets): {error}"
+        raise LossMismatchError(f"{fails}. Targets are the batch's last item, or see batch_to_inputs=.") from error
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in tensors_of(outputs)]
 
 
@@ -267,12 +266,9 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     if any(agrees):
         return not agrees[0]
     factor = _common_factor(alone, observed)
-    raise LossMismatchError(
-        f"the gradient at the model's output differs from that of the engine's loss ({loss.name}): the training loop "
-        "uses another loss, or one that mixes examples (class weights with reduction='mean' do). "
-        f"{'' if factor is None else _scaled(factor)}Pass the loop's loss, a sum or mean over examples, as criterion=. "
-        "This step was not taken."
-    )
+    differs = f"the gradient at the model's output differs from that of the engine's loss ({loss.name})"
+    remedy = f"{'' if factor is None else _scaled(factor)}Pass the loop's loss as criterion=."
+    raise LossMismatchError(f"{differs}: another loss, or one that mixes examples. {remedy} This step was not taken.")
 
 
 def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
@@ -302,11 +298,8 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
         agrees = _agreements(loss, alone, [factor * gradient for gradient in at_batch], targets)
         if any(agrees):
             return not agrees[0]
-    raise LossMismatchError(
-        f"the criterion ({loss.name}) has another gradient on this batch than the mean or sum of its values on single "
-        "examples: it mixes examples, or weights them by others, as class weights with reduction='mean' do, so no "
-        "example has its own loss. Use reduction='sum'. This step was not taken."
-    )
+    mixes = f"the criterion ({loss.name}) mixes examples, as class weights with reduction='mean' do"
+    raise LossMismatchError(f"{mixes}: no example has its own loss. Use reduction='sum'. This step was not taken.")
 
 
 def _candidates(outputs: Tensor, targets: Tensor, reduction: str) -> Iterator[IdentifiedLoss]:
@@ -406,11 +399,8 @@ class GhostCriterion:
     def __init__(self, criterion: Callable[..., Tensor] | None, loss_reduction: str) -> None:
         given = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         own = getattr(given, "reduction", loss_reduction)
-        if own != loss_reduction:
-            raise ValueError(
-                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping needs the "
-                f"same for both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
-            )
+        both = f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}"
+        require(own == loss_reduction, f"{both}; ghost clipping needs the same for both: change one of them")
         self.criterion, self.reduction = given, loss_reduction
         self._by_example = given
         if isinstance(given, nn.Module) and hasattr(given, "reduction"):

@@ -72,10 +72,8 @@ class FILOptimizer(DPOptimizer):
         Raises:
             RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which nothing accounts for.
         """
-        raise RuntimeError(
-            "a GradScaler skips a step if a gradient overflows, which reveals something about the batch without noise. "
-            "Use torch.autocast with dtype=torch.bfloat16, which needs no scaler. This step was not taken."
-        )
+        skips = "a GradScaler skips a step if a gradient overflows, which reveals something without noise"
+        raise RuntimeError(f"{skips}. Use autocast with bfloat16, which needs no scaler. This step was not taken.")
 
     @property
     def max_grad_norms(self) -> list[float] | None:
@@ -275,10 +273,8 @@ class GradSampleOptimizer(FILOptimizer):
         sizes = {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
-            raise RuntimeError(
-                f"gradients of {min(sizes)} and of {max(sizes)} examples in one step: parameters of shape {shapes} saw "
-                "one row for the whole batch. Use grad_sample_mode='auto', or give them a row per example."
-            )
+            rows = f"gradients of {min(sizes)} and of {max(sizes)} examples in one step (shapes {shapes})"
+            raise RuntimeError(f"{rows}. Use grad_sample_mode='auto', or give them a row per example.")
         flat = [sample[:, None].flatten(1) for sample in samples]
         parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]
         return torch.stack(parts, dim=1)

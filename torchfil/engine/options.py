@@ -25,8 +25,7 @@ from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Asked, Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.shards import is_sharded
+from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
 from torchfil.fisher.amplification import Amplification, get_amplification
@@ -335,7 +334,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         rate, steps, reduction = self.sample_rate, self.accounting.accumulation_steps, self.loss_reduction
-        more = f"accumulation_steps={steps} batches hold more than the data set (a rate of {rate}); accumulate fewer"
+        more = f"accumulation_steps={steps} batches hold more than the data set; accumulate fewer"
         require(rate is None or rate <= 1, more)
         require(reduction in ("mean", "sum"), f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
         larger = f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}"
@@ -360,15 +359,13 @@ def check_modes(
     # Hooks form one gradient for each view, not for each example, and of all weights.
     recorded = mode == "auto" and batch_first
     for name, given in (("views=", views), ("a sharded model", is_sharded(module))):
-        needs = f"{name} needs grad_sample_mode='auto' with wrap_model=True and batch_first=True"
-        require(recorded or not given, needs)
+        require(recorded or not given, f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True")
 
     # Opacus's hooks give the padding row a gradient that torch does not.
     embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
     padded = [name for name, part in embeddings if part.padding_idx is not None and part.weight.requires_grad]
-    differs = f"the embeddings {padded} have a padding_idx, whose gradient is zero in torch and not in Opacus"
-    remedy = "Use grad_sample_mode='auto', or set padding_idx = None on them."
-    require(not padded or mode == "auto", f"{differs}: what is released would not be what is accounted. {remedy}")
+    differs = f"the embeddings {padded} have a padding_idx, which Opacus does not leave out of the gradient"
+    require(not padded or mode == "auto", f"{differs}: use grad_sample_mode='auto', or set padding_idx = None")
     return mode
 
 
@@ -389,9 +386,8 @@ def thresholds(
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     limits = [float(limit) for limit in max_grad_norm] if several else []  # type: ignore[union-attr]
-    needed = f"a list of {len(order)} numbers, one for each of {order}, got {max_grad_norm}"
-    together = f"For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
-    require(len(limits) == len(order), f"clipping='per_layer' needs max_grad_norm as {needed}. {together}")
+    needed = f"a list of {len(order)} numbers, one for each of {order} ([C / {len(order)} ** 0.5] * {len(order)})"
+    require(len(limits) == len(order), f"clipping='per_layer' needs max_grad_norm as {needed}, got {max_grad_norm}")
     require(all(0 < limit < math.inf for limit in limits), f"max_grad_norm={limits} must all be positive and finite")
 
     norm = math.hypot(*limits)
@@ -408,11 +404,9 @@ def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
     own = {id(p) for p in module.parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
-    foreign = f"{len(given - own)} of the optimizer's {len(given)} are not the module's"
-    lacking = f"it does not hold {len(left)} trainable ones ({left[:5]})"
-    remedy = "Make the optimizer after layers were replaced, and freeze what is not trained (requires_grad_(False))."
-    differ = f"Module parameters are different than optimizer Parameters: {foreign}, and {lacking}. {remedy}"
-    require(not (given - own or left), differ)
+    foreign, lacking = len(given - own), f"lacks {len(left)} trainable ones ({left[:5]})"
+    differ = f"Module parameters are different than optimizer Parameters: it has {foreign} foreign ones, and {lacking}"
+    require(not (given - own or left), f"{differ}. Make it after layers were replaced, and freeze what is not trained.")
 
 
 def checked_options(
@@ -457,8 +451,7 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
     named = "put an id into every example, and pass its name or place in a batch, or a function from a batch to its ids"
     identified = callable(id_of) or isinstance(id_of, str | int)
     require(identified, f"id_of={id_of!r} does not identify the examples in a stream: {named}")
-    size = "batch_size=None, and the mean of a noisy sum needs a size that does not depend on the data"
-    require(loader.batch_size is not None, f"the loader has {size}: DataLoader(stream, batch_size=…)")
+    require(loader.batch_size is not None, "the loader has batch_size=None: give DataLoader(stream, batch_size=…)")
 
     # options that need all examples before they have arrived
     unknown = {

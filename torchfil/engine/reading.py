@@ -101,12 +101,10 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
 
 def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:
     """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps)."""
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    rdp = np.zeros((len(steps), len(orders)))
+    rdp = np.zeros((len(steps), len(RDPAccountant.DEFAULT_ALPHAS)))
     before = 0
     for sigma, q, count in history:
-        inside = (np.asarray(steps) - before).clip(0, count)
-        rdp += np.outer(inside, _rdp_per_step(q, sigma))
+        rdp += np.outer((np.asarray(steps) - before).clip(0, count), _rdp_per_step(q, sigma))
         before += count
     return _epsilon_from_rdp(rdp, delta)
 
@@ -175,11 +173,8 @@ def robustness_with_known_batches(squared_norm: Tensor, noise_std: float, prior_
 def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] | None) -> PopulationBound:
     """van Trees: the MSE that no attacker gets below, on average over people."""
     leakage = training.run.leakage
-    if not leakage.ledger.same_coordinates:
-        raise ValueError(
-            "examples have different numbers of private coordinates (texts of different lengths); take those of one "
-            "length: torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
-        )
+    remedy = "take those of one length: torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
+    require(leakage.ledger.same_coordinates, f"examples have different numbers of private coordinates; {remedy}")
     trace = leakage.get_trace()
     if prior is None:
         rows, prior = fitted_prior(training.passes)
@@ -187,10 +182,8 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
     elif isinstance(prior, tuple):
         prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
     elif not isinstance(prior, Prior):
-        raise TypeError(
-            f"prior={type(prior).__name__}: a law fitted to values alone ignores what is public; leave it out to "
-            "fit the run's own examples, or pass Prior.gaussian(values, known=[labels, …])"
-        )
+        what = f"prior={type(prior).__name__}: a law fitted to values alone ignores what is public"
+        raise TypeError(f"{what}; leave it out, or pass Prior.gaussian(values, known=[labels, …])")
     return population_mse_bound(trace, leakage.num_coordinates, prior)
 
 
@@ -232,11 +225,9 @@ def average(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage:
     require(not twice, "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs")
     mean = Leakage.average([training.run.leakage for training, _ in runs])
     mechanisms = sorted({_mechanism_in_words(*each) for each in runs})
-    if len(mechanisms) > 1:
-        raise ValueError(
-            "runs to average must share noise, clipping (and clip_weights), subsampling, the number of steps and "
-            "what is private; got " + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in mechanisms)
-        )
+    got = "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in mechanisms)
+    shared = "noise, clipping (and clip_weights), subsampling, the number of steps and what is private"
+    require(len(mechanisms) == 1, f"runs to average must share {shared}; got {got}")
     return mean
 
 

@@ -244,9 +244,8 @@ class Replica:
         """
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
-                known = "the optimizer and the accounting know only the old one"
-                remedy = "change the model before make_private, or make a new engine and optimizer"
-                raise RuntimeError(f"{name} was replaced after make_private, and {known}: {remedy}")
+                known = f"{name} was replaced after make_private, and optimizer and accounting know only the old one"
+                raise RuntimeError(f"{known}: change the model before make_private")
         num_hooks = 0
         for live, _ in self._pairs:
             num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
@@ -368,8 +367,7 @@ def recurrent_forward(module: Any) -> Callable[..., Any]:
 
     A recorded pass computes these layers as torch's.
     """
-    modes = {DPLSTM: "LSTM", DPGRU: "GRU"}
-    mode = modes.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
+    mode = {DPLSTM: "LSTM", DPGRU: "GRU"}.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
 
     def forward(sequences: Any, state_init: Any = None) -> Any:
         return run_recurrent(module, mode, sequences, state_init, drops_states=True)

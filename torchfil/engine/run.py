@@ -156,15 +156,11 @@ class Run:
         """The ledger so far, for reading; of all ranks (collective)."""
         ledger, test_matrix = self.whole_ledger
         if ledger is None:
-            raise RuntimeError(
-                "no private step has been taken yet, so there is nothing to report; train first "
-                "(optimizer.step() of the optimizer that make_private returned)"
-            )
+            raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
-        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix)
-        return Leakage(ledger, self.ids, conditions)
+        return Leakage(ledger, self.ids, Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix))
 
     @property
     def timeline(self) -> Timeline:
@@ -190,11 +186,9 @@ class Run:
         """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
         noise = Noise(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
         if self.staged and self.staged[0].noise != noise:  # the others were compared with it
-            raise RuntimeError(
-                f"noise_multiplier and max_grad_norm changed from {tuple(self.staged[0].noise)} to {tuple(noise)} "
-                "within one logical batch: step their schedulers only after a whole one. Restore the values, or call "
-                "optimizer.discard_partial_batch(). This step was not taken."
-            )
+            change = f"changed from {tuple(self.staged[0].noise)} to {tuple(noise)} within one logical batch"
+            remedy = "Restore the values, or call optimizer.discard_partial_batch(). This step was not taken."
+            raise RuntimeError(f"noise_multiplier and max_grad_norm {change}. {remedy}")
         return noise
 
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
@@ -202,28 +196,22 @@ class Run:
         ids: list[int] = []
         for call in calls:
             if call.ids is None:
-                raise RuntimeError(
-                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
-                    "its examples are unknown; iterate over that loader"
-                )
+                unknown = "a batch that did not come from the loader that make_private returned: who is in it"
+                raise RuntimeError(f"{unknown} is unknown; iterate over that loader")
             ids += call.ids
         if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
             return ids
         if len(ids) != num_gradients:
-            raise RuntimeError(
-                f"{len(ids)} examples were seen in {len(calls)} forward passes, but there are {num_gradients} "
-                "per-example gradients. Call the model once per batch, with the whole batch; further calls belong into "
-                "one module. The first dimension of outputs, and of inputs (batch_first=False), runs over examples."
-            )
+            counts = f"{len(ids)} examples in {len(calls)} forward passes, but {num_gradients} per-example gradients"
+            remedy = "Call the model once per batch; outputs' and inputs' first dimension runs over examples."
+            raise RuntimeError(f"{counts}. {remedy}")
 
         # one noise covers each example once
         staged = self._staged_ids
         together = {*ids, *staged}
         if len(together) < len(ids) + len(staged):
-            raise RuntimeError(
-                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
-                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
-            )
+            twice = "an example occurs twice under one draw of noise: its gradient would count twice"
+            raise RuntimeError(f"{twice}. Sample without replacement, and accumulate no passes that share examples.")
         if isinstance(self.ids, GrowingIds) and self.ledger is not None:  # a stream's new examples must fit into memory
             n = self.ids.num_examples + self.ids.count_new(together)
             self._check_memory(n * self.ledger.bytes_per_example + NormHistory.bytes_needed(n))
@@ -244,10 +232,8 @@ class Run:
             if len(set(self._keys)) < len(self._keys):
                 twice = next(key for key, count in Counter(self._keys).items() if count > 1)
                 ranks = [rank for rank, keys in enumerate(by_rank) if twice in keys]
-                raise StepNotTakenError(
-                    f"example {twice!r} is in this step's batches of ranks {ranks}: its gradient would count twice. "
-                    "Give every rank its own shards (the same sampler.set_epoch on all). This step was not taken."
-                )
+                where = f"example {twice!r} is in this step's batches of ranks {ranks}: its gradient would count twice"
+                raise StepNotTakenError(f"{where}. Give every rank its own shards. This step was not taken.")
         return self._keys
 
     def chooses_to_measure(self) -> bool:
@@ -352,8 +338,7 @@ class Run:
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
-        noise_multiplier = float(optimizer.noise_multiplier)
-        self.history.step(torch.cat(rows), torch.cat(ratios), noise_multiplier, self._accounted_rate())
+        self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), self._accounted_rate())
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:
@@ -415,21 +400,17 @@ class Run:
     def _check_memory(self, needed: int) -> None:
         accounting = self.options.accounting
         if needed > accounting.max_ledger_memory:
-            raise MemoryError(
-                f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
-                f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={tuple(accounting.track)}) or for "
-                f"chosen ids only, or confirm with accounting=Accounting(max_ledger_memory={needed})."
-            )
+            over = f"{needed / 2**30:.2f} GiB, over the limit of {accounting.max_ledger_memory / 2**30:.2f} GiB"
+            remedy = f"Track less, or for chosen ids only, or pass Accounting(max_ledger_memory={needed})"
+            raise MemoryError(f"the ledger of track={tuple(accounting.track)} would take {over}. {remedy}.")
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, timeline, test matrix and the probes' generator (collective)."""
         if self.staged:
-            raise RuntimeError(
-                "a state can be saved and loaded only between logical batches; finish the batch first, or call "
-                "optimizer.discard_partial_batch()"
-            )
+            when = "a state can be saved and loaded only between logical batches"
+            raise RuntimeError(f"{when}; finish the batch first, or call optimizer.discard_partial_batch()")
         ledger, test_matrix = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
@@ -499,10 +480,8 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
     else:
         weights = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
         if weights.shape != (n,):
-            raise ValueError(
-                f"clip_weights has shape {list(weights.shape)} for {n} examples; give one weight for each in the order "
-                "of the data set, or a dict {id: weight} of those that are not 1"
-            )
+            form = "give one for each, in the order of the data set, or a dict {id: weight} of those that are not 1"
+            raise ValueError(f"clip_weights has shape {list(weights.shape)} for {n} examples; {form}")
     check_clip_weights(weights, ids.all())
     return weights
 

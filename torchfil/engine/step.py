@@ -88,10 +88,7 @@ class Step:
         if self._closed:
             raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
-            raise RuntimeError(
-                "train_step takes whole draws: leave out accumulation_steps and BatchMemoryManager, and multiply the "
-                "DataLoader's batch_size instead (max_memory splits a batch automatically)"
-            )
+            raise RuntimeError("train_step takes whole draws: leave out accumulation_steps, and multiply batch_size")
         self.run.clear_batch()
         call, loss = self._call_without_loop(inputs, targets)
         values = self.measure(optimizer, [call], loss)
@@ -365,10 +362,7 @@ class Step:
         outputs, masks = self._inside.run_live(args, kwargs)
         losses = self._inside.losses_in(outputs)
         if not losses:
-            raise RuntimeError(
-                "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
-                "that computes its loss itself"
-            )
+            raise RuntimeError("train_step needs the loss: pass criterion= to make_private, or labels to a model")
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
@@ -445,8 +439,7 @@ def _own_coordinates(parts: Sequence[Examples]) -> Tensor | int:
     """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
     if len(parts) == 1:
         return parts[0].own_coordinates
-    by_part = [torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts]
-    return torch.cat(by_part)
+    return torch.cat([torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts])
 
 
 def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:

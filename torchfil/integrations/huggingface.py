@@ -26,6 +26,7 @@ from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
+from torchfil.utils.errors import require
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -192,11 +193,8 @@ class FILTrainer(Trainer):
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The model's inputs, and the labels: one tensor, or several by name."""
         names = [name for name in self._label_names if name in batch]
-        if not names:
-            raise ValueError(
-                f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}: put the labels into every "
-                "example under that name, or pass TrainingArguments(label_names=[…])"
-            )
+        lacks = f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}"
+        require(bool(names), f"{lacks}: name them so in every example, or pass TrainingArguments(label_names=[…])")
         inputs = {name: value for name, value in batch.items() if name not in names}
         labels = {name: batch[name] for name in names}
         if len(names) == 1:
@@ -227,10 +225,8 @@ class FILTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / STATE_FILE).exists():
-            raise ValueError(
-                f"{resume_from_checkpoint} has no {STATE_FILE}: it does not hold the accounting, so what its steps "
-                "leaked would be missing. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
-            )
+            lacks = f"{resume_from_checkpoint} has no {STATE_FILE}, so what its steps leaked would be missing"
+            raise ValueError(f"{lacks}. Resume from a checkpoint of FILTrainer (without save_only_model=True).")
         self._weights_before = copy.deepcopy(self.model.state_dict())  # kept if the accounting is refused
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -285,11 +281,8 @@ class _StepTaken(optim.Optimizer):
 def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> Callable[..., Tensor]:
     """The user's loss as a function of outputs and labels."""
     check_unweighted_mean(criterion)
-    if label_smoothing:
-        raise ValueError(
-            f"label_smoothing_factor={label_smoothing} has no effect on criterion=; smooth the labels there, e.g. with "
-            "nn.CrossEntropyLoss(label_smoothing=…)"
-        )
+    unused = f"label_smoothing_factor={label_smoothing} has no effect on criterion="
+    require(not label_smoothing, f"{unused}; smooth the labels there: nn.CrossEntropyLoss(label_smoothing=…)")
 
     def loss(outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
         return criterion(outputs["logits"], labels)
@@ -325,25 +318,14 @@ def _check_trainer(trainer: Any) -> None:
         raise TypeError(f"privacy has {', '.join(elsewhere)}, but these are set by {where}; leave it out")
 
     # what would make the released gradient another one
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(
-            f"mixed precision {accelerator.mixed_precision!r} cannot be accounted for: its scale and skipped steps "
-            "reveal something about the examples without noise. Use bf16=True, which needs no scale."
-        )
+    scaled = f"mixed precision {accelerator.mixed_precision!r} is not accounted for: it skips steps without noise"
+    require(accelerator.mixed_precision in ("no", "bf16"), f"{scaled}. Use bf16=True, which needs no scale.")
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if args.n_gpu > 1 or sharded or getattr(accelerator, "parallelism_config", None) is not None:
-        raise ValueError(
-            f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded model) cannot be "
-            "accounted for: each example's gradient needs the whole model. Start one process per GPU (torchrun, "
-            "accelerate launch), or train on one device (CUDA_VISIBLE_DEVICES=0)."
-        )
+        kind = f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded model)"
+        raise ValueError(f"{kind} cannot be accounted for. Use torchrun, or one device (CUDA_VISIBLE_DEVICES=0).")
     if args.torch_compile or args.auto_find_batch_size:
-        raise ValueError(
-            "torch_compile=True and auto_find_batch_size=True are not supported: the accounting differentiates the "
-            "uncompiled model, and would count a restarted run only once; leave them out"
-        )
+        raise ValueError("torch_compile=True and auto_find_batch_size=True cannot be accounted for; leave them out")
     if trainer.compute_loss_func is not None or type(trainer).compute_loss is not FILTrainer.compute_loss:
-        raise ValueError(
-            "compute_loss_func and compute_loss of a subclass are not called in training, because the engine takes "
-            "the whole step; pass the loss of (logits, labels) as criterion="
-        )
+        loss = "compute_loss_func and compute_loss of a subclass are not called in training, which the engine does"
+        raise ValueError(f"{loss}; pass the loss of (logits, labels) as criterion=")

@@ -79,10 +79,7 @@ class FILCallback(pl.Callback):
         **options: Any,
     ) -> None:
         for name in {"wrap_model", "grad_sample_mode"} & options.keys():
-            raise TypeError(
-                f"{name} is chosen by FILCallback: Lightning needs its own module, so it is not wrapped; its calls in "
-                "training go through the engine (grad_sample_mode='auto')"
-            )
+            raise TypeError(f"{name} is chosen by FILCallback: Lightning needs its own module, unwrapped; leave it out")
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.module = module
         self.path = path
@@ -96,10 +93,8 @@ class FILCallback(pl.Callback):
         """Replace the fit's optimizer and loader with private ones, and hook the model."""
         _check_trainer(trainer)
         if trainer.ckpt_path is not None and not self._restored:
-            raise ValueError(
-                f"the checkpoint {trainer.ckpt_path} holds no accounting, so what its steps leaked would be missing "
-                "from the table. Resume from a checkpoint of a fit with FILCallback, or load only public weights."
-            )
+            lost = f"the checkpoint {trainer.ckpt_path} holds no accounting, so what its steps leaked would be missing"
+            raise ValueError(f"{lost}. Resume from a fit with FILCallback, or load only public weights.")
 
         # Poisson sampling itself draws for all ranks; for other samplers, Lightning gives each rank its part.
         poisson = self.options.get("poisson_sampling", True)
@@ -132,10 +127,8 @@ class FILCallback(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
         if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set during the fit: with Poisson "
-                "sampling the batch size is fixed at its start. Pass Trainer(accumulate_grad_batches=…) instead."
-            )
+            changed = f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set during the fit"
+            raise ValueError(f"{changed}, at whose start Poisson sampling fixes the batch size: pass it to Trainer")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log ε."""
@@ -176,10 +169,8 @@ class FILCallback(pl.Callback):
         if size == 1:
             return loader
         if loader.batch_size is None:
-            raise ValueError(
-                f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with your own "
-                "batch_sampler: pass batch_size= instead, which determines the size of a step"
-            )
+            own = f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with a batch_sampler"
+            raise ValueError(f"{own}: pass batch_size= instead, which determines the size of a step")
 
         # one batch of the loader is then the batch of one step, and the trainer does not accumulate
         trainer.accumulate_grad_batches = 1
@@ -223,12 +214,9 @@ def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
         submodule: nn.Module = pl_module.get_submodule(name)
         return submodule
     if type(pl_module).forward is pl.LightningModule.forward:
-        raise ValueError(
-            f"{type(pl_module).__name__} has no forward(), so the model that its training_step trains is unknown. Move "
-            "what computes the outputs there, and call it once per batch: def forward(self, x): return "
-            "self.decoder(self.encoder(x)); def training_step(self, batch, batch_idx): x, y = batch; return "
-            "loss(self(x), y). If training_step calls only one submodule, name it: FILCallback(module='encoder')."
-        )
+        unknown = f"{type(pl_module).__name__} has no forward(), so the model that its training_step trains is unknown"
+        remedy = "Move what computes the outputs into def forward(self, x), and call self(x) once in training_step"
+        raise ValueError(f"{unknown}. {remedy}; if that calls only one submodule: FILCallback(module='encoder').")
     return pl_module
 
 
@@ -247,16 +235,11 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
-        raise ValueError(
-            f"the fit has {len(loaders)} training loaders ({', '.join(type(part).__name__ for part in loaders)}); one "
-            "torch DataLoader with numbered examples is needed"
-        )
+        found = f"{len(loaders)} training loaders ({', '.join(type(part).__name__ for part in loaders)})"
+        raise ValueError(f"the fit has {found}; one torch DataLoader with numbered examples is needed")
     if type(loaders[0].sampler).__name__ == "DistributedSamplerWrapper":
-        raise ValueError(
-            "Lightning uses what each rank's own sampler draws, so two ranks can draw the same example for one step. "
-            "Leave the sampler out, give the loader a DistributedSampler(dataset, drop_last=True), or use Poisson "
-            "sampling."
-        )
+        twice = "Lightning uses what each rank's own sampler draws, so two ranks can draw the same example for one step"
+        raise ValueError(f"{twice}. Use a DistributedSampler(dataset, drop_last=True), or Poisson sampling.")
     return loaders[0]
 
 
@@ -266,27 +249,18 @@ def _check_trainer(trainer: Any) -> None:
     kinds = [base.__name__ for base in type(strategy).__mro__]
     is_parallel = "DDPStrategy" in kinds and isinstance(strategy.model, nn.parallel.DistributedDataParallel)
     if not is_parallel and "SingleDeviceStrategy" not in kinds:
-        raise ValueError(
-            f"distributed training by {kinds[0]} ({trainer.world_size} processes) cannot be accounted for: each "
-            "example's gradient needs the whole model. Pass Trainer(strategy='ddp'), or devices=1."
-        )
+        kind = f"distributed training by {kinds[0]} ({trainer.world_size} processes) cannot be accounted for"
+        raise ValueError(f"{kind}: it needs the whole model. Pass Trainer(strategy='ddp'), or devices=1.")
     if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
-        raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: the scale of the loss and skipped steps reveal "
-            "something about the examples without noise. Pass Trainer(precision='bf16-mixed'), or '32-true'."
-        )
+        scaled = f"precision={trainer.precision!r} cannot be accounted for: it skips steps without noise"
+        raise ValueError(f"{scaled}. Pass Trainer(precision='bf16-mixed'), or '32-true'.")
 
     # the trainer must not change gradients, weights, loaders or optimizers without the engine
     hooks = {name: getattr(strategy, f"_{name}", None) for name in ("ddp_comm_hook", "model_averager")}
     names = ("gradient_clip_val", "reload_dataloaders_every_n_epochs")
     for name, value in {**{name: getattr(trainer, name) for name in names}, **hooks}.items():
         if value:
-            raise ValueError(
-                f"{name}={value!r} would change gradients, weights or the loader behind the engine's back; leave it "
-                "out (max_grad_norm clips every example)"
-            )
+            hidden = f"{name}={value!r} would change gradients, weights or the loader behind the engine's back"
+            raise ValueError(f"{hidden}; leave it out (max_grad_norm clips every example)")
     if len(strategy.optimizers) != 1:
-        raise ValueError(
-            f"configure_optimizers returns {len(strategy.optimizers)} optimizers; return one, over all trained "
-            "parameters"
-        )
+        raise ValueError(f"configure_optimizers returns {len(strategy.optimizers)} optimizers; return one")

@@ -89,10 +89,8 @@ class ModelLoss:
         classes = " ".join(part.__name__ for part in type(inner).__mro__)  # its class, then the base classes
         kind = next((kind for part, kind in _KINDS.items() if part in classes), None)
         if kind is None or config is None:
-            raise ValueError(
-                f"the loss of {name} is unknown: its class is not one of {', '.join(_KINDS)}. Pass "
-                "FILTrainer(criterion=a function of (logits, labels)), a mean over examples."
-            )
+            unknown = f"the loss of {name} is unknown: its class is not one of {', '.join(_KINDS)}"
+            raise ValueError(f"{unknown}. Pass FILTrainer(criterion=a function of (logits, labels)).")
         if kind == "next tokens" and getattr(config, "is_encoder_decoder", False):
             kind = "tokens"  # the decoder's inputs are already shifted
         return cls(kind, config, label_smoothing)
@@ -175,10 +173,8 @@ class ModelLoss:
                     ours = float(plain(outputs, its_labels["labels"] if isinstance(labels, Tensor) else its_labels))
                 except (RuntimeError, ValueError, IndexError) as error:
                     given = {name: f"{list(value.shape)} of {value.dtype}" for name, value in its_labels.items()}
-                    raise ValueError(
-                        f"the loss of one example with {given} cannot be computed ({self.kind}): {error}. Correct the "
-                        "labels, num_labels and problem_type in the model's config, or pass criterion="
-                    ) from error
+                    fails = f"the loss of one example with {given} cannot be computed ({self.kind}): {error}"
+                    raise ValueError(f"{fails}. Correct labels or config, or pass criterion=") from error
                 if outputs.get("loss") is not None and bool(outputs["loss"].isfinite().all()):
                     self._compare(ours, outputs["loss"])
 
@@ -186,11 +182,9 @@ class ModelLoss:
         """Raise an error unless this loss is ``out.loss``."""
         theirs = float(own)
         if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
-            raise ValueError(
-                f"the model's own loss on one example is {theirs:.6g}, but FILTrainer's ({self.kind}) is {ours:.6g}: "
-                "the model adds or weights something that its logits do not show (an auxiliary loss, class weights). "
-                "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
-            )
+            differ = f"the model's own loss on an example is {theirs:.6g}, but FILTrainer's ({self.kind}) is {ours:.6g}"
+            remedy = "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
+            raise ValueError(f"{differ}: the model adds or weights what its logits do not show. {remedy}")
 
 
 def _precise(logits: Tensor) -> Tensor:

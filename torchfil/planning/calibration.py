@@ -426,11 +426,9 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
             ran.append(Pilot(noise_multiplier, check))
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
-        raise ValueError(
-            f"a pilot has no end that holds for all examples ({check.measured}): some are measured in fewer than "
-            f"{FEWEST_PARTICIPATIONS} steps. Raise epochs={pilots.epochs} (about 20 are usual), measure more steps "
-            "(fil_rate, rel_error), or pass of='probes' for ends that cover only the measurement's error"
-        )
+        few = f"a pilot has no end that holds for all examples ({check.measured}): some have too few measured steps"
+        remedy = f"Raise epochs={pilots.epochs} (about 20 are usual), measure more steps, or pass of='probes'"
+        raise ValueError(f"{few} (below {FEWEST_PARTICIPATIONS}). {remedy}.")
 
     chosen = search.smallest(headroom)
     if chosen is None:
@@ -477,7 +475,6 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
         warned = target.is_missed_by(totals())
         if warned:
             what = f"after {steps - 1} steps the run has already missed its target, {target.wanted}"
-            remedy = "Leakage cannot be undone: stop here, or continue without the target (engine.check_bound())."
-            warnings.warn(f"{what}: {target.check(totals()).measured}. {remedy}", stacklevel=2)
+            warnings.warn(f"{what}: {target.check(totals()).measured}. Leakage cannot be undone.", stacklevel=2)
 
     optimizer.attach_step_hook(hook)

@@ -621,8 +621,7 @@ def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
         >>> smallest_in_cell(torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0, 0, 1]))
         tensor([0.5000, 0.5000, 1.0000])
     """
-    smallest = weights.new_ones(int(cells.max()) + 1).scatter_reduce(0, cells, weights, "amin")
-    return smallest[cells]
+    return weights.new_ones(int(cells.max()) + 1).scatter_reduce(0, cells, weights, "amin")[cells]
 
 
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:
@@ -728,9 +727,8 @@ class RoundWeights:
 
         # only if groups consist of whole cells do weights depend on the cell alone
         pairs = [] if cells is None else torch.unique(torch.stack([numbers, cells]), dim=1).T
-        cut = "groups cut through the cells of by=: the weights would reveal a member's group"
-        remedy = "add the groups' labels to the cells if they are public, or leave groups out"
-        require(cells is None or len(pairs) == int(cells.max()) + 1, f"{cut}; {remedy}")
+        cut = "groups cut through the cells of by=, so weights would reveal a member's group; add the labels to by="
+        require(cells is None or len(pairs) == int(cells.max()) + 1, cut)
         return cls(own, torch.ones(len(labels), dtype=torch.float64), numbers, labels, cells, **options)
 
     @property

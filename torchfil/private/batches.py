@@ -106,7 +106,5 @@ def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
             if rows:
                 shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
                 column = f" (the first in column {int(strange[rows[0]].nonzero()[0])})" if leaf.ndim == 2 else ""
-                raise ValueError(
-                    f"{name} has NaN or infinite values in {len(rows)} of {len(leaf)} rows: {shown}. "
-                    f"Drop or impute these examples; their Fisher information is undefined{column}."
-                )
+                where = f"{name} has NaN or infinite values in {len(rows)} of {len(leaf)} rows: {shown}"
+                raise ValueError(f"{where}. Drop or impute these examples; their FIL is undefined{column}.")

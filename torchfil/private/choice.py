@@ -110,8 +110,7 @@ def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -
     if inputs is None:
         return [] if private.submodules else floating_inputs(named)
     wanted: list[Any] = [inputs] if isinstance(inputs, str | Integral) else list(inputs)
-    twice = f"private inputs {wanted} name one input twice; its coordinates would count twice"
-    require(len(set(wanted)) == len(wanted), twice)
+    require(len(set(wanted)) == len(wanted), f"private inputs {wanted} name one input twice, which would count twice")
     for key in wanted:
         require(key in named, f"private input {key!r} is not among the inputs {list(named)}")
         _check_floating(named[key].value, f"private input {key!r}", "For tokens name the embedding: submodule='…'.")
@@ -146,9 +145,8 @@ def flat_index(chosen: Coordinates | None, key: Key, shape: torch.Size, device: 
         else:
             mask[..., given] = True
     except (IndexError, RuntimeError) as error:
-        raise ValueError(
-            f"coordinates={chosen} do not fit one example of input {key!r}, which has shape {tuple(shape)}: {error}"
-        ) from error
+        form = f"one example of input {key!r}, which has shape {tuple(shape)}"
+        raise ValueError(f"coordinates={chosen} do not fit {form}: {error}") from error
     index = mask.reshape(-1).nonzero().flatten()
     require(index.numel() > 0, f"coordinates of input {key!r} choose nothing")
     return index.to(device)
@@ -197,10 +195,8 @@ class OwnPositions:
         if own.ndim >= 2 and own.shape[1] + self.appended == length:
             own = torch.cat([own, own.new_zeros(len(own), self.appended, *own.shape[2:])], dim=1)
         if own.ndim < 2 or own.shape[1] != length:
-            raise ValueError(
-                f"lengths={self.source!r} yields a mask of shape {tuple(own.shape)} for private values at {length} "
-                "positions; give [batch, positions], true or 1 at the example's own positions, or lengths [batch]"
-            )
+            what = f"lengths={self.source!r} yields a mask of shape {tuple(own.shape)} for {length} positions"
+            raise ValueError(f"{what}; give [batch, positions], true at the example's own, or lengths [batch]")
         return own if batched else own[0]
 
 

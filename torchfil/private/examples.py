@@ -140,8 +140,7 @@ class Layout:
         known = {*chosen, *private.submodules, *(output.key for output in outputs)}
         for what, given in (("coordinates", private.coordinates), ("lengths", private.lengths)):
             unknown = [key for key in given if key not in known] if isinstance(given, Mapping) else []
-            wrong = f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private"
-            require(not unknown, wrong)
+            require(not unknown, f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
 
         # A tensor that enters in several places is one private tensor: its places change together.
         of_targets = named_inputs((), {"target": targets})
@@ -210,10 +209,8 @@ class Layout:
             parts.append(slot.select(value.detach()))
             for key, path in slot.copies:
                 if not _equal(value, reduce(getitem, path, public)):
-                    raise ValueError(
-                        f"{slot.key!r} and {key!r} hold different numbers in this batch, but count as one tensor, as "
-                        "given or as in an earlier batch; if they are not one, pass private=Private(same=[])"
-                    )
+                    differ = f"{slot.key!r} and {key!r} hold different numbers in this batch, but count as one tensor"
+                    raise ValueError(f"{differ}; if they are not one, pass private=Private(same=[])")
         return Examples(torch.cat(parts, dim=1), map_tensors(Tensor.detach, public), self)
 
     def __str__(self) -> str:
@@ -405,11 +402,11 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
     if len(sizes) > 1 or () in sizes:
-        raise ValueError(
-            "inputs and targets disagree on the number of examples: their shapes are "
-            f"{[tuple(leaf.shape) for leaf in leaves]}; the first dimension must run over examples (the second of the "
-            "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
+        shapes = f"inputs and targets disagree on the number of examples: {[tuple(leaf.shape) for leaf in leaves]}"
+        remedy = (
+            "the first dimension must run over examples (batch_first=False: the second); pad graphs or sets to one size"
         )
+        raise ValueError(f"{shapes}; {remedy}")
     return sizes.pop()[0]
 
 
@@ -418,10 +415,8 @@ def _slot(private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit
     shape = like.shape[1:]
     if limit is not None:
         if shape[0] > limit:
-            raise ValueError(
-                f"{keys[0]!r} has {shape[0]} positions in this batch, more than max_length={limit}; "
-                "raise it in Private(max_length=…), or cut texts to that length"
-            )
+            longer = f"{keys[0]!r} has {shape[0]} positions in this batch, more than max_length={limit}"
+            raise ValueError(f"{longer}; raise Private(max_length=…), or cut texts to that length")
         more["length"], shape = shape[0], torch.Size((limit, *shape[1:]))
     index = flat_index(for_names(private.coordinates, keys), keys[0], shape, like.device)
     return _Slot(keys[0], place, shape, like.dtype, index, **more)
@@ -496,7 +491,5 @@ def _are_one(key: Key, other: Key, places: Mapping[Key, Input]) -> bool:
         return True
     if places[other].path[0] != 2:  # two attributes
         return False
-    raise ValueError(
-        f"{key!r} and {other!r} hold the same numbers in this batch, too few to show if both are one tensor, as in "
-        f"an autoencoder: pass private=Private(same=[({key!r}, {other!r})]) if they are, Private(same=[]) if not"
-    )
+    few = f"{key!r} and {other!r} hold the same numbers in this batch, too few to show if both are one tensor"
+    raise ValueError(f"{few}: pass private=Private(same=[({key!r}, {other!r})]) if they are, Private(same=[]) if not")

@@ -76,8 +76,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     calls: dict[str, list[Output]] = {}
 
     def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
-        found = _output(model, name, module, inputs[0] if inputs else None, output, sources)
-        calls.setdefault(name, []).append(found)
+        calls.setdefault(name, []).append(_output(model, name, module, inputs[0] if inputs else None, output, sources))
 
     with torch.no_grad(), _hooks(model, {name for others in sharing.values() for name in others}, note):
         model(*args, **kwargs)
@@ -194,10 +193,8 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
     for name, times in calls.items():
         expected = len(offsets[name])
         if times != expected:
-            raise ValueError(
-                f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass "
-                "over another example; only outputs whose number does not depend on the values can be private"
-            )
+            called = f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in another"
+            raise ValueError(f"{called}; private outputs must not depend in number on the values")
 
 
 @contextlib.contextmanager

@@ -40,8 +40,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.distributed.ranks import Ranks
-from torchfil.engine.distributed.shards import is_sharded, part_like
+from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
@@ -115,10 +114,9 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
         except Exception as error:  # torch, pickle and zipfile raise many kinds of errors
             unsafe = isinstance(error, pickle.UnpicklingError)  # its text recommends running what the file holds
             reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
-            raise CheckpointError(
-                f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}); it must hold only "
-                "tensors and plain values. Nothing was loaded: copy it again, or resume from an earlier checkpoint."
-            ) from error
+            damaged = f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason})"
+            remedy = "Nothing was loaded: copy it again, or resume from an earlier checkpoint."
+            raise CheckpointError(f"{damaged}; it must hold only tensors and plain values. {remedy}") from error
     return dict(content)
 
 

@@ -332,9 +332,8 @@ def _positions(training: PrivateTraining, leakage: Leakage, longest: int) -> int
     private, coordinates = training.run.options.private, leakage.num_coordinates
     positions = (private.max_length if private is not None else None) or longest
     fits = longest <= positions and coordinates % max(1, positions) == 0
-    where = f"{coordinates} private coordinates in {positions} positions"
-    remedy = "give one word for each position of the private embedding, special tokens included"
-    require(fits, f"texts of up to {longest} words do not fit {where}; {remedy}")
+    where = f"texts of up to {longest} words do not fit {coordinates} private coordinates in {positions} positions"
+    require(fits, f"{where}; give one word for each position of the embedding, special tokens included")
     return positions
 
 
