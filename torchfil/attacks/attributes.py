@@ -117,7 +117,7 @@ class BlackBoxInversion(_Inversion):
     """
 
     name = "black-box attribute inversion"
-    threat_model = "knows the rest of the example, the attribute's distribution, the model's predictions and statistics"
+    threat_model = "knows the rest of the example, its target, the attribute's distribution, predictions and statistics"
 
     def _prepare(self) -> None:
         loss = self.view.loss.name
