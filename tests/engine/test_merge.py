@@ -57,7 +57,7 @@ FIRST, OTHER = (Private(coordinates=torch.tensor([True, *rest])) for rest in ((F
         ({}, {"amplification": "none"}, "amplification by"),
         ({"private": FIRST}, {"private": OTHER}, r"\[True, True, False\]"),
         ({"private": Private(coordinates=[0])}, {"private": Private(coordinates=[1])}, "Private"),
-        ({}, {"count": 25}, "data set"),
+        ({}, {"count": 25}, "data"),
     ],
 )
 def test_runs_that_differ_are_not_averaged(first: Any, second: Any, noun: str) -> None:

@@ -273,7 +273,7 @@ class GradSampleOptimizer(FILOptimizer):
         sizes = {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
-            rows = f"gradients of {min(sizes)} and of {max(sizes)} examples in one step (shapes {shapes})"
+            rows = f"gradients of {min(sizes)} and of {max(sizes)} examples: parameters {shapes} saw one row for all"
             raise RuntimeError(f"{rows}. Use grad_sample_mode='auto', or give them a row per example.")
         flat = [sample[:, None].flatten(1) for sample in samples]
         parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]

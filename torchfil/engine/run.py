@@ -203,7 +203,7 @@ class Run:
             return ids
         if len(ids) != num_gradients:
             counts = f"{len(ids)} examples in {len(calls)} forward passes, but {num_gradients} per-example gradients"
-            remedy = "Call the model once per batch; outputs' and inputs' first dimension runs over examples."
+            remedy = "Call the model once per batch; examples come first in outputs (and in inputs: batch_first=False)."
             raise RuntimeError(f"{counts}. {remedy}")
 
         # one noise covers each example once

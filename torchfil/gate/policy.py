@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
+
+from torchfil.utils.text import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -115,17 +116,3 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
         if name not in Policy.__struct_fields__:
             raise PolicyError(f"unknown key {name!r}{nearest(name, Policy.__struct_fields__)}")
     return Policy(**values)
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """The end of an error message: which of the names looks most alike, or which there are.
-
-    Example:
-        >>> nearest("aeg", ["age", "sex"]), nearest("height", ["age", "sex"])
-        ("; did you mean 'age'?", "; there are 'age', 'sex'")
-    """
-    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if alike:
-        return f"; did you mean {alike[0]!r}?"
-    shown = ", ".join(repr(known) for known in names[:6])
-    return f"; there are {shown}{' …' if len(names) > 6 else ''}" if names else ""

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtri
 
-from torchfil.gate.policy import Policy, PolicyError, nearest
+from torchfil.gate.policy import Policy, PolicyError
 from torchfil.guessing import divergence_of_rate
 from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, blind_errors, exposed_examples, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
+from torchfil.utils.text import nearest
 
 _AT_ONCE = 2**16  # rows whose attributes are in memory together
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import html
 import math
 import os
@@ -144,3 +145,17 @@ def with_progress(items: Iterable[Item], progress: bool, title: str, total: int 
 
     bar: Any = tqdm(items, desc=title, total=total)
     return bar
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The end of an error message: which of the names looks most alike, or which there are.
+
+    Example:
+        >>> nearest("aeg", ["age", "sex"]), nearest("height", ["age", "sex"])
+        ("; did you mean 'age'?", "; there are 'age', 'sex'")
+    """
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if alike:
+        return f"; did you mean {alike[0]!r}?"
+    shown = ", ".join(repr(known) for known in names[:6])
+    return f"; there are {shown}{' …' if len(names) > 6 else ''}" if names else ""

@@ -38,13 +38,13 @@ from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
 from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.gate.policy import nearest
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
+from torchfil.utils.text import nearest
 from torchfil.utils.trees import tensors_of
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
