@@ -39,7 +39,7 @@ REASONS = (
         "refused: examples along the second dimension",
         "The inputs are [positions, batch], but the test does not pass `batch_first=False`, so Opacus takes positions "
         "for examples.",
-        r"examples were seen in 1 forward pass",
+        r"examples in 1 forward pass",
         r"PrivacyEngineText",
     ),
     Reason(
