@@ -194,7 +194,7 @@ def test_models_and_data_as_they_come(kind: str, tmp_path: Path) -> None:
         given["train_dataset"] = [{**example, "text": torch.zeros(3)} for example in examples()]
     else:
         given["data_collator"] = collate
-    trained(tmp_path, given=given, per_device_train_batch_size=2, max_steps=4)
+    assert trained(tmp_path, given=given, per_device_train_batch_size=2, max_steps=4).state.global_step == 4
 
 
 def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:

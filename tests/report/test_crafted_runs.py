@@ -187,6 +187,13 @@ class TestFooters:
             pa.unregister_extension_type("tests.bomb")
         assert not made.exists()
 
+    def test_the_forbidden_word_as_an_id_and_a_group(self, tmp_path: Path) -> None:
+        word, n = "ARROW:schema", len(made_up())
+        ids, labels = np.array([f"{word} {i}" for i in range(n)]), np.full(n, word)
+        run = load(save(made_up(text_ids=True, ids=ids, groups={word: labels}), tmp_path / "run.parquet"))
+        assert run.ids.tolist() == ids.tolist()
+        assert run.groups[word].tolist() == labels.tolist()
+
     def test_metadata_of_others(self, tmp_path: Path) -> None:
         path = save(made_up(), tmp_path / "run.parquet")
         facts, table = parquet.read_metadata(path).metadata, parquet.read_table(path)

@@ -1,6 +1,6 @@
 """What the release of a linear model leaks about every row of a CSV file: private columns and questions, by name.
 
-Pandas reads the file, and scikit-learn makes texts one-hot. Encoding, separator and decimal sign are detected if
+Pandas holds the table, and scikit-learn makes texts one-hot. Encoding, separator and decimal sign are detected if
 possible. What is ambiguous is refused, because a decimal comma read as a thousands separator changes every number by a
 factor of 1,000.
 """

@@ -28,6 +28,8 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     summary = report.summary
     charts: dict[str, svg.Chart] = {}
     axes: dict[str, Any]
+
+    # what an unbiased attacker achieves, and other attackers
     bins = summary.mse_histogram
     if bins is not None:
         marks = [svg.Mark(summary.guess, f"blind guess, {number(summary.guess)}")] if summary.guess else []
@@ -41,6 +43,8 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         line = svg.Line("with model", [a for a, _ in rero], [b for _, b in rero])
         axes = {"title": "success with the model, at most", "axis": "success without the model"}
         charts["rero"] = partial(svg.lines, [line], diagonal=True, **axes)
+
+    # who and what leaks more than others
     pixels = pixels_of(summary)
     if pixels:
         charts["pixels"] = _maps(pixels, summary)
@@ -50,6 +54,8 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         marks = [svg.Mark(float(epsilon), f"ε for everybody, {number(epsilon)}")] if epsilon is not None else []
         axes = {"title": "examples", "axis": "individual ε"}
         charts["individual_epsilon"] = partial(svg.histogram, bins.edges, bins.counts, log=False, marks=marks, **axes)
+
+    # the course of training, and attacks, which a public report does not show
     charts |= _history(summary.history)
     for place, attack in enumerate([] if report.run is None else report.run.attacks, start=1):
         axes = {"title": f"error achieved by {attack.name}", "axis": "bound on the error"}

@@ -57,7 +57,8 @@ def write_run(run: SavedRun, path: str, rows_at_once: int) -> None:
 
     # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
     repeated = [field.name for field in schema if field.type in (pa.string(), pa.int64()) and field.name != "id"]
-    options = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
+    options: dict[str, Any] = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
+    options["write_statistics"] = [field.name for field in schema if pa.types.is_floating(field.type)]  # no texts
     with parquet.ParquetWriter(path, schema, **options) as writer:
         for start in range(0, len(run), rows_at_once):
             rows = slice(start, min(start + rows_at_once, len(run)))
@@ -99,6 +100,7 @@ class _Table:
 
     def _add(self, name: str, kind: Any, values: Callable[[slice], Any], *, nullable: bool = False) -> str:
         """Add a column and return its name, with a prime for each column that was called the same before."""
+        name = name.replace(ARROW_SCHEMA.decode(), "ARROW schema")  # in a footer, readers refuse it
         while any(field.name == name for field in self.fields):
             name += "'"
         self.fields.append(pa.field(name, kind, nullable))

@@ -109,6 +109,8 @@ def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
         raise RunFileError(f"{where} is empty. Copy it again.")
     if file.read(4) != _MAGIC[:size]:
         raise RunFileError(f"{where} {_FOREIGN}")
+
+    # the file ends with the footer's length and the magic word; the checksum stands in front of the footer
     file.seek(max(0, size - 8))
     tail = file.read()
     footer = int.from_bytes(tail[:4], "little") + 8
@@ -121,6 +123,8 @@ def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
     found = file.read(_CHECKSUM_SIZE)
     if not found.startswith(_CHECKSUM):
         raise RunFileError(f"{where} {_FOREIGN}")
+
+    # all bytes but the checksum's own
     content = file.read()
     digest = hashlib.sha256()
     file.seek(0)
