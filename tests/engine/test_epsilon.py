@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +106,16 @@ class TestKnownBatches:
         own = engine.get_individual_epsilon(delta=1e-5).value
         assert own.tolist() == pytest.approx([engine.get_epsilon(1e-5)] * 20, rel=1e-6)
         assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
+
+    def test_undrawn_examples(self) -> None:
+        """What they share is read once for all of them, and equals each one's own reading."""
+        run = train_known(0, noise_multiplier=1.0)
+        for x, y in itertools.islice(run.loader, 3):
+            run.engine.train_step(x, y)
+        together = run.engine.leakage(delta=1e-5)
+        alone = pandas.concat([run.engine.leakage([row], delta=1e-5) for row in range(20)])
+        assert (together["participations"] == 0).sum() == 8
+        pandas.testing.assert_frame_equal(together, alone, rtol=1e-12)
 
     def test_the_gate_and_rero_count_participations(self, tmp_path: Path) -> None:
         engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine

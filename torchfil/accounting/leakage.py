@@ -19,6 +19,7 @@ from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS, Conditions, Divergence, Reading, TrackedQuantity
+from torchfil.accounting.rows import first_of_equal
 from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
@@ -333,10 +334,16 @@ class Leakage:
         self._warn_of_few(rows)
         conditions = replace(self.conditions, typical_changes=self._typical_changes())
         once = Leakage(self.ledger, _Positions(self.ids.num_examples), conditions)
+
+        # examples that were never drawn have the same values, unless only some of them are tracked
+        undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
+        needed, places = first_of_equal(undrawn & (not self.ledger.chosen))
         parts = [
-            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
+            {name: values.cpu().numpy() for name, values in read(once, part).items()}
+            for part in rows[needed].split(_AT_ONCE)
         ]
-        return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+        found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+        return found if len(needed) == len(rows) else {name: found.pop(name)[places.cpu()] for name in list(found)}
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
@@ -453,7 +460,7 @@ class Leakage:
         for quantity in self.ledger.quantities:
             for name in quantity.followed:
                 total, count = torch.zeros(()), torch.zeros(())
-                for rows in torch.arange(self.ledger.num_examples, device=self.ledger.device).split(_AT_ONCE):
+                for rows in self.ledger.sums["participations"].nonzero()[:, 0].split(_AT_ONCE):
                     participations = self.ledger.sums.at("participations", rows)
                     relative, known = quantities.relative_change(name, self._sums_of(quantity, rows), participations)
                     total, count = total.to(relative) + relative.sum(dim=0), count.to(relative) + known.sum(dim=0)

@@ -216,6 +216,12 @@ class NormHistory:
             return table
         return table.scatter_add_(1, self.levels_of(ratio)[:, None], (self.steps - since)[:, None])
 
+    def untouched(self, rows: Tensor) -> Tensor:
+        """Whether these examples have had the norm C at every step, as those have that were never drawn, [rows]."""
+        self._flush()
+        ratio, since, counts = (self._rows.at(name, rows) for name in ("ratio", "since", "counts"))
+        return (ratio == 1) & (since == 0) & (counts[:, 0] == 0)
+
     def levels_of(self, ratio: Tensor) -> Tensor:
         """The level of each norm ‖g̃‖/C at the current noise, int64 [rows]."""
         edges = _edges(self.noise_multiplier / self.anchor, ratio.device)

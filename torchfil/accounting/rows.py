@@ -234,6 +234,20 @@ def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]
     return torch.from_numpy(ordered[first][by_count]), torch.from_numpy(order), rounds
 
 
+def first_of_equal(equal: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries to compute if all ``equal`` ones have the same result, and where each entry finds its result.
+
+    Example:
+        >>> needed, places = first_of_equal(torch.tensor([False, True, True, False]))
+        >>> needed.tolist(), places.tolist()
+        ([0, 3, 1], [0, 2, 2, 1])
+    """
+    others = (~equal).nonzero()[:, 0]
+    places = torch.full_like(equal, len(others), dtype=torch.int64)
+    places[others] = torch.arange(len(others), device=equal.device)
+    return torch.cat([others, equal.nonzero()[:1, 0]]), places
+
+
 def _sorted_with_places(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The numbers in ascending order and their places, equal numbers in the order of their places.
 

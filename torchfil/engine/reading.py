@@ -33,6 +33,7 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.rows import first_of_equal
 from torchfil.bounds import Bracket, PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp, rero
 from torchfil.bounds.reconstruction import success_by_counts
 from torchfil.engine.assembly import PrivateTraining
@@ -90,13 +91,14 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
     multipliers = history.multipliers()
+    needed, places = first_of_equal(history.untouched(rows))
     result = [torch.zeros(0, dtype=torch.float64)]
-    for part in rows.split(_AT_ONCE):
+    for part in rows[needed].split(_AT_ONCE):
         counts = history.counts_of(part).cpu().double().numpy()
-        used = np.flatnonzero(counts.sum(axis=0)).tolist()
+        used = np.flatnonzero(counts.sum(axis=0)).tolist() or [-1]  # any level, if nobody took part
         per_step = np.stack([_rdp_per_step(history.sample_rate, multipliers[level]) for level in used])
         result.append(torch.from_numpy(_epsilon_from_rdp(counts[:, used] @ per_step, delta)))
-    return torch.cat(result)
+    return torch.cat(result)[places.cpu()]
 
 
 def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:
@@ -110,10 +112,11 @@ def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequen
 
 
 def _epsilon_from_rdp(rdp: np.ndarray, delta: float) -> np.ndarray:
-    """The least ε over all orders, [k], from RDP [k, orders]."""
+    """The least ε over all orders, [k], from RDP [k, orders], which is overwritten."""
     orders = np.asarray(RDPAccountant.DEFAULT_ALPHAS, dtype=float)
     penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
-    return np.nanmin(rdp - penalty + np.log((orders - 1) / orders), axis=1).clip(min=0)
+    rdp += np.log((orders - 1) / orders) - penalty
+    return np.fmin.reduce(rdp, axis=1).clip(min=0)
 
 
 @lru_cache(maxsize=1024)
