@@ -100,7 +100,7 @@ def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, t
         assert list(csv.DictReader(file)) == [{"rule": "min_mse_bound", "id": f"'=patient {i}"} for i in (28, 29)]
     policy.write_text("max_epsilon = 8")
     assert "no rule is broken: " in call("gate", run, "--policy", policy, "--list", who).stdout
-    assert who.read_text().splitlines() == ["rule,id"]
+    assert who.read_text().splitlines() == ['"rule","id"']
 
 
 def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import difflib
 import html
-import math
 import os
 import re
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +20,6 @@ Item = TypeVar("Item")
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Columns = Mapping[str, Sequence[Any] | np.ndarray]
-CHUNK = 50_000  # rows converted to text at a time
 
 
 def inert(text: str) -> str:
@@ -75,30 +74,40 @@ def write_csv(path: str | os.PathLike[str], columns: Columns, *, digits: int | N
 
 def write_csv_parts(path: str | os.PathLike[str], parts: Iterable[Columns], *, digits: int | None = None) -> None:
     """The same for a table that comes in parts, each with the same columns and some of the rows."""
-    with (
-        replaced_when_complete(path) as temporary,
-        open(temporary, "w", encoding="utf-8", errors="replace", newline="") as file,
-    ):
-        writer = csv.writer(file)  # lines end with CR LF: only then do older Pythons quote a cell with CR or LF
-        for place, columns in enumerate(parts):
-            if place == 0:
-                writer.writerow([inert(name) for name in columns])
-            for start in range(0, len(next(iter(columns.values()))), CHUNK):
-                cells = [_cells(values[start : start + CHUNK], digits) for values in columns.values()]
-                writer.writerows(zip(*cells, strict=True))
+    import pyarrow as pa
+    from pyarrow import csv
+
+    with replaced_when_complete(path) as temporary, contextlib.ExitStack() as stack:
+        writer: Any = None
+        for columns in parts:
+            table = pa.table({_text_cell(name): _cells(values, digits) for name, values in columns.items()})
+            writer = writer or stack.enter_context(csv.CSVWriter(temporary, table.schema))
+            writer.write_table(table)
 
 
-def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> list[Any]:
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and digits is None and not np.isnan(values).any():
-        return values.tolist()  # the writer keeps every digit of a float
-    pattern = "%r" if digits is None else f"%.{digits}g"
-    return [_cell(value, pattern) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
+def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> Any:
+    """An Arrow array of numbers, of which NaN are empty, or of inert texts."""
+    import pyarrow as pa
+
+    numbers = isinstance(values, np.ndarray) or {*map(type, values)} <= {int, float}
+    array = np.asarray(values if numbers else [])
+    if numbers and array.dtype.kind == "f":
+        return pa.array(array if digits is None else _rounded(array.astype(np.float64), digits), from_pandas=True)
+    return pa.array(array if numbers and array.dtype.kind in "iu" else [_text_cell(str(value)) for value in values])
 
 
-def _cell(value: Any, pattern: str) -> Any:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else pattern % float(value)
-    return value if isinstance(value, int) else inert(str(value))
+@lru_cache(maxsize=1024)
+def _text_cell(text: str) -> str:
+    return inert(text).encode("utf-8", "replace").decode()
+
+
+def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
+    """To so many significant digits, so that no more are needed to write the numbers."""
+    with np.errstate(all="ignore"):
+        places = digits - 1 - np.floor(np.log10(np.abs(values)))
+        scale = 10.0 ** np.abs(places)
+        rounded = np.where(places > 0, np.rint(values * scale) / scale, np.rint(values / scale) * scale)
+    return np.where(np.isfinite(rounded), rounded, values)  # but not zeros, infinities and the smallest numbers
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
