@@ -107,7 +107,7 @@ def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
         places = digits - 1 - np.floor(np.log10(np.abs(values)))
         scale = 10.0 ** np.abs(places)
         rounded = np.where(places > 0, np.rint(values * scale) / scale, np.rint(values / scale) * scale)
-    return np.where(np.isfinite(rounded), rounded, values)  # but not zeros, infinities and the smallest numbers
+    return np.where(np.abs(places) <= 22, rounded, values)  # larger powers of ten are not exact
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
