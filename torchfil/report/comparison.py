@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from torchfil.report.groups import joined, split_beside
 from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.utils.errors import require
 from torchfil.utils.text import visible
 
 SETTINGS = {
@@ -179,40 +180,37 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         >>> compare_runs(run, run).nothing_moved
         True
     """
-    if min_group < 2:
-        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
+    require(min_group >= 2, f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
     check_alike(before, after)
-    ids, rows, rows_after = matched_rows(before, after)
+    sizes = len(before), len(after)
+    before, after = matched(before, after)
     if redacted:
-        check_enough(before, after, len(ids), smallest)
+        check_enough(sizes, len(before), smallest)
 
-    # everything below speaks of the matched examples, in the order of ids
     blind = _blind_square(before, after)
-    bound, bound_after = (
-        np.asarray(run.column("mse_bound"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
-    )
-    exposed, exposed_after = _exposed(before, rows, blind), _exposed(after, rows_after, blind)
-    newly, no_longer = _crossings(exposed, exposed_after)
-    moves = Moves(ids, bound, bound_after, _clearly(before, rows, after, rows_after), newly, no_longer)
+    exposed: list[Any] = [None if blind is None else ~(_lower_ends(run) >= blind) for run in (before, after)]
+    newly, no_longer = (None, None) if blind is None else (exposed[1] & ~exposed[0], exposed[0] & ~exposed[1])
+    bounds = _numbers(before, "mse_bound"), _numbers(after, "mse_bound")
+    moves = Moves(np.asarray(before.ids), *bounds, _clearly(before, after), newly, no_longer)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
         smallest=smallest,
-        before=_side(before, rows, exposed, smallest),
-        after=_side(after, rows_after, exposed_after, smallest),
-        matched=rounded_count(len(ids), smallest),
+        before=_side(before, sizes[0], exposed[0], smallest),
+        after=_side(after, sizes[1], exposed[1], smallest),
+        matched=rounded_count(len(before), smallest),
         settings=_settings(before, after),
-        ratio=_ratio(bound, bound_after, smallest),
+        ratio=_ratio(*bounds, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
         less=published_count(int((moves.clearly > 0).sum()), smallest),
         more=published_count(int((moves.clearly < 0).sum()), smallest),
-        newly_exposed=_count(moves.newly_exposed, smallest),
-        no_longer=_count(moves.no_longer, smallest),
-        attributes=_attributes(before, rows, after, rows_after, smallest),
-        questions=_questions(before, rows, after, rows_after, smallest, notes),
-        groups=_groups(before, rows, after, rows_after, smallest, notes),
+        newly_exposed=_count(newly, smallest),
+        no_longer=_count(no_longer, smallest),
+        attributes=_attributes(before, after, smallest),
+        questions=_questions(before, after, smallest, notes),
+        groups=_groups(before, after, smallest, notes),
         notes=notes,
         moves=None if redacted else moves,
     )
@@ -238,45 +236,38 @@ def _blind_square(before: SavedRun, after: SavedRun) -> float | None:
     return None if one is None or one != other else one**2
 
 
-def _lower_ends(run: SavedRun, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)[rows]
+def _numbers(run: SavedRun, name: str) -> np.ndarray:
+    return np.asarray(run.column(name), dtype=np.float64)
 
 
-def _exposed(run: SavedRun, rows: np.ndarray, blind: float | None) -> np.ndarray | None:
-    return None if blind is None else ~(_lower_ends(run, rows) >= blind)
-
-
-def _crossings(before: np.ndarray | None, after: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if before is None or after is None:
-        return None, None
-    return after & ~before, before & ~after
+def _lower_ends(run: SavedRun) -> np.ndarray:
+    return _numbers(run, "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound")
 
 
 def _count(which: np.ndarray | None, smallest: int) -> int | str | None:
     return None if which is None else published_count(int(which.sum()), smallest)
 
 
-def _clearly(before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray) -> np.ndarray:
+def _clearly(before: SavedRun, after: SavedRun) -> np.ndarray:
     """1, −1 or 0 by example: less exposed, more exposed, or not told apart, [m]."""
     fil, widths = [], []
     with np.errstate(divide="ignore", invalid="ignore"):
-        for run, own in ((before, rows), (after, rows_after)):
-            fil.append(np.asarray(run.column("fil"), dtype=np.float64)[own])
-            widths.append(np.maximum(1 / np.sqrt(_lower_ends(run, own)) - fil[-1], 0.0))
+        for run in (before, after):
+            fil.append(_numbers(run, "fil"))
+            widths.append(np.maximum(1 / np.sqrt(_lower_ends(run)) - fil[-1], 0.0))
         change = fil[0] - fil[1]
         chance = np.sqrt(widths[0] ** 2 + widths[1] ** 2) + _SAME * np.maximum(*fil)
         return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
 
 
-def _side(run: SavedRun, rows: np.ndarray, exposed: np.ndarray | None, smallest: int) -> Side:
-    bound, fil = (np.asarray(run.column(name), dtype=np.float64)[rows] for name in ("mse_bound", "fil"))
-    low_end = levels_of(_lower_ends(run, rows), smallest, levels=(0.0,), power=2).get("0")
+def _side(run: SavedRun, examples: int, exposed: np.ndarray | None, smallest: int) -> Side:
+    low_end = levels_of(_lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
-        examples=len(run),
-        alone=published_count(len(run) - len(rows), smallest),
-        fil=rounded(geometric_mean(fil, smallest), smallest),
-        bound=levels_of(bound, smallest, levels=(0.0, 0.5), power=2),
+        examples=examples,
+        alone=published_count(examples - len(run), smallest),
+        fil=rounded(geometric_mean(_numbers(run, "fil"), smallest), smallest),
+        bound=levels_of(_numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
         exposed=_count(exposed, smallest),
     )
@@ -295,56 +286,40 @@ def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, fl
 
 def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> Pair | None:
     """The most exposed example's number on both sides; ``sign`` −1 where the largest is the worst."""
-    both = [
-        levels_of(sign * values[~np.isnan(values)], smallest, sign=sign, levels=(0.0,)) for values in (before, after)
-    ]
+    known = (values[~np.isnan(values)].astype(np.float64) for values in (before, after))
+    both = [levels_of(sign * values, smallest, sign=sign, levels=(0.0,)) for values in known]
     return Pair(name, both[0]["0"], both[1]["0"]) if all("0" in levels for levels in both) else None
 
 
-def _attributes(
-    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int
-) -> list[Pair]:
+def _attributes(before: SavedRun, after: SavedRun, smallest: int) -> list[Pair]:
     one, other = before.attributes, after.attributes
     if one is None or other is None:
         return []
     pairs = []
-    for place, name in enumerate(one.names):
-        if name in other.names and other.units[other.names.index(name)] == one.units[place]:
-            errors = np.asarray(one.shown[:, place], dtype=np.float64)[rows]
-            errors_after = np.asarray(other.shown[:, other.names.index(name)], dtype=np.float64)[rows_after]
-            unit = f", {one.units[place]}" if one.units[place] else ""
-            pairs.append(_worst(f"{name}{unit}", errors, errors_after, smallest, 1))
+    for place, (name, unit) in enumerate(zip(one.names, one.units, strict=True)):
+        own = other.names.index(name) if name in other.names else None
+        if own is not None and other.units[own] == unit:
+            errors, errors_after = np.asarray(one.shown[:, place]), np.asarray(other.shown[:, own])
+            pairs.append(_worst(f"{name}, {unit}" if unit else name, errors, errors_after, smallest, 1))
     return [pair for pair in pairs if pair is not None]
 
 
-def _questions(
-    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int, notes: list[str]
-) -> list[Pair]:
+def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> list[Pair]:
     asked, asked_after = ({question.name: question for question in run.questions} for run in (before, after))
     for name in sorted(asked.keys() ^ asked_after.keys()):
         notes.append(f"The question “{name}” was asked in one run only.")
-    pairs = [
-        _worst(name, asked[name].rate()[rows], asked_after[name].rate()[rows_after], smallest, -1)
-        for name in asked
-        if name in asked_after
-    ]
+    both = [name for name in asked if name in asked_after]
+    pairs = [_worst(name, asked[name].rate(), asked_after[name].rate(), smallest, -1) for name in both]
     return [pair for pair in pairs if pair is not None]
 
 
-def _groups(
-    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int, notes: list[str]
-) -> dict[str, list[Pair]]:
+def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> dict[str, list[Pair]]:
     """Each grouping that both runs have alike, beside those before it."""
-    fil, fil_after = (
-        np.asarray(run.column("fil"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
-    )
     groups: dict[str, list[Pair]] = {}
-    both, cells = (fil, fil_after), None
-    for name in before.groups:
-        if name not in after.groups:
-            continue
-        labels = np.asarray(before.groups[name])[rows]
-        if not np.array_equal(labels, np.asarray(after.groups[name])[rows_after]):
+    both, cells = (_numbers(before, "fil"), _numbers(after, "fil")), None
+    for name in (name for name in before.groups if name in after.groups):
+        labels = np.asarray(before.groups[name])
+        if not np.array_equal(labels, np.asarray(after.groups[name])):
             notes.append(f"By {name}, examples have other labels in the second run: not compared.")
             continue
         split = split_beside(labels, smallest, cells)
@@ -431,61 +406,44 @@ def check_alike(before: SavedRun, after: SavedRun) -> None:
         ("linear.private", "what is private"),
     ):
         one, other = (setting(run, name) for run in (before, after))
-        if one != other and not (name == "dataset.num_coordinates" and None in (one, other)):
-            raise ValueError(
-                f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second; "
-                "compare runs that protect the same inputs"
-            )
+        alike = one == other or (name == "dataset.num_coordinates" and None in (one, other))
+        differ = f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second"
+        require(alike, f"{differ}; compare runs that protect the same inputs")
     asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
-    for name in asked.keys() & asked_after.keys():
-        if asked[name] != asked_after[name]:
-            one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
-            raise ValueError(
-                f"the runs answer different questions: {name!r} has the answers {one} in the first and {other} in the "
-                "second"
-            )
-    if asked and asked_after and not asked.keys() & asked_after.keys():
-        one, other = (visible(", ".join(names)) for names in (asked, asked_after))
-        raise ValueError(
-            f"the runs answer different questions: {one} in the first, {other} in the second; ask the same in both"
-        )
+    both = asked.keys() & asked_after.keys()
+    for name in both:
+        one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
+        changed = f"{name!r} has the answers {one} in the first and {other} in the second"
+        require(asked[name] == asked_after[name], f"the runs answer different questions: {changed}")
+    one, other = (visible(", ".join(names)) for names in (asked, asked_after))
+    different = f"the runs answer different questions: {one} in the first, {other} in the second"
+    require(bool(both) or not (asked and asked_after), f"{different}; ask the same in both")
 
 
-def matched_rows(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ids that both runs have measured, and their places in both, [m] each."""
+def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
+    """Both runs with the examples alone that both have measured, in the order of their ids."""
+    require(len(before) > 0 < len(after), "a run without examples cannot be compared")
     names = [np.asarray(run.ids) for run in (before, after)]
     if names[0].dtype.kind != names[1].dtype.kind:
         names = [own.astype(str) for own in names]
     for own, which in zip(names, ("first", "second"), strict=True):
         values, counts = np.unique(own, return_counts=True)
-        if len(values) < len(own):
-            twice = visible(str(values[counts.argmax()]))
-            raise ValueError(
-                f"the {which} run has the id {twice} {counts.max()} times, so that its examples cannot be matched; "
-                "save both runs with ids of their own"
-            )
-    ids, rows, rows_after = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
-    if not len(ids):
-        raise ValueError(
-            f"the runs share no ids ({visible(str(names[0][0]))}, … and {visible(str(names[1][0]))}, …): examples are "
-            "matched by id"
-            if len(names[0]) and len(names[1])
-            else "a run without examples cannot be compared"
-        )
-    known = (status_of(before)[rows] != NOT_MEASURED) & (status_of(after)[rows_after] != NOT_MEASURED)
-    if not known.any():
-        raise ValueError(f"no example was measured in both runs, of {len(ids):,} that both have")
-    return ids[known], rows[known], rows_after[known]
+        often = f"the {which} run has the id {visible(str(values[counts.argmax()]))} {counts.max()} times"
+        require(len(values) == len(own), f"{often}, so that its examples cannot be matched; save both with ids")
+    ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
+    unlike = " and ".join(f"{visible(str(own[0]))}, …" for own in names)
+    require(len(ids) > 0, f"the runs share no ids ({unlike}): examples are matched by id")
+    one, other = (status_of(run)[rows] != NOT_MEASURED for run, rows in zip((before, after), places, strict=True))
+    known = one & other
+    require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
+    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(places[1][known])
 
 
-def check_enough(before: SavedRun, after: SavedRun, matched: int, smallest: int) -> None:
+def check_enough(sizes: tuple[int, int], matched: int, smallest: int) -> None:
     """A public number over all, beside the same of the run's own public page, tells of those that differ."""
-    if matched < smallest:
-        raise ValueError(f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may be told")
-    for run in (before, after):
-        alone = len(run) - matched
-        if 0 < alone < smallest:
-            raise ValueError(
-                f"{alone} of {len(run):,} examples of one run are not compared (no partner, or not measured): beside "
-                f"that run's own public page, numbers would tell of fewer than min_group={smallest}"
-            )
+    few = f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may be told"
+    require(matched >= smallest, few)
+    for size in sizes:
+        beside = f"{size - matched} of {size:,} examples of one run are not compared (no partner, or not measured)"
+        told = f"beside that run's own public page, numbers would tell of fewer than min_group={smallest}"
+        require(not 0 < size - matched < smallest, f"{beside}: {told}")
