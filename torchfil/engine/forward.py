@@ -192,10 +192,9 @@ class Observer:
 
         # an example's gradient is clipped once, and it may be in one draw only
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
-        if len(set(batches)) < len(batches):
-            several = "the model was called several times on one batch since the last step, and clips once"
-            remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
-            raise ValueError(f"{several}. {remedy} {_HOW_TO_DROP}")
+        several = "the model was called several times on one batch since the last step, and clips once"
+        remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
+        require(len(set(batches)) == len(batches), f"{several}. {remedy} {_HOW_TO_DROP}")
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             counted = f"{len(finished)} backward passes are not over the {parts} batches of one draw"
             remedy = f"use each batch once, and call optimizer.step() after every {parts}-th of a pass over the loader"

@@ -285,9 +285,8 @@ class ExampleGradients:
         with added_to_outputs(self.model, offsets):
             outputs = models.call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
-        if value.numel() != 1:
-            many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
-            raise ValueError(f"{many}; it must give one: use reduction='mean' or 'sum'")
+        many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
+        require(value.numel() == 1, f"{many}; it must give one: use reduction='mean' or 'sum'")
         return value.reshape(())
 
     def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:

@@ -35,14 +35,7 @@ from torchfil.glm.guesses import best_accuracy
 from torchfil.guessing import divergence_of_rate, largest_total_variation
 from torchfil.report.context import Report
 from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary
-from torchfil.run.baselines import (
-    NOT_MEASURED,
-    answer_shares,
-    attribute_exposure,
-    blind_errors,
-    gain_over_guessing,
-    status_of,
-)
+from torchfil.run import baselines
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 GAIN = 0.1  # above one half: what the template of a policy allows
@@ -135,9 +128,9 @@ def unprotected(report: Report) -> Leaks:
 def _questions(report: Report, run: SavedRun) -> list[Leak]:
     limit = None if report.policy is None else report.policy.max_gain_over_guessing
     limit = GAIN if limit is None else limit
-    measured, leaks = status_of(run) != NOT_MEASURED, []
+    measured, leaks = baselines.status_of(run) != baselines.NOT_MEASURED, []
     for question in run.questions:
-        gains = gain_over_guessing(question)[measured]
+        gains = baselines.gain_over_guessing(question)[measured]
         wrong = int((~(gains <= limit)).sum())
         if wrong:
             target = divergence_of_gain(limit, question.law)
@@ -165,9 +158,10 @@ def _attributes(report: Report, run: SavedRun) -> list[Leak]:
     if run.attributes is None:
         return []
     policy, leaks = report.policy, []
-    blind = blind_errors(run, *((None, None) if policy is None else (policy.attribute_spread, policy.blind_error)))
+    given = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
+    blind = baselines.blind_errors(run, *given)
     for place, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-        exposed, usual = attribute_exposure(run, place, float(blind[place])), float(blind[place])
+        exposed, usual = baselines.attribute_exposure(run, place, float(blind[place])), float(blind[place])
         if exposed.any():
             # the closest that a guess of somebody's may come; NaN is not known, and counted as exposed
             errors = np.asarray(run.attributes.shown[:, place], dtype=np.float64)[exposed]
@@ -203,7 +197,7 @@ def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None
         >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, and up to 1/3 · sqrt(D/2) more
         '0.667 0.700 0.690'
     """
-    shares = answer_shares(question, rows)
+    shares = baselines.answer_shares(question, rows)
     if shares is None:
         return None
     prior = np.asarray(list(shares.values()))

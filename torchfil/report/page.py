@@ -33,6 +33,7 @@ from torchfil.report.svg import Chart
 from torchfil.report.table import Table, table_of
 from torchfil.run.baselines import NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
 from torchfil.run.saved_run import SavedRun
+from torchfil.utils.errors import require
 from torchfil.utils.text import visible
 
 if TYPE_CHECKING:
@@ -251,10 +252,8 @@ def register_section(
         before: The slug of the section it stands before.
     """
     slugs = [section.slug for section in _SECTIONS]
-    if slug in slugs:
-        raise ValueError(f"slug={slug!r} is taken by a section; take another of your own")
-    if before not in slugs:
-        raise ValueError(f"before={before!r} is no section; choose from {', '.join(slugs)}")
+    require(slug not in slugs, f"slug={slug!r} is taken by a section; take another of your own")
+    require(before in slugs, f"before={before!r} is no section; choose from {', '.join(slugs)}")
     _SECTIONS.insert(slugs.index(before), Section(slug, title, render=render))
 
 

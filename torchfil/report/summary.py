@@ -9,28 +9,9 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.groups import Grouping, summarise_groups
-from torchfil.run.baselines import (
-    LOWER_BOUND,
-    NOT_MEASURED,
-    blind_error_of_inputs,
-    blind_errors,
-    is_exposed,
-    share_of_blind_guess,
-    status_of,
-)
+from torchfil.run import baselines
+from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
-from torchfil.run.statistics import (
-    Histogram,
-    SparedSummary,
-    geometric_mean,
-    histogram,
-    levels_of,
-    published_count,
-    rounded,
-    rounded_count,
-    summarise_spared,
-    windows,
-)
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -187,15 +168,15 @@ class Summary:
     exposure: list[Exposure]
     lowest_end: float | None
     bounds: dict[str, Any]
-    mse_histogram: Histogram | None
+    mse_histogram: stats.Histogram | None
     epsilon: dict[str, float]
-    epsilon_histogram: Histogram | None
+    epsilon_histogram: stats.Histogram | None
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
-    spared: SparedSummary | None = None
+    spared: stats.SparedSummary | None = None
 
     @property
     def tracked(self) -> list[AttributeSummary]:
@@ -212,17 +193,17 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
     if min_group < 2:
         raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
-    status = status_of(run)
-    measured = status != NOT_MEASURED
+    status = baselines.status_of(run)
+    measured = status != baselines.NOT_MEASURED
     fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
-    blind = blind_error_of_inputs(run)
+    blind = baselines.blind_error_of_inputs(run)
 
     def below(values: np.ndarray | None) -> int | str | None:
         if blind is None or values is None or len(values) < smallest:
             return None
-        return published_count(int(is_exposed(np.sqrt(values), blind).sum()), smallest)
+        return stats.published_count(int(baselines.is_exposed(np.sqrt(values), blind).sum()), smallest)
 
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
     shown_blind = None if redacted and run.yardsticks is not None else blind
@@ -244,8 +225,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         smallest=smallest,
         about=_public(run.about) if redacted else run.about,
         examples=len(run.ids),
-        not_measured=published_count(int((~measured).sum()), smallest),
-        lower_bounds=published_count(int((status == LOWER_BOUND).sum()), smallest),
+        not_measured=stats.published_count(int((~measured).sum()), smallest),
+        lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         guess=guess,
         below_guess=below(bound),
         low_below_guess=below(low),
@@ -253,18 +234,18 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         exposure=exposure,
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
+        mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
         epsilon={
             level: value if limit is None else min(value, limit)
-            for level, value in levels_of(-epsilon, smallest, sign=-1).items()
+            for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()
         },
-        epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
+        epsilon_histogram=stats.histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run, measured, smallest),
         groupings=summarise_groups(run, measured, smallest),
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
-        spared=summarise_spared(run, smallest),
+        spared=stats.summarise_spared(run, smallest),
     )
 
 
@@ -283,15 +264,17 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
 def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[Exposure]:
     order = np.argsort(-fil, kind="stable")
     rows = []
-    for level, window in windows(len(fil), LEVELS, smallest).items():
+    for level, window in stats.windows(len(fil), LEVELS, smallest).items():
         members = order[window]
         rows.append(
             Exposure(
                 level=level,
                 examples=len(members),
-                fil=rounded(geometric_mean(fil[members], smallest), smallest),
-                mse_bound=rounded(geometric_mean(bound[members], smallest, 2), smallest),
-                mse_bound_low=None if low is None else rounded(geometric_mean(low[members], smallest, 2), smallest),
+                fil=stats.rounded(stats.geometric_mean(fil[members], smallest), smallest),
+                mse_bound=stats.rounded(stats.geometric_mean(bound[members], smallest, 2), smallest),
+                mse_bound_low=None
+                if low is None
+                else stats.rounded(stats.geometric_mean(low[members], smallest, 2), smallest),
             )
         )
     return rows
@@ -299,7 +282,7 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
 
 def _beside_guess(row: Exposure, blind: float, smallest: int) -> Exposure:
     bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
-    return replace(row, share=rounded(float(share_of_blind_guess(math.sqrt(bound), blind)), smallest))
+    return replace(row, share=stats.rounded(float(baselines.share_of_blind_guess(math.sqrt(bound), blind)), smallest))
 
 
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
@@ -307,13 +290,13 @@ def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
         return None
     if smallest > 1:  # in public, one example without a lower end must not show as such
         low = np.where(np.isnan(low), 0.0, low)
-    return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,), power=2).get("0")
+    return math.nan if np.isnan(low).any() else stats.levels_of(low, smallest, levels=(0.0,), power=2).get("0")
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
     rates = question.rate(FALSE_POSITIVE_RATE)[measured]
-    above = {f"{level:g}": published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
-    return QuestionSummary(question.name, question.answers, levels_of(-rates, smallest, sign=-1), above)
+    above = {f"{level:g}": stats.published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
+    return QuestionSummary(question.name, question.answers, stats.levels_of(-rates, smallest, sign=-1), above)
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:
@@ -329,19 +312,21 @@ def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Attr
         return []
 
     # where the blind guess is made from the data, an error beside its share would tell the data's deviation
-    blind, pixels, yardsticks = blind_errors(run), run.attributes.pixels, run.yardsticks
+    blind, pixels, yardsticks = baselines.blind_errors(run), run.attributes.pixels, run.yardsticks
     public = smallest > 1
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
         errors = np.asarray(run.attributes.shown[measured, j], dtype=np.float64)
         errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
-        levels = levels_of(errors, smallest)
+        levels = stats.levels_of(errors, smallest)
         from_data = yardsticks is not None and math.isfinite(yardsticks.attributes.std[j])
         share, exposed = dict[str, float](), None
         if not math.isnan(blind[j]):
-            share = levels_of(share_of_blind_guess(errors, blind[j]), smallest)
+            share = stats.levels_of(baselines.share_of_blind_guess(errors, blind[j]), smallest)
             few = len(errors) < smallest
-            exposed = None if few else published_count(int(is_exposed(errors, blind[j]).sum()), smallest)
+            exposed = (
+                None if few else stats.published_count(int(baselines.is_exposed(errors, blind[j]).sum()), smallest)
+            )
 
         summaries.append(
             AttributeSummary(
@@ -366,8 +351,8 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     summary = AttackSummary(
         attack.name,
         attack.threat_model,
-        published_count(targets, smallest) if few else rounded_count(targets, smallest),
-        published_count(int(np.asarray(attack.violated).sum()), smallest),
+        stats.published_count(targets, smallest) if few else stats.rounded_count(targets, smallest),
+        stats.published_count(int(np.asarray(attack.violated).sum()), smallest),
         testable=attack.testable,
         untestable=attack.untestable or ("" if attack.testable else "one trial"),
     )
@@ -379,11 +364,11 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
         ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
 
     def below(errors: np.ndarray) -> int | str:
-        return published_count(int((errors < predicted)[bounded].sum()), smallest)
+        return stats.published_count(int((errors < predicted)[bounded].sum()), smallest)
 
     return replace(
         summary,
-        ratio=levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        ratio=stats.levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
         below=below(attack.achieved),
         blind_below=None if attack.blind is None else below(attack.blind),
     )
