@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
     whole = write_report(made_up(), tmp_path / "whole")
     assert [attribute["name"] for attribute in table_data(whole)["attributes"]] == ["age", "height", "vkorc1=CT"]
     assert "leaves out" not in whole.read_text()
-    monkeypatch.setattr("torchfil.report.table.MOST_CELLS", 100)
+    monkeypatch.setattr("torchfil.report.examples.MOST_CELLS", 100)
     cut = write_report(made_up(), tmp_path / "cut")
     assert [attribute["name"] for attribute in table_data(cut)["attributes"]] == ["age", "height"]
     assert "leaves out vkorc1=CT; the files beside it hold everything" in cut.read_text()
@@ -246,7 +246,7 @@ def test_the_table_has_the_most_exposed_and_whom_the_page_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a run with more examples than the page holds; the file beside it has everybody."""
-    monkeypatch.setattr("torchfil.report.table.MOST_ROWS", 12)
+    monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
     run = with_unmeasured()
     page = write_report(run, tmp_path / "report")
     measured = np.flatnonzero(status_of(run) != NOT_MEASURED)

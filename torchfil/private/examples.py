@@ -401,9 +401,7 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
     shapes = f"inputs and targets disagree on the number of examples: {[tuple(leaf.shape) for leaf in leaves]}"
-    remedy = (
-        "the first dimension must run over examples (batch_first=False: the second); pad graphs or sets to one size"
-    )
+    remedy = "the first dimension must run over examples (batch_first=False: the second); pad graphs to one size"
     require(len(sizes) <= 1 and () not in sizes, f"{shapes}; {remedy}")
     return sizes.pop()[0]
 

@@ -21,16 +21,13 @@ from markupsafe import Markup
 
 from torchfil.gate.gate import concerned, in_words, large_delta
 from torchfil.gate.rules import Verdict, told_apart
-from torchfil.report import formats
-from torchfil.report.advice import Advice, advise
+from torchfil.report import examples, formats
 from torchfil.report.charts import attack_points, charts_of, comparison_chart, rdp_bounds, rero_points
 from torchfil.report.comparison import Comparison, changes, in_short
 from torchfil.report.context import Report, named_level
-from torchfil.report.examples import Ends, Spared, Token, most_and_least_exposed, spared_examples, tokens_of
-from torchfil.report.leaks import Leaks, PriorGuess, prior_guess, unprotected
+from torchfil.report.leaks import Advice, Leaks, PriorGuess, advise, prior_guess, unprotected
 from torchfil.report.summary import AttributeSummary, Summary
 from torchfil.report.svg import Chart
-from torchfil.report.table import Table, table_of
 from torchfil.run.baselines import NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import require
@@ -109,13 +106,13 @@ class PrivateContext(PublicContext):
 
     run: SavedRun
     verdicts: list[Verdict] | None
-    ends: Ends
-    named_spared: Spared
-    texts: list[tuple[str, dict[str, list[Token]]]]
+    ends: examples.Ends
+    named_spared: examples.Spared
+    texts: list[tuple[str, dict[str, list[examples.Token]]]]
     priors: dict[str, PriorGuess]
     spread: dict[str, tuple[float, float, float]]
     num_drawn: list[int]
-    table: Table
+    table: examples.Table
 
 
 def context_of(report: Report) -> PublicContext:
@@ -140,7 +137,7 @@ def context_of(report: Report) -> PublicContext:
 
     measured = status_of(run) != NOT_MEASURED
     priors = {question.name: prior_guess(question, measured) for question in run.questions}
-    ends, spared = most_and_least_exposed(report.tabled_run()), spared_examples(run)
+    ends, spared = examples.most_and_least_exposed(report.tabled_run()), examples.spared_examples(run)
     named = [it.row for it in ends.most + ends.least] + [row for row, _, _ in spared.rows]
     return PrivateContext(
         **vars(public),
@@ -148,11 +145,11 @@ def context_of(report: Report) -> PublicContext:
         verdicts=report.verdicts,
         ends=ends,
         named_spared=spared,
-        texts=tokens_of(run),
+        texts=examples.tokens_of(run),
         priors={name: guess for name, guess in priors.items() if guess is not None},
         spread=_spread(run),
         num_drawn=[len(attack_points(attack)) for attack in run.attacks],
-        table=table_of(report, named),
+        table=examples.table_of(report, named),
     )
 
 
