@@ -255,8 +255,7 @@ def _smooth(t: Tensor) -> Tensor:
 def _smooth_derivative(t: Tensor) -> Tensor:
     """t⁷ (1 + t⁸)^(−7/8), written (1 + t⁻⁸)^(−7/8) beyond 1."""
     below, small, large = _below_and_beyond(t)
-    ratio = torch.where(below, small / _eighth_root(1 + small**8), 1 / _eighth_root(1 + large.reciprocal() ** 8))
-    return ratio**7
+    return torch.where(below, small / _eighth_root(1 + small**8), 1 / _eighth_root(1 + large.reciprocal() ** 8)) ** 7
 
 
 def _gelu(t: Tensor) -> Tensor:

@@ -17,10 +17,9 @@ from tests.report.pages import elements, sentences, table_data, with_unmeasured
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, register_section, write_report
 from torchfil.report import page as chapters
-from torchfil.report.context import Report
 from torchfil.report.formats import number
 from torchfil.report.page import block, context_of
-from torchfil.report.summary import summarise
+from torchfil.report.summary import Report, summarise
 from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
 
 EVIL = '<script>alert("x")</script>'

@@ -77,8 +77,7 @@ class _GraphedNorms:
         if not self.usable or gradients.device.type != "cuda":
             return recorded_norms(gradients, mechanism)
 
-        training = tuple(module.training for module in gradients.model.modules())
-        key = (len(gradients), signature(gradients), training)
+        key = (len(gradients), signature(gradients), tuple(module.training for module in gradients.model.modules()))
         if key not in self._captured:
             if len(self._captured) >= _MOST_GRAPHS:
                 self._captured.clear()

@@ -83,8 +83,7 @@ def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
         The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. With a zero matrix
         I, the bound is the squared bias if J_μ is zero (a constant guess), and infinite otherwise.
     """
-    d = fim.shape[-1]
-    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / d
+    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / fim.shape[-1]
 
 
 def attribute_error(diagonal: Tensor) -> Tensor:

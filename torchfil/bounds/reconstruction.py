@@ -450,8 +450,7 @@ def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) 
     """
     log_spectra = np.empty((len(laws), size // 2 + 1), dtype=complex)
     for log_spectrum, law in zip(log_spectra, laws, strict=True):
-        places = (law.first + np.arange(len(law.mass))) % size
-        spectrum = fft.rfft(np.bincount(places, law.mass, size))
+        spectrum = fft.rfft(np.bincount((law.first + np.arange(len(law.mass))) % size, law.mass, size))
         spectrum[np.abs(spectrum) < 1e-300] = 1e-300
         log_spectrum[:] = np.log(spectrum)
 

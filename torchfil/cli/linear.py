@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FILE, Output, check_places, number, table, with_output
-from torchfil.report.writer import write_report
+from torchfil.report.page import write_report
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import require

@@ -31,8 +31,7 @@ from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
-from torchfil.report.page import render_comparison
-from torchfil.report.writer import write_report
+from torchfil.report.page import render_comparison, write_report
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
@@ -265,8 +264,7 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
 def _comparison_text(comparison: Comparison) -> str:
     rows = [*comparison.settings, *changes(comparison)]
     shown = table(["", "before", "after"], [[name, _shown(one), _shown(other)] for name, one, other in rows])
-    lines = [*in_short(comparison), *comparison.notes]
-    return "\n".join([shown, "", *map(visible, lines)])
+    return "\n".join([shown, "", *map(visible, [*in_short(comparison), *comparison.notes])])
 
 
 def _shown(value: Any) -> str:
@@ -450,5 +448,4 @@ def _add_to_step_summary(title: str, verdicts: list[Verdict], remarks: list[str]
 
 def _marked(text: str) -> str:
     """Text that Markdown does not read as its own signs."""
-    flat = visible(" ".join(text.split()))
-    return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~&" else sign for sign in flat)
+    return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~&" else sign for sign in visible(" ".join(text.split())))

@@ -188,8 +188,7 @@ def check(
     options = RunOptions(accounting, clip, amplification, None, memory, private, batch_to_inputs=batch_to_inputs)
     guard = Guard(replica, options, BatchTracker())
     batch = guard.moved(plain(batch))
-    size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
-    result = ModelCheck(type(model).__name__, "refused", size)
+    result = ModelCheck(type(model).__name__, "refused", len(next(leaf for leaf in tensors_of(batch) if leaf.ndim)))
 
     inputs, targets = split_batch(batch, batch_to_inputs)
     if criterion is None and batch_to_inputs is None and isinstance(batch, Mapping) and _takes_labels(model, batch):
@@ -207,8 +206,7 @@ def check(
         forward, loss, words = _with_loss(guard, inside, call, criterion)
         return _examined(replace(result, loss=words), guard, forward, loss, options, repeats)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
-        reason = " ".join(text.split()) or type(error).__name__
+        reason = " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__
         return replace(result, reason=reason, advice=_advice(model, result))
 
 

@@ -246,8 +246,7 @@ class Executor:
             if values is None:
                 chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
                 count, seeds = len(batch.gradients.examples), recorded.seeds
-                at_once = batch.probes_at_once(len(seeds), self.memory_limit)
-                draws = Draws(seeds, slice(0, count), count, 1, at_once)
+                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), self.memory_limit))
                 values = values_of(batch, chunks, recorded, draws, wanted.rate)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)

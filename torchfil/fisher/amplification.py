@@ -302,8 +302,7 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     def excess(epsilon: float) -> float:
         log_first = special.log_ndtr(0.5 / sigma - epsilon * sigma)
         log_second = epsilon + special.log_ndtr(-0.5 / sigma - epsilon * sigma)
-        log_delta = log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300)))
-        return float(log_delta - math.log(delta))
+        return float((log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300)))) - math.log(delta))
 
     if excess(0.0) <= 0:
         return 0.0

@@ -139,8 +139,7 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The module that holds the weights, and the one to call: a copy if Opacus has added its hooks."""
     wrapped = any(base.__name__ == "AbstractGradSampleModule" for base in type(model).__mro__)
     live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
-    hooked = wrapped or hasattr(model, "autograd_grad_sample_hooks")
-    return live, copy_without_weights(live) if hooked else live
+    return live, copy_without_weights(live) if (wrapped or hasattr(model, "autograd_grad_sample_hooks")) else live
 
 
 def may_drop(module: nn.Module) -> bool:
@@ -374,8 +373,7 @@ def wide(value: Tensor) -> Tensor:
 
 def autocast_inputs(*values: Tensor | None) -> tuple[Any, ...]:
     """The tensors in autocast's dtype, as convolutions and products receive them; unchanged without autocast."""
-    device = next(value.device for value in values if value is not None)
-    dtype = autocast_now(device)
+    dtype = autocast_now(next(value.device for value in values if value is not None))
     return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)
 
 

@@ -270,8 +270,7 @@ class ClippedJacobian(Jacobian):
         """[batch, parameters, …] at each parameter's coordinates, [batch, p, …]; one part broadcasts as it is."""
         if not self.by_parameter:
             return by_parameter
-        sizes = torch.tensor(self._sizes, device=by_parameter.device)
-        return by_parameter.repeat_interleave(sizes, dim=1)
+        return by_parameter.repeat_interleave(torch.tensor(self._sizes, device=by_parameter.device), dim=1)
 
 
 def safe_reciprocal(norm: Tensor) -> Tensor:

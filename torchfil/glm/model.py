@@ -113,8 +113,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """Minus the mean loss; subclasses have their field's usual score."""
         self._check_fitted()
         inputs, targets, weights = self._tensors(X, y, sample_weight)
-        losses = self._loss().losses(inputs @ self._fit.weights, targets)
-        return -float((weights * losses).sum() / weights.sum())
+        return -float((weights * self._loss().losses(inputs @ self._fit.weights, targets)).sum() / weights.sum())
 
     def release(
         self,

@@ -10,9 +10,8 @@ import numpy as np
 
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
-from torchfil.report.context import Report, named_level
 from torchfil.report.formats import count, number
-from torchfil.report.summary import AttributeSummary, Summary
+from torchfil.report.summary import AttributeSummary, Report, Summary, named_level
 from torchfil.run.baselines import share_in_words, share_of_blind_guess
 from torchfil.run.saved_run import AttackRecord
 

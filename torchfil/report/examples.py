@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from torchfil.gate.gate import concerned
-from torchfil.report.context import Report
 from torchfil.report.formats import number, plus_minus
+from torchfil.report.summary import Report
 from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared

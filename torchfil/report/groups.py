@@ -240,8 +240,7 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
     if hidden and counts[hidden].sum() < smallest:
         return Split(np.full(len(labels), -1), [], 0)
     alone = [group for group in order if counts[group] >= smallest]
-    withheld = cells is not None and not kept and len(alone) > 1
-    if withheld:
+    if cells is not None and not kept and len(alone) > 1:
         return Split(np.full(len(labels), -1), [], 0, withheld=True)
     target = np.empty(len(names), dtype=np.int64)
     target[kept] = np.arange(len(kept))
@@ -253,5 +252,4 @@ def joined(cells: np.ndarray | None, split: Split) -> np.ndarray:
     """The cells once ``split`` is published too, [n]."""
     if cells is None:
         return np.unique(split.codes, return_inverse=True)[1]
-    pairs = cells * (int(split.codes.max(initial=0)) + 2) + split.codes + 1
-    return np.unique(pairs, return_inverse=True)[1]
+    return np.unique(cells * (int(split.codes.max(initial=0)) + 2) + split.codes + 1, return_inverse=True)[1]

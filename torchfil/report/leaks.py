@@ -34,9 +34,8 @@ from torchfil.gate.gate import concerned, factor_for_all
 from torchfil.gate.rules import RULES, Verdict, divergence_of_gain, lower_ends, rounded_up, told_apart, worst_divergence
 from torchfil.glm.guesses import best_accuracy
 from torchfil.guessing import divergence_of_rate, largest_total_variation
-from torchfil.report.context import Report
 from torchfil.report.formats import number
-from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary
+from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report
 from torchfil.run import baselines
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
@@ -150,8 +149,7 @@ def _public_questions(report: Report) -> list[Leak]:
         if above != 0 and "0" in question.rate:
             rate = min(question.rate["0"], 1.0)
             high = divergence_of_rate(rate, FALSE_POSITIVE_RATE) if rate < 1 else math.inf
-            factor = high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE)
-            leaks.append(Leak(question.name, factor, above, rate=rate))
+            leaks.append(Leak(question.name, high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE), above, rate=rate))
     return leaks
 
 
@@ -236,8 +234,7 @@ def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarra
     commonest = int(prior.argmax())
     beside = np.minimum(variation + variation[:, commonest, None], 1.0)
     beside[:, commonest] = 0.0
-    gain = np.minimum(variation @ prior, beside @ prior)
-    return np.minimum(prior.max() + gain, 1.0)
+    return np.minimum(prior.max() + np.minimum(variation @ prior, beside @ prior), 1.0)
 
 
 # ---------------------------------------------------------------------- what to do about it

@@ -228,8 +228,7 @@ def lines(
 ) -> Markup:
     """Curves over x, each named at its right end; ``diagonal`` adds y = x."""
     height = 270
-    longest = max(len(line.name) for line in series)
-    right = 16 + 7 * longest
+    right = 16 + 7 * max(len(line.name) for line in series)
     xs = [v for line in series for v in line.x if math.isfinite(v)]
     ys = [v for line in series for v in line.y if math.isfinite(v) and (v > 0 or not log)]
     if not xs or not ys:

@@ -109,8 +109,7 @@ class _Table:
         def column(j: int) -> Callable[[slice], Any]:
             return lambda rows: values[rows, j]
 
-        kind = pa.from_numpy_dtype(values.dtype)
-        return [self._add(name, kind, column(j)) for j, name in enumerate(names)]
+        return [self._add(name, pa.from_numpy_dtype(values.dtype), column(j)) for j, name in enumerate(names)]
 
     def _some(self, name: str, kind: Any, rows: np.ndarray, entries: Sequence[Any] | np.ndarray | None) -> str | None:
         """An entry for each of these rows; the cells of all others are empty."""

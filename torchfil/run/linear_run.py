@@ -233,8 +233,7 @@ def _before(
     """η̄ of the same model fitted without weights, [n]."""
     from sklearn.base import clone
 
-    plain = clone(model).fit(X, y)
-    release = Release(plain.sensitivity(X, y, private_target=private_target), sigma)
+    release = Release(clone(model).fit(X, y).sensitivity(X, y, private_target=private_target), sigma)
     parts = [(values * spread**2)[:, private].mean(axis=1) for _, values in information_by_coordinate([release])]
     return np.sqrt(np.concatenate(parts))
 

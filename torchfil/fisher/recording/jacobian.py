@@ -236,8 +236,7 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        widened = call.wide() if recording.narrow else call
-        for local, part in call.rule.weighted_sum(widened, weight).items():
+        for local, part in call.rule.weighted_sum(call.wide() if recording.narrow else call, weight).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result

@@ -126,8 +126,7 @@ class Uses:
         turn, self._calls[name] = self._calls[name], self._calls[name] + 1
         dims = self._layouts[name]
         dim = dims[min(turn, len(dims) - 1)]
-        fits = dim is not None and len(shape) > dim and shape[dim] % self.batch == 0
-        return dim if fits else None
+        return dim if (dim is not None and len(shape) > dim and shape[dim] % self.batch == 0) else None
 
     def take(self, use: Use) -> Tensor:
         """Note a use; return the tensor that the model continues with instead of its output."""

@@ -137,8 +137,7 @@ class ParameterRule(LayerRule):
             summed = (delta.sum(dim=broadcast) if broadcast else delta).reshape(len(delta), *shape)
             (name, leaf), *more = self.leaves.items()
             plain = self.value is leaf and not more
-            by_leaf = {name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed})
-            call.memo.update(by_leaf)
+            call.memo.update({name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed}))
         return call.memo
 
 
@@ -163,8 +162,7 @@ class ReparametrisedRule(LayerRule):
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ times the layer's own gradients, formed once."""
         if not call.memo:
-            by_value = self.rule.gradients(self._own_call(call))
-            call.memo.update(_at_leaves(self.values, self.leaves, by_value))
+            call.memo.update(_at_leaves(self.values, self.leaves, self.rule.gradients(self._own_call(call))))
         return call.memo
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
