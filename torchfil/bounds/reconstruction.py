@@ -229,7 +229,8 @@ def _success(
 
 
 def _windows(counts: np.ndarray, steps: Sequence[StepLoss], log_tail: float) -> tuple[np.ndarray, np.ndarray]:
-    exponents = tail_exponents()
+    sizes = 2.0 ** np.arange(-6, 15)
+    exponents = np.concatenate([-sizes, sizes])  # λ for Chernoff's bound on both tails, of which the best is used
     return covering_window(counts @ np.stack([step.log_moments(exponents) for step in steps]), exponents, log_tail)
 
 
@@ -416,12 +417,6 @@ class StepLoss:
         middle, half = (ends[1:] + ends[:-1]) / 2, (ends[1:] - ends[:-1]) / 2
         x = middle[:, None] + half[:, None] * _NODES
         return self.loss(x), half[:, None] * _WEIGHTS * self.density(x), middle
-
-
-def tail_exponents() -> np.ndarray:
-    """Values of λ for Chernoff's bound on both tails, of which :func:`covering_window` uses the best."""
-    sizes = 2.0 ** np.arange(-6, 15)
-    return np.concatenate([-sizes, sizes])
 
 
 def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: float) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,7 @@ from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
 from torchfil.report import signature as signatures
-from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
+from torchfil.report.comparison import changes, compare_runs, in_short
 from torchfil.report.page import render_comparison, write_report
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
@@ -254,17 +254,13 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
     data = {**asdict(replace(comparison, moves=None)), "page": page}
     data["settings"] = {name: {"before": one, "after": other} for name, one, other in comparison.settings}
     del data["moves"]
-    out.result(_comparison_text(comparison), data)
+    rows = [[name, _shown(one), _shown(other)] for name, one, other in (*comparison.settings, *changes(comparison))]
+    told = map(visible, [*in_short(comparison), *comparison.notes])
+    out.result("\n".join([table(["", "before", "after"], rows), "", *told]), data)
     if page is not None:
         out.say(f"\npage: {page}")
     if not redacted:
         out.say("\nThese numbers depend on private data: keep them confidential (--redacted makes a page to share).")
-
-
-def _comparison_text(comparison: Comparison) -> str:
-    rows = [*comparison.settings, *changes(comparison)]
-    shown = table(["", "before", "after"], [[name, _shown(one), _shown(other)] for name, one, other in rows])
-    return "\n".join([shown, "", *map(visible, [*in_short(comparison), *comparison.notes])])
 
 
 def _shown(value: Any) -> str:

@@ -198,7 +198,10 @@ def check(
     outputs, masks = inside.run_live(args, dict(kwargs))  # an error here is the model's own, and is raised
     call = ForwardPass(ids, batch, args, dict(kwargs), outputs, targets, masks, autocast=autocast)
     guard.tracker.take(ids, batch)
-    result = replace(result, not_smooth=_not_smooth(replica, call))
+    with replica.random_state_kept(), buffers_kept(model):
+        jumps = SmoothnessValidator.validate(model, example_inputs=args or kwargs)
+    lines = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(jump)) for jump in jumps)  # numbered alike, share a line
+    result = replace(result, not_smooth=tuple(lines))
     try:
         if criterion is not None:
             check_unweighted_mean(criterion)
@@ -216,13 +219,6 @@ def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in named.values())  # wrappers such as peft's
     labels = [name for name in batch if is_target_name(name)]
     return bool(labels) and (takes_any or all(name in named for name in labels))
-
-
-def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
-    """Layers and calls whose derivative jumps, one line each; names that differ only in numbers share a line."""
-    with replica.random_state_kept(), buffers_kept(replica.live):
-        errors = SmoothnessValidator.validate(replica.live, example_inputs=call.args or call.kwargs)
-    return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
 
 
 def _with_loss(

@@ -33,7 +33,6 @@ from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, spl
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import SHORTCUTS, Accounting, check_modes, checked_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
-from torchfil.engine.run import last_rate
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -226,7 +225,7 @@ class FILPrivacyEngine(PrivacyEngine):
             id_of,
             partial(noise_source, device=next(module.parameters()).device, **sources),
             distributed=distributed,
-            accounted_rate=partial(last_rate, self.accountant),
+            accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,

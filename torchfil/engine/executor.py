@@ -159,7 +159,7 @@ class Executor:
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return self._plans[key]
-        constants = self.replica.note_written(gradients.constants)
+        constants = gradients.own_constants()  # with copies of buffers, which show what a pass writes into
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:

@@ -167,10 +167,8 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        failed = []
-        for leaf in tensors_of((call.args, call.kwargs, targets)):
-            if leaf.is_floating_point():
-                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
+        floating = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
+        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
         if not failed:
             return None
 

@@ -275,12 +275,8 @@ class Replica:
         self.changes += bool(kinds - {int}) or (int in kinds and self._changed_integers <= _CHANGES_OF_INTEGERS)
         self.key = (self._flags, self.changes)
 
-    def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constants with copies of all buffers, so that a trial shows which of them a pass writes into."""
-        return {name: value.clone() if name in self._buffers else value for name, value in constants.items()}
-
     def learn_written(self, constants: Mapping[str, Tensor]) -> None:
-        """Find out from the copies of :meth:`note_written` which buffers a pass has written into."""
+        """Find out from copies of the buffers which of them a pass has written into."""
         seen = {name for name, value in constants.items() if name in self._buffers and value._version > 0}
         self.written = seen | (self.written or set())
 

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
@@ -446,11 +445,6 @@ class Run:
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
-
-
-def last_rate(accountant: IAccountant) -> float:
-    """The sampling rate of the DP accountant's last step; 1 before the first one."""
-    return float(accountant.history[-1][1]) if accountant.history else 1.0
 
 
 # ------------------------------------------------------------------ a clip threshold for each example

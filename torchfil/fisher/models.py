@@ -73,9 +73,7 @@ def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextMana
 
     A substitute of such a layer does not need it.
     """
-    fused = False
-    for module in model.modules():
-        fused |= isinstance(module, nn.RNNBase) and "forward" not in vars(module)
+    fused = any(isinstance(part, nn.RNNBase) and "forward" not in vars(part) for part in model.modules())
     return torch.backends.cudnn.flags(enabled=False) if fused else contextlib.nullcontext()
 
 
@@ -443,11 +441,6 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
             yield
     finally:
         probe_dtype.reset(token)
-
-
-def probes_are_narrow() -> bool:
-    """Whether layers' products with probes are currently computed in bfloat16."""
-    return probe_dtype.get() is not None
 
 
 def probe_inputs(*values: Any) -> tuple[Any, ...]:

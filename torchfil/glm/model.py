@@ -93,7 +93,10 @@ class GeneralizedLinearModel(BaseEstimator):
         self.n_features_in_ = num_inputs
         self.gradient_norm_ = self._fit.gradient_norm
         self.n_iter_ = self._fit.iterations
-        self._publish()
+        parameters = self._parameters().cpu().numpy()
+        self.coef_ = parameters[..., :num_inputs]
+        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
+        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
         if names is not None:
             self.feature_names_in_ = np.asarray(names, dtype=object)
         elif hasattr(self, "feature_names_in_"):
@@ -309,12 +312,6 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def _parameters(self) -> Tensor:
         return self._fit.weights[:, 0]
-
-    def _publish(self) -> None:
-        parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[..., : self.n_features_in_]
-        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
-        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
 
     def _numbered(self, attributes: Attributes | None) -> dict[str, list[int]] | None:
         return None if attributes is None else {key: self.column_numbers(each) for key, each in attributes.items()}

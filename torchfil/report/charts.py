@@ -81,15 +81,12 @@ def _other_bounds(report: Report) -> svg.Chart:
         return svg.Row(name, bound, bound, bound, tone, note)
 
     rows = [row(name, bound, 2) for name, bound in rdp_bounds(report.summary).items()]
-    for level in levels_shown(report.summary):
-        rows.append(row(f"FIL, {named_level(level.level, report.summary)}", level.mse_bound, int(level.level == 0)))
+    shown = [each for each in report.summary.exposure if each.level in (0.0, 0.05, 0.5)]
+    rows += [
+        row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)) for each in shown
+    ]
     axis = "MSE bound" + (f" ({unit}, squared)" if unit else ", per input")
     return partial(svg.intervals, rows, axis=axis, mark=None if guess is None else svg.Mark(guess, "blind guess"))
-
-
-def levels_shown(summary: Summary) -> list[Any]:
-    """The levels of exposure that stand beside other bounds."""
-    return [row for row in summary.exposure if row.level in (0.0, 0.05, 0.5)]
 
 
 def rero_points(summary: Summary) -> list[tuple[float, float]]:

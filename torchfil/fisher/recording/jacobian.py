@@ -18,7 +18,7 @@ from torch.func import vmap
 from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.models import probes_are_narrow, wide
+from torchfil.fisher.models import probe_dtype, wide
 from torchfil.fisher.operator import Jacobian, safe_reciprocal
 from torchfil.fisher.recording.record import RecordedForward, Recording, backward_pass, forward_pass, record
 from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
@@ -73,7 +73,7 @@ class CutRecording:
         cotangents: Cotangents = {}
         for call in self.recording.calls:
             part = {local: direction[name] for local, name in call.shared_names.items()}
-            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probes_are_narrow())
+            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probe_dtype.get() is not None)
             widened = call if as_recorded else call.wide()
             value, derivatives = call.rule.inner(widened, part)
             total = total + value
