@@ -131,15 +131,6 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1)
     return "\n".join(aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left)))
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number to so many digits, or what it is."""
-    if value is None:
-        return "not known"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
-
-
 def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

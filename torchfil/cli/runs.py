@@ -21,7 +21,6 @@ from torchfil.cli.output import (
     check_places,
     checked_min_group,
     min_group_option,
-    number,
     plain,
     table,
     with_output,
@@ -29,6 +28,7 @@ from torchfil.cli.output import (
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import Verdict, told_apart
+from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
 from torchfil.report.page import render_comparison, write_report

@@ -81,10 +81,9 @@ def _other_bounds(report: Report) -> svg.Chart:
         return svg.Row(name, bound, bound, bound, tone, note)
 
     rows = [row(name, bound, 2) for name, bound in rdp_bounds(report.summary).items()]
-    shown = [each for each in report.summary.exposure if each.level in (0.0, 0.05, 0.5)]
-    rows += [
-        row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)) for each in shown
-    ]
+    for each in report.summary.exposure:
+        if each.level in (0.0, 0.05, 0.5):
+            rows.append(row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)))
     axis = "MSE bound" + (f" ({unit}, squared)" if unit else ", per input")
     return partial(svg.intervals, rows, axis=axis, mark=None if guess is None else svg.Mark(guess, "blind guess"))
 

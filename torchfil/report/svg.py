@@ -243,11 +243,7 @@ def lines(
     x = Scale(start, end, LEFT, width - right, False)
     y = Scale(low / 1.1 if log else low, high * 1.1 if log else high * 1.04, height - BOTTOM, TOP + 4, log)
 
-    parts = [
-        _text(6, 14, title, "axis"),
-        *_x_axis(x, height - BOTTOM, axis, start=LEFT),
-        *_y_axis(y, width - right),
-    ]
+    parts = [_text(6, 14, title, "axis"), *_x_axis(x, height - BOTTOM, axis, start=LEFT), *_y_axis(y, width - right)]
     if diagonal:
         a, b = max(start, low), min(end, high)
         parts.append(_line(x(a), x(b), y(a), y(b), "mark"))
@@ -390,17 +386,14 @@ def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
 def _x_axis(x: Scale, floor: float, name: str, *, start: float = 14) -> list[Markup]:
     parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
     for t in x.ticks(max(2, round((x.end - x.start) / 90))):
-        parts.append(_line(x(t), x(t), floor, floor + 4, "base"))
-        parts.append(_text(x(t), floor + 18, number(t), "tick", anchor="middle"))
+        tick = _text(x(t), floor + 18, number(t), "tick", anchor="middle")
+        parts += [_line(x(t), x(t), floor, floor + 4, "base"), tick]
     return parts
 
 
 def _y_axis(y: Scale, end: float) -> list[Markup]:
-    parts = []
-    for t in y.ticks(5):
-        parts.append(_line(LEFT, end, y(t), y(t), "guide"))
-        parts.append(_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end"))
-    return parts
+    guides = [_line(LEFT, end, y(t), y(t), "guide") for t in y.ticks(5)]
+    return guides + [_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end") for t in y.ticks(5)]
 
 
 def _marked(x: float, floor: float, y: float, width: float, name: str) -> list[Markup]:
