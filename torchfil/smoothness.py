@@ -132,8 +132,7 @@ class SmoothnessValidator:
         Raises:
             NonSmoothModuleError: The model has dilated max pooling.
         """
-        known = f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}"
-        require(activation in ACTIVATIONS, known)
+        require(activation in ACTIVATIONS, f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         return _fixed(copy.deepcopy(model), activation, {})
 
 

@@ -156,8 +156,7 @@ def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> flo
 
 def _inverse_trace(fim: Tensor, factor: Tensor) -> Tensor:
     """tr(F I⁻¹ Fᵀ), [batch], with the eigenvalues of I floored at d·eps·λ_max."""
-    square = fim.ndim == 3 and fim.shape[-1] == fim.shape[-2]
-    require(square, f"fim must have shape [batch, d, d], got {tuple(fim.shape)}")
+    require(fim.ndim == 3 and fim.shape[-1] == fim.shape[-2], f"fim must be [batch, d, d], got {tuple(fim.shape)}")
     if fim.shape[0] == 0:
         return fim.new_zeros(0)
     values, vectors = torch.linalg.eigh(fim)
@@ -348,8 +347,7 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     require(coordinates == num_coordinates, fit)
     values = trace.value.double().cpu()
     groups = torch.zeros(len(values)).long() if prior.groups is None else prior.groups.cpu()
-    same = f"the prior is of {len(groups)} examples, and there are {len(values)} traces; give the same"
-    require(len(groups) == len(values), same)
+    require(len(groups) == len(values), f"the prior is of {len(groups)} examples, and there are {len(values)} traces")
 
     # of the mean trace: between people with the same public values, and shared by all
     information = prior.information if prior.groups is not None else prior.information[None]

@@ -65,8 +65,7 @@ def report(
     """
     smallest = checked_min_group(min_group, redacted=redacted)
     policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
-    together = (signature is None) == (trust is None)
-    require(together, "--signature and --allowed-signers belong together; give both or neither")
+    require((signature is None) == (trust is None), "--signature and --allowed-signers belong together; give both")
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)

@@ -190,8 +190,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
         ValueError: The name is taken.
         TypeError: The object is not an :class:`Amplification`.
     """
-    taken = f"amplification {name!r} is already registered; pass overwrite=True to replace it"
-    require(overwrite or name not in _REGISTRY, taken)
+    require(overwrite or name not in _REGISTRY, f"amplification {name!r} is already registered; pass overwrite=True")
     _REGISTRY[name] = _checked(amplification)
 
 

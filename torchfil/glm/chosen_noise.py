@@ -33,8 +33,7 @@ def round_up(sigma: float, grid: float) -> float:
         >>> round_up(0.3, grid=2.0)
         0.5
     """
-    above = f"grid={grid} is the factor between neighbouring σ and must be above 1; None: no rounding"
-    require(1 < grid < math.inf, above)
+    require(1 < grid < math.inf, f"grid={grid}, the factor between neighbouring σ, must be above 1; None: no rounding")
     step = math.log2(grid)
     number = math.ceil(math.log2(sigma) / step)
     return float(2.0 ** (number * step if 2.0 ** (number * step) >= sigma else (number + 1) * step))

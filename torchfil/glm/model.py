@@ -429,8 +429,7 @@ def _column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequ
     numbers = [names.index(column) if column in names else column for column in columns]
     known = range(num_inputs)
     wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
-    usable = bool(numbers) and not wrong
-    require(usable, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
+    require(bool(numbers) and not wrong, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
     repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
     require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
     return [int(c) for c in numbers]
