@@ -110,9 +110,8 @@ class GLMReconstruction:
         require(label in ("known", "unknown"), f"label={label!r} must be 'known' or 'unknown'")
         enough = label == "known" or self._intercept
         require(enough, "a model without an intercept does not reveal an example's length: attack with label='known'")
-        require(
-            value_range is None or value_range[0] < value_range[1], f"value_range={value_range} must be (low, high)"
-        )
+        ordered = value_range is None or value_range[0] < value_range[1]
+        require(ordered, f"value_range={value_range} must be (smallest, largest)")
         weighty = bool((self.view.sample_weight > 0).all())
         require(weighty, "an example of weight 0 has no influence on the model and cannot be reconstructed")
 

@@ -259,8 +259,7 @@ def _haar(x: Tensor, scale: int, direction: int) -> Tensor:
     kernel[: size // 2] *= -1
     kernel = kernel if direction == 0 else kernel.mT
     before, after = (size - 1) // 2, size // 2
-    padded = nn.functional.pad(x, (before, after, before, after))
-    return nn.functional.conv2d(padded, kernel[None, None])
+    return nn.functional.conv2d(nn.functional.pad(x, (before, after, before, after)), kernel[None, None])
 
 
 def _check_pair(a: Tensor, b: Tensor, smallest: int) -> None:

@@ -371,9 +371,7 @@ class LoopForward:
     """
 
     def __init__(self, replica: Replica, observer: Observer, record: Callable[..., Any]) -> None:
-        self.replica = replica
-        self.observer = observer
-        self._record = record
+        self.replica, self.observer, self._record = replica, observer, record
         self._inside = LossInside(replica)
         self._gives_loss = False  # whether the model returned a loss in its last pass
         self._until_look = 0
@@ -434,8 +432,7 @@ class HookedForward:
     """
 
     def __init__(self, replica: Replica, observer: Observer) -> None:
-        self.replica = replica
-        self.observer = observer
+        self.replica, self.observer = replica, observer
         self._inside = LossInside(replica)
         self._open = contextlib.ExitStack()  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []

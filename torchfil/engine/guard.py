@@ -101,9 +101,7 @@ class Guard:
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
-        self.replica = replica
-        self.options = options
-        self.tracker = tracker
+        self.replica, self.options, self.tracker = replica, options, tracker
         self.until_look = 0
         self._looks = self._until_rows = self._row_looks = 0
         self._opaque_changes = 0

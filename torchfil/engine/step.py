@@ -63,12 +63,8 @@ class Step:
         observer: Observer,
         refresh_norms: Callable[[FILOptimizer], None],
     ) -> None:
-        self.run = run
-        self.options = run.options
-        self.replica = replica
-        self.executor = executor
-        self.guard = guard
-        self.observer = observer
+        self.run, self.options, self.replica = run, run.options, replica
+        self.executor, self.guard, self.observer = executor, guard, observer
         self._refresh_norms = refresh_norms
         self._inside = LossInside(replica)
         self._computes_loss = False  # whether train_step found the loss in the model's outputs

@@ -239,8 +239,7 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
 
     if hidden and counts[hidden].sum() < smallest:
         return Split(np.full(len(labels), -1), [], 0)
-    alone = [group for group in order if counts[group] >= smallest]
-    if cells is not None and not kept and len(alone) > 1:
+    if cells is not None and not kept and len([group for group in order if counts[group] >= smallest]) > 1:
         return Split(np.full(len(labels), -1), [], 0, withheld=True)
     target = np.empty(len(names), dtype=np.int64)
     target[kept] = np.arange(len(kept))

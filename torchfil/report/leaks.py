@@ -217,8 +217,7 @@ def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarra
     high = np.asarray(question.divergence_high, dtype=np.float64)
     truth = np.asarray(question.divergence).argmin(axis=1)
     if question.law == "normal" and len(prior) == 2:
-        apart = np.sqrt(2 * high.max(axis=1))
-        distances = apart[:, None, None] * (1 - np.eye(2))
+        distances = np.sqrt(2 * high.max(axis=1))[:, None, None] * (1 - np.eye(2))
         return best_accuracy(distances, np.broadcast_to(prior, high.shape)).value
 
     # from the true answer to every other, [n, m]

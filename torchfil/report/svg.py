@@ -306,8 +306,7 @@ def grid_of_shares(pixels: Sequence[tuple[int, int]], shares: Sequence[float]) -
     """
     places = np.asarray(pixels, dtype=np.int64)
     places = places - places.min(axis=0)
-    block = -(-int(places.max() + 1) // _MOST_CELLS)
-    places //= block
+    places //= -(-int(places.max() + 1) // _MOST_CELLS)
     grid = np.full(tuple((places.max(axis=0) + 1).tolist()), math.nan)
     np.fmin.at(grid, tuple(places.T), np.asarray(shares, dtype=np.float64))
     return grid

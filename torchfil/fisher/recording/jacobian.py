@@ -171,8 +171,7 @@ def cut(recording: Recording) -> CutRecording:
             args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
         leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
-    apart = replace(recording, calls=tuple(calls), losses=recording.losses.detach())
-    return CutRecording(apart, leaves, origins)
+    return CutRecording(replace(recording, calls=tuple(calls), losses=recording.losses.detach()), leaves, origins)
 
 
 def _terms(recording: Recording) -> list[tuple[Call, ...]]:

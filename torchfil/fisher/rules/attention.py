@@ -243,8 +243,7 @@ def attention(
         bias = _additive(~attn_mask if attn_mask.dtype == torch.bool else attn_mask, q.dtype)
     chosen = query.shape[-1] ** -0.5 if scale is None else scale
     constants = _Constants(chosen, 1 - dropout_p, query.shape[:2], reduced=reduced)
-    result = _Attention.apply(q, k, v, bias, keep, constants)
-    return result.to(dtype).reshape(*query.shape[:3], value.shape[-1])
+    return _Attention.apply(q, k, v, bias, keep, constants).to(dtype).reshape(*query.shape[:3], value.shape[-1])
 
 
 def _on_gpu(query: Any, *args: Any, **options: Any) -> Tensor | None:

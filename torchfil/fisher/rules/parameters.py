@@ -125,8 +125,7 @@ class ParameterRule(LayerRule):
     words = "bare parameter, where it meets the examples"
 
     def __init__(self, value: Tensor, leaves: Mapping[str, Tensor]) -> None:
-        self.value = value
-        self.leaves = leaves
+        self.value, self.leaves = value, leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ Σ δ of every example."""
@@ -155,9 +154,7 @@ class ReparametrisedRule(LayerRule):
     words = "weights made from parameters: closed form, then back to the parameters"
 
     def __init__(self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
-        self.rule = rule
-        self.values = values
-        self.leaves = leaves
+        self.rule, self.values, self.leaves = rule, values, leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ times the layer's own gradients, formed once."""
