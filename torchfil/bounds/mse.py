@@ -156,7 +156,8 @@ def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> flo
 
 def _inverse_trace(fim: Tensor, factor: Tensor) -> Tensor:
     """tr(F I⁻¹ Fᵀ), [batch], with the eigenvalues of I floored at d·eps·λ_max."""
-    require(fim.ndim == 3 and fim.shape[-1] == fim.shape[-2], f"fim must be [batch, d, d], got {tuple(fim.shape)}")
+    square = fim.ndim == 3 and fim.shape[-1] == fim.shape[-2]
+    require(square, f"fim must have shape [batch, d, d], got {tuple(fim.shape)}")
     if fim.shape[0] == 0:
         return fim.new_zeros(0)
     values, vectors = torch.linalg.eigh(fim)

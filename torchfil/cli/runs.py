@@ -94,11 +94,6 @@ def inspect(run: Path, top: int, out: Output) -> None:
 
 def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
     """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
-    data = _summary(run, top)
-    return _summary_text(run, data), data
-
-
-def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     run.column("fil")
     status = status_of(run)
     measured = np.flatnonzero(status != NOT_MEASURED)
@@ -107,7 +102,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
     exposed = exposed_examples(run)
 
-    return {
+    data = {
         "about": run.about,
         "examples": {
             "total": len(run),
@@ -129,6 +124,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             for each in run.attacks
         ],
     }
+    return _summary_text(run, data), data
 
 
 def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:

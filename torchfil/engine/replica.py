@@ -246,9 +246,7 @@ class Replica:
             if holder.get(key) is not part:
                 known = f"{name} was replaced after make_private, and optimizer and accounting know only the old one"
                 raise RuntimeError(f"{known}: change the model before make_private")
-        num_hooks = 0
-        for live, _ in self._pairs:
-            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
+        num_hooks = sum(len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs)
         self.opaque_changes += self._num_hooks not in (None, num_hooks)
         self._num_hooks = num_hooks
 

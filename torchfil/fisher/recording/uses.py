@@ -147,11 +147,7 @@ class Uses:
 
     def overwritten(self) -> bool:
         """Whether an input or an output of a layer has been changed in place since it was noted."""
-        for use in self.noted:
-            for tensor, version in use.versions:
-                if tensor._version != version:
-                    return True
-        return False
+        return any(tensor._version != version for use in self.noted for tensor, version in use.versions)
 
 
 def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:
@@ -217,9 +213,9 @@ class WatchedParameters(TorchFunctionMode):
         self.meetings: list[ParameterUse] = []
         self.unserved: set[str] = set()
         self._uses = uses
-        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # functions of parameters alone: of which
-        for name, leaf in self.leaves.items():
-            self._functions[id(leaf)] = leaf, (name,)
+        # functions of parameters alone, and of which
+        own = {id(leaf): (leaf, (name,)) for name, leaf in self.leaves.items()}
+        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {**own}
         self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
         for tensor in tensors_of(inputs) if self.leaves else ():
             self._of_examples[tensor] = True
