@@ -63,7 +63,6 @@ class OneLineGroup(click.Group):
         **options: Any,
     ) -> Any:
         """Run a command; the process ends with its exit code where ``standalone_mode``."""
-        code = 0
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **options) or 0
         except click.exceptions.NoArgsIsHelpError as error:

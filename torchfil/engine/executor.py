@@ -561,8 +561,7 @@ class _Captured:
         self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int, warm_up: bool
     ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
-        self.batch, self.wanted, self.size = batch, wanted, size
-        self.probes_at_once = probes_at_once
+        self.batch, self.wanted, self.size, self.probes_at_once = batch, wanted, size, probes_at_once
 
         # Inputs that change between replays stay at the addresses that the graph reads.
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)

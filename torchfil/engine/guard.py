@@ -103,8 +103,7 @@ class Guard:
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
         self.replica, self.options, self.tracker = replica, options, tracker
         self.until_look = 0
-        self._looks = self._until_rows = self._row_looks = 0
-        self._opaque_changes = 0
+        self._looks = self._until_rows = self._row_looks = self._opaque_changes = 0
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
         self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once

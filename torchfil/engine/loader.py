@@ -341,8 +341,7 @@ class FILBatchSampler(BatchSampler):
     def __init__(self, sampler: BatchSampler, on_start: OnStart) -> None:
         for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
             setattr(self, name, getattr(sampler, name, None))
-        self._batches = sampler
-        self._on_start = on_start
+        self._batches, self._on_start = sampler, on_start
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()

@@ -61,8 +61,7 @@ class Replica:
         self.template = models.copy_without_weights(module)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
-        self.changes = 0
-        self.opaque_changes = 0
+        self.changes = self.opaque_changes = self._changed_integers = 0
 
         # what the copy follows: modes, plain attributes, parts and hooks of the live modules
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
@@ -77,7 +76,6 @@ class Replica:
             for key, part in holder.items()
         ]
         self._num_hooks: int | None = None  # on the live modules, as last seen
-        self._changed_integers = 0
 
         # where weights and buffers are, and what batches have shown
         self._buffers = {name for name, _ in module.named_buffers()}

@@ -92,13 +92,9 @@ class Run:
         expected_batch: int,
         ranks: Ranks | None = None,
     ) -> None:
-        self.options = options
-        self.device = device
+        self.options, self.loss, self.ids = options, loss, ids
+        self.device, self.generator, self.ranks = device, generator, ranks
         self._place = options.accounting.rows_place(device)
-        self.ranks = ranks
-        self.loss = loss
-        self.ids = ids
-        self.generator = generator
         self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
         self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 

@@ -58,9 +58,7 @@ class Jacobian:
     output_gradients: tuple[Tensor, ...] | None = None
 
     def __init__(self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float) -> None:
-        self.gradients = gradients
-        self.clip = clip
-        self.max_grad_norm = max_grad_norm
+        self.gradients, self.clip, self.max_grad_norm = gradients, clip, max_grad_norm
 
     def weighted(self, by_example: Tensor) -> Tensor:
         """The values times the examples' weights ω, [batch, …]."""

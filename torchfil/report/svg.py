@@ -203,8 +203,10 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
         at = (left, y - 13) if above else (left - 10, y + 4)
         note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
         shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
+        between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
+        told = f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
         drawn = [
-            _tag("title", _told(row)),
+            _tag("title", told),
             _text(*at, shown, "name", anchor=None if above else "end"),
             _line(left, width - right, y, y, "guide"),
         ]
@@ -216,11 +218,6 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
             drawn.append(_text(*note, row.note, "note", anchor="end"))
         parts.append(_tag("g", *drawn))
     return _svg(width, floor + BOTTOM, parts)
-
-
-def _told(row: Row) -> str:
-    between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
-    return f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
 
 
 def lines(

@@ -106,13 +106,11 @@ class Uses:
     def __init__(
         self, batch: int, *, clone: bool = False, layouts: Layouts | None = None, learning: bool = False
     ) -> None:
-        self.batch = batch
+        self.batch, self.learning = batch, learning
         self.noted: list[Use] = []
         self.shapes: dict[str, list[torch.Size]] = {}
         self.layout_unknown = False
-        self.learning = learning
-        self._clone = clone
-        self._layouts = layouts
+        self._clone, self._layouts = clone, layouts
         self._calls: Counter[str] = Counter()
 
     def dim_of_examples(self, name: str, shape: torch.Size) -> int | None:
