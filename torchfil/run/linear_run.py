@@ -246,7 +246,7 @@ def _ids(given: Sequence[Hashable]) -> np.ndarray:
 def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
-        require(len(releases) == 1, f"question {name!r}: questions are answered for one release, not {len(releases)}")
+        require(len(releases) == 1, f"question {name!r}: they are answered for one release, not for {len(releases)}")
         asked = guess(releases[0][0], X, y, asked, releases[0][1])
     answers, divergence = list(asked.answers), asked.divergence
 
