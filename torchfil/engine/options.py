@@ -334,9 +334,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         rate, steps, reduction = self.sample_rate, self.accounting.accumulation_steps, self.loss_reduction
-        require(
-            rate is None or rate <= 1, f"accumulation_steps={steps} batches hold more than all data; accumulate fewer"
-        )
+        more = f"accumulation_steps={steps} batches hold more than the data set; accumulate fewer"
+        require(rate is None or rate <= 1, more)
         require(reduction in ("mean", "sum"), f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
         larger = f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}"
         require(self.clip.calibrated, f"{larger}, so ε would be too small. Use a calibrated clip: 'smooth' or 'gelu'.")
