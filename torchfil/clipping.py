@@ -207,8 +207,7 @@ def register_clip(
         ...
         ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches 1.000000. ...
     """
-    free = overwrite or name not in _REGISTRY
-    require(free, f"clip {name!r} is already registered; pass overwrite=True to replace it")
+    require(overwrite or name not in _REGISTRY, f"clip {name!r} is already registered; replace it by overwrite=True")
     supremum = supremum_of_ratio(c)
     claimed = supremum if norm_bound is None else norm_bound
     small = f"norm_bound={claimed:g} of clip {name!r} is too small: t / c(t) reaches {supremum:.6f}"
@@ -255,8 +254,7 @@ def _smooth(t: Tensor) -> Tensor:
 def _smooth_derivative(t: Tensor) -> Tensor:
     """t⁷ (1 + t⁸)^(−7/8), written (1 + t⁻⁸)^(−7/8) beyond 1."""
     below, small, large = _below_and_beyond(t)
-    ratio = torch.where(below, small / _eighth_root(1 + small**8), 1 / _eighth_root(1 + large.reciprocal() ** 8))
-    return ratio**7
+    return torch.where(below, small / _eighth_root(1 + small**8), 1 / _eighth_root(1 + large.reciprocal() ** 8)) ** 7
 
 
 def _gelu(t: Tensor) -> Tensor:

@@ -105,8 +105,7 @@ class Guess:
                 first unless the alternatives are complete.
             overall_rate: β, how often the attacker names this answer over runs whose answer is drawn with the prior.
         """
-        mixture = self.mixture_divergence(priors)
-        return largest_true_positive_rate(*_beside(mixture, overall_rate))
+        return largest_true_positive_rate(*_beside(self.mixture_divergence(priors), overall_rate))
 
     def mixture_divergence(self, priors: Numbers) -> Tensor:
         """:func:`divergence_from_mixture` of the true answer and all alternatives, [ids]; priors as in `several`.
@@ -165,8 +164,7 @@ def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Nu
         tensor([0.0924, 0.3891], dtype=torch.float64)
     """
     limit, alpha = _checked(divergence, false_positive_rate, "false_positive_rate")
-    rate = torch.special.ndtr(torch.special.ndtri(alpha) + (2 * limit).sqrt())
-    return torch.where(limit.isinf(), 1.0, rate)
+    return torch.where(limit.isinf(), 1.0, torch.special.ndtr(torch.special.ndtri(alpha) + (2 * limit).sqrt()))
 
 
 def largest_total_variation(divergence: Numbers) -> Tensor:

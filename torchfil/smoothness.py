@@ -132,8 +132,7 @@ class SmoothnessValidator:
         Raises:
             NonSmoothModuleError: The model has dilated max pooling.
         """
-        known = f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}"
-        require(activation in ACTIVATIONS, known)
+        require(activation in ACTIVATIONS, f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         return _fixed(copy.deepcopy(model), activation, {})
 
 
@@ -233,8 +232,7 @@ register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, 
 for _n in "123":
     _average, _adaptive = getattr(nn, f"AvgPool{_n}d"), getattr(nn, f"AdaptiveAvgPool{_n}d")
     register_smoothness_rule(getattr(nn, f"MaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_average_pool(_average))
-    register_smoothness_rule(
-        getattr(nn, f"AdaptiveMaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_adaptive_average_pool(_adaptive)
-    )
+    _adaptive_max = getattr(nn, f"AdaptiveMaxPool{_n}d")
+    register_smoothness_rule(_adaptive_max, _MAXIMUM_JUMPS, fix=_adaptive_average_pool(_adaptive))
 for _type in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d):
     register_smoothness_rule(_type, _MAXIMUM_JUMPS)

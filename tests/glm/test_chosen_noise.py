@@ -10,7 +10,7 @@ import pytest
 
 from tests.glm.glm_cases import CASES, D, N, data
 from torchfil.glm import GeneralizedLinearModel, LinearRegression
-from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
+from torchfil.glm.model import information_of_choice, round_up, values_that_decide
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "largest": {},

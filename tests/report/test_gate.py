@@ -16,7 +16,7 @@ from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
 from torchfil.gate.rules import RULES, Verdict, told_apart
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.report.writer import write_report
+from torchfil.report.page import write_report
 from torchfil.run.file import load, save
 from torchfil.run.saved_run import SavedRun
 

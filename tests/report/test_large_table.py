@@ -19,7 +19,7 @@ class TestTableOfAPart:
 
     @pytest.fixture
     def page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setattr("torchfil.report.table.MOST_ROWS", 12)
+        monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
         path = save(made_up(text_ids=True), tmp_path / "run.parquet", rows_at_once=7)
         return write_report(load(path), tmp_path / "report").read_text()
 

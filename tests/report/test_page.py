@@ -17,10 +17,9 @@ from tests.report.pages import elements, sentences, table_data, with_unmeasured
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, register_section, write_report
 from torchfil.report import page as chapters
-from torchfil.report.context import Report
 from torchfil.report.formats import number
 from torchfil.report.page import block, context_of
-from torchfil.report.summary import summarise
+from torchfil.report.summary import Report, summarise
 from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
 
 EVIL = '<script>alert("x")</script>'
@@ -236,7 +235,7 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
     whole = write_report(made_up(), tmp_path / "whole")
     assert [attribute["name"] for attribute in table_data(whole)["attributes"]] == ["age", "height", "vkorc1=CT"]
     assert "leaves out" not in whole.read_text()
-    monkeypatch.setattr("torchfil.report.table.MOST_CELLS", 100)
+    monkeypatch.setattr("torchfil.report.examples.MOST_CELLS", 100)
     cut = write_report(made_up(), tmp_path / "cut")
     assert [attribute["name"] for attribute in table_data(cut)["attributes"]] == ["age", "height"]
     assert "leaves out vkorc1=CT; the files beside it hold everything" in cut.read_text()
@@ -246,7 +245,7 @@ def test_the_table_has_the_most_exposed_and_whom_the_page_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a run with more examples than the page holds; the file beside it has everybody."""
-    monkeypatch.setattr("torchfil.report.table.MOST_ROWS", 12)
+    monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
     run = with_unmeasured()
     page = write_report(run, tmp_path / "report")
     measured = np.flatnonzero(status_of(run) != NOT_MEASURED)

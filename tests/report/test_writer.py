@@ -45,7 +45,7 @@ def test_an_older_report_stays_until_the_new_one_is_complete(tmp_path: Path, mon
     write_report(made_up(), target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr("torchfil.report.writer.render", lambda report: 1 / 0)
+        patch.setattr("torchfil.report.page.render", lambda report: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_report(made_up(seed=1), target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before

@@ -97,14 +97,11 @@ class Ledger:
         questions: Mapping[str, Asked] | None = None,
         chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.num_examples = num_examples
-        self.laid_out = num_coordinates
+        self.num_examples, self.laid_out, self.sketch_rank = num_examples, num_coordinates, sketch_rank
         self.questions = dict(questions or {})
         self.quantities = (*tracked(track), *(Divergence(name, asked) for name, asked in self.questions.items()))
         self.track = tuple([each.name for each in tracked(track) if each.name != "trace"])
-        self.sketch_rank = sketch_rank
-        self.steps = 0
-        self.missed_steps = 0
+        self.steps = self.missed_steps = 0
         self.chosen = {name: examples.sort().values.cpu() for name, examples in (chosen or {}).items()}
         self.by_coordinate = tuple([quantity.name for quantity in self.quantities if quantity.by_coordinate])
         self._followed = [name for quantity in self.quantities for name in quantity.followed]

@@ -78,8 +78,7 @@ class NormHistory:
         self.lowest = math.inf
         self.noiseless = False
         self.noise_multiplier = 0.0  # of the steps that were entered
-        self.sample_rate = 0.0
-        self.steps = 0
+        self.sample_rate, self.steps = 0.0, 0
         self._rows = RowTable(_LAYOUT, num_examples, device)
         self._rows["ratio"].copy_(torch.ones(()) if clip_weights is None else clip_weights)
         self._clear()

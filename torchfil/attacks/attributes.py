@@ -36,8 +36,7 @@ class _Inversion:
         self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
     ) -> None:
         self.view = GLMView.build(model, X, y)
-        self.attribute = attribute
-        self.progress = progress
+        self.attribute, self.progress = attribute, progress
         self.truth = torch.as_tensor(attribute.levels(X), device=self.view.X.device)
         self._prepare()
 

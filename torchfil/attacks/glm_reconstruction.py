@@ -103,9 +103,7 @@ class GLMReconstruction:
         progress: bool = False,
     ) -> None:
         self.view = GLMView.build(model, X, y)
-        self.label = label
-        self.value_range = value_range
-        self.progress = progress
+        self.label, self.value_range, self.progress = label, value_range, progress
         self._intercept = len(self.view.weights) > self.view.num_inputs
         require(label in ("known", "unknown"), f"label={label!r} must be 'known' or 'unknown'")
         enough = label == "known" or self._intercept

@@ -124,8 +124,7 @@ def invert_gradients(
     wanted = [n, sum(value.numel() for value in weights[0].values())]
     require(restarts >= 1 and steps >= 1, f"restarts={restarts} and steps={steps} must both be at least 1")
     require(low < high, f"low={low} must be below high={high}")
-    flat = list(gradients.shape) == wanted
-    require(flat, f"gradients {list(gradients.shape)} must be {wanted}: one per target, flat")
+    require(list(gradients.shape) == wanted, f"gradients {list(gradients.shape)} must be {wanted}: one per target")
     one = _gradient(model, loss_fn, weights)
 
     def objective(x: Tensor, target: Tensor, seen: Tensor) -> Tensor:
@@ -260,13 +259,11 @@ def _haar(x: Tensor, scale: int, direction: int) -> Tensor:
     kernel[: size // 2] *= -1
     kernel = kernel if direction == 0 else kernel.mT
     before, after = (size - 1) // 2, size // 2
-    padded = nn.functional.pad(x, (before, after, before, after))
-    return nn.functional.conv2d(padded, kernel[None, None])
+    return nn.functional.conv2d(nn.functional.pad(x, (before, after, before, after)), kernel[None, None])
 
 
 def _check_pair(a: Tensor, b: Tensor, smallest: int) -> None:
     shapes = [list(a.shape), list(b.shape)]
-    same = shapes[0] == shapes[1] and a.ndim == 4
-    require(same, f"images must have the same shape [n, c, h, w], got {shapes[0]} and {shapes[1]}")
+    require(shapes[0] == shapes[1] and a.ndim == 4, f"images must have the same shape [n, c, h, w], got {shapes}")
     size = shapes[0][2:]
     require(min(size) >= smallest, f"images of {size[0]}×{size[1]} pixels are smaller than {smallest}×{smallest}")

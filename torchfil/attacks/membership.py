@@ -177,8 +177,7 @@ def _log_density(value: Tensor, phi: Tensor, chosen: Tensor) -> Tensor:
 def _log_odds(logits: Tensor, targets: Tensor) -> Tensor:
     """φ = log p/(1 − p) of the true class, [n], without cancellation."""
     own = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-    rest = logits.scatter(1, targets.unsqueeze(1), -torch.inf).logsumexp(dim=1)
-    return own - rest
+    return own - logits.scatter(1, targets.unsqueeze(1), -torch.inf).logsumexp(dim=1)
 
 
 def _judged(name: str, scores: np.ndarray, members: np.ndarray) -> MembershipResult:

@@ -101,7 +101,8 @@ def federated_gradients(
     enough = rounds >= 4 and batch_size >= 1 and own_batches >= 1
     require(enough, f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
     source = make_generator(generator, seed, victim.property.device)
-    known, observed = [], []
+    known, observed = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    kinds = [False] * own_batches + [True] * own_batches
     coins = torch.rand(rounds, generator=source, device=victim.property.device) < 0.5
     coins[:2] = torch.tensor([False, True], device=coins.device)  # both kinds occur
 
@@ -110,16 +111,13 @@ def federated_gradients(
 
     for number in with_progress(range(rounds), progress, "rounds", rounds):
         sent = mean_gradient(*victim.batch(batch_size, bool(coins[number]), source))
-        for with_property in (False, True):
-            for _ in range(own_batches):
-                known.append(mean_gradient(*attacker.batch(batch_size, with_property, source)))
+        known += [mean_gradient(*attacker.batch(batch_size, kind, source)) for kind in kinds]
         rows = torch.randint(len(attacker.targets), (batch_size,), generator=source, device=coins.device)
         own = mean_gradient(attacker.inputs[rows], attacker.targets[rows])
         server = {layer: (sent[layer] + own[layer]) / 2 for layer in sent}
         observed.append({layer: 2 * server[layer] - own[layer] for layer in server})
         _descend(model, server, lr)
-    kinds = torch.tensor([False] * own_batches + [True] * own_batches).repeat(rounds)
-    return FederatedGradients(_stacked(known), kinds, _stacked(observed), coins.cpu())
+    return FederatedGradients(_stacked(known), torch.tensor(kinds).repeat(rounds), _stacked(observed), coins.cpu())
 
 
 def property_inference(

@@ -46,8 +46,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
         1.0
     """
     values, outlier = _scores(scores), as_array(is_outlier).astype(bool)
-    shapes = f"scores {list(values.shape)} and is_outlier {list(outlier.shape)}"
-    require(values.shape == outlier.shape, f"{shapes} must both be [n]")
+    require(values.shape == outlier.shape, f"scores {values.shape} and is_outlier {outlier.shape} must both be [n]")
     both = outlier.any() and not outlier.all()
     require(bool(both), f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
 

@@ -529,6 +529,5 @@ def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.nd
     require(several, "property must be one label per example, with two values at least; a constant says nothing")
     for layer, value in gradients.items():
         array, n = as_array(value), len(labels)
-        fits = array.ndim == 2 and len(array) == n
-        require(fits, f"gradients[{layer!r}] has shape {array.shape}, not [{n}, features] as property")
+        require(array.ndim == 2 and len(array) == n, f"gradients[{layer!r}] is {array.shape}, not [{n}, features]")
         require(bool(np.isfinite(array).all()), f"gradients[{layer!r}] has values that are not finite; drop them")

@@ -77,8 +77,7 @@ class _GraphedNorms:
         if not self.usable or gradients.device.type != "cuda":
             return recorded_norms(gradients, mechanism)
 
-        training = tuple(module.training for module in gradients.model.modules())
-        key = (len(gradients), signature(gradients), training)
+        key = (len(gradients), signature(gradients), tuple(module.training for module in gradients.model.modules()))
         if key not in self._captured:
             if len(self._captured) >= _MOST_GRAPHS:
                 self._captured.clear()
@@ -187,13 +186,10 @@ class PLIS:
     ) -> None:
         for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
             require(value is None or value > 0, f"{name}={value} must be positive; leave it out to have none")
-        self.model = model
-        self.loss_fn = loss_fn
+        self.model, self.loss_fn, self.private, self.max_memory = model, loss_fn, private, max_memory
         std, limit = 1.0 if noise_std is None else noise_std, max_grad_norm
         clipped = None if limit is None else Mechanism(limit, std / limit, get_clip(clip), NoAmplification())
         self.mechanism = clipped or unclipped(std)
-        self.private = private
-        self.max_memory = max_memory
         self.method: str | None = None
         self._plans: dict[Hashable, Plan] = {}
         self._recorded_pass = _GraphedNorms() if cuda_graphs else recorded_norms

@@ -83,8 +83,7 @@ def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
         The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. With a zero matrix
         I, the bound is the squared bias if J_μ is zero (a constant guess), and infinite otherwise.
     """
-    d = fim.shape[-1]
-    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / d
+    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / fim.shape[-1]
 
 
 def attribute_error(diagonal: Tensor) -> Tensor:
@@ -349,8 +348,7 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     require(coordinates == num_coordinates, fit)
     values = trace.value.double().cpu()
     groups = torch.zeros(len(values)).long() if prior.groups is None else prior.groups.cpu()
-    same = f"the prior is of {len(groups)} examples, and there are {len(values)} traces; give the same"
-    require(len(groups) == len(values), same)
+    require(len(groups) == len(values), f"the prior is of {len(groups)} examples, and there are {len(values)} traces")
 
     # of the mean trace: between people with the same public values, and shared by all
     information = prior.information if prior.groups is not None else prior.information[None]

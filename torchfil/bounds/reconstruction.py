@@ -229,7 +229,8 @@ def _success(
 
 
 def _windows(counts: np.ndarray, steps: Sequence[StepLoss], log_tail: float) -> tuple[np.ndarray, np.ndarray]:
-    exponents = tail_exponents()
+    sizes = 2.0 ** np.arange(-6, 15)
+    exponents = np.concatenate([-sizes, sizes])  # λ for Chernoff's bound on both tails, of which the best is used
     return covering_window(counts @ np.stack([step.log_moments(exponents) for step in steps]), exponents, log_tail)
 
 
@@ -418,12 +419,6 @@ class StepLoss:
         return self.loss(x), half[:, None] * _WEIGHTS * self.density(x), middle
 
 
-def tail_exponents() -> np.ndarray:
-    """Values of λ for Chernoff's bound on both tails, of which :func:`covering_window` uses the best."""
-    sizes = 2.0 ** np.arange(-6, 15)
-    return np.concatenate([-sizes, sizes])
-
-
 def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: float) -> tuple[np.ndarray, np.ndarray]:
     """Ends between which a sum lies, except with probability e^{log_tail} beyond each, by Chernoff.
 
@@ -450,8 +445,7 @@ def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) 
     """
     log_spectra = np.empty((len(laws), size // 2 + 1), dtype=complex)
     for log_spectrum, law in zip(log_spectra, laws, strict=True):
-        places = (law.first + np.arange(len(law.mass))) % size
-        spectrum = fft.rfft(np.bincount(places, law.mass, size))
+        spectrum = fft.rfft(np.bincount((law.first + np.arange(len(law.mass))) % size, law.mass, size))
         spectrum[np.abs(spectrum) < 1e-300] = 1e-300
         log_spectrum[:] = np.log(spectrum)
 

@@ -4,10 +4,9 @@ import click
 
 from torchfil._version import __version__
 from torchfil.cli.demo import demo
-from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
-from torchfil.cli.runs import compare, inspect, report, sign, verify
+from torchfil.cli.runs import compare, gate, inspect, report, sign, verify
 
 __all__ = ["main"]
 

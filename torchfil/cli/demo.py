@@ -36,7 +36,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
       torchfil demo
       torchfil demo --epochs 30 --noise 0.7 -o /tmp/digits
     """
-    from torchfil.report.writer import check_replaceable, write_report
+    from torchfil.report.page import check_replaceable, write_report
     from torchfil.run.file import load
 
     try:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from torchfil.cli.output import FILE, Output, check_places, number, table, with_output
-from torchfil.report.writer import write_report
+from torchfil.cli.output import FILE, Output, check_places, table, with_output
+from torchfil.gate.rules import in_digits as number
+from torchfil.report.page import write_report
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import require
@@ -211,7 +212,7 @@ def _exposure(
         for name, values in columns.items()
     }
     lines = [[str(ids[row]), *(number(float(values[row])) for values in columns.values())] for row in order]
-    for part in ("max", "median", "min"):
-        lines.append([f"({part} of {len(ids):,})", *(number(column[part]) for column in summary.values())])
+    parts = ("max", "median", "min")
+    lines += [[f"({part} of {len(ids):,})", *(number(own[part]) for own in summary.values())] for part in parts]
     exposed = [{"id": str(ids[row]), **{name: values[row] for name, values in columns.items()}} for row in order]
     return table([name_of_ids, *columns], lines), {"summary": summary, "most_exposed": exposed}

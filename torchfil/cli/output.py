@@ -63,7 +63,6 @@ class OneLineGroup(click.Group):
         **options: Any,
     ) -> Any:
         """Run a command; the process ends with its exit code where ``standalone_mode``."""
-        code = 0
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **options) or 0
         except click.exceptions.NoArgsIsHelpError as error:
@@ -129,15 +128,6 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Columns lined up, the first ``left`` to the left, the others to the right; cells are :func:`visible`."""
     return "\n".join(aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left)))
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number to so many digits, or what it is."""
-    if value is None:
-        return "not known"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
 
 
 def _message(error: BaseException) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import click
 import numpy as np
@@ -18,22 +21,24 @@ from torchfil.cli.output import (
     check_places,
     checked_min_group,
     min_group_option,
-    number,
+    plain,
     table,
     with_output,
 )
+from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import load_policy
+from torchfil.gate.rules import Verdict, told_apart
+from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
-from torchfil.report.comparison import Comparison, changes, compare_runs, in_short
-from torchfil.report.page import render_comparison
-from torchfil.report.writer import write_report
+from torchfil.report.comparison import changes, compare_runs, in_short
+from torchfil.report.page import render_comparison, write_report
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 from torchfil.utils.errors import require
 from torchfil.utils.files import write_bytes
-from torchfil.utils.text import visible
+from torchfil.utils.text import visible, write_csv
 
 
 @click.command()
@@ -60,8 +65,7 @@ def report(
     """
     smallest = checked_min_group(min_group, redacted=redacted)
     policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
-    together = (signature is None) == (trust is None)
-    require(together, "--signature and --allowed-signers belong together; give both or neither")
+    require((signature is None) == (trust is None), "--signature and --allowed-signers belong together; give both")
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
@@ -90,11 +94,6 @@ def inspect(run: Path, top: int, out: Output) -> None:
 
 def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
     """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
-    data = _summary(run, top)
-    return _summary_text(run, data), data
-
-
-def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     run.column("fil")
     status = status_of(run)
     measured = np.flatnonzero(status != NOT_MEASURED)
@@ -103,7 +102,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
     exposed = exposed_examples(run)
 
-    return {
+    data = {
         "about": run.about,
         "examples": {
             "total": len(run),
@@ -125,6 +124,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             for each in run.attacks
         ],
     }
+    return _summary_text(run, data), data
 
 
 def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
@@ -249,18 +249,13 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
     data = {**asdict(replace(comparison, moves=None)), "page": page}
     data["settings"] = {name: {"before": one, "after": other} for name, one, other in comparison.settings}
     del data["moves"]
-    out.result(_comparison_text(comparison), data)
+    rows = [[name, _shown(one), _shown(other)] for name, one, other in (*comparison.settings, *changes(comparison))]
+    told = map(visible, [*in_short(comparison), *comparison.notes])
+    out.result("\n".join([table(["", "before", "after"], rows), "", *told]), data)
     if page is not None:
         out.say(f"\npage: {page}")
     if not redacted:
         out.say("\nThese numbers depend on private data: keep them confidential (--redacted makes a page to share).")
-
-
-def _comparison_text(comparison: Comparison) -> str:
-    rows = [*comparison.settings, *changes(comparison)]
-    shown = table(["", "before", "after"], [[name, _shown(one), _shown(other)] for name, one, other in rows])
-    lines = [*in_short(comparison), *comparison.notes]
-    return "\n".join([shown, "", *map(visible, lines)])
 
 
 def _shown(value: Any) -> str:
@@ -322,3 +317,126 @@ def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path
     text = f"verified: signed by {found.signer} ({found.key})\n{table(['', 'file', 'SHA-256'], rows, left=3)}"
     out.result(text, {"verified": True, **asdict(found)})
     out.say("It proves who vouches for these files, not that the numbers in them are true.")
+
+
+# ---------------------------------------------------------------------- the gate
+
+
+_COLUMNS = ("rule", "what", "limit", "found", "examples")
+
+
+@click.command()
+@click.argument("run", type=FILE, required=False)
+@click.option("--policy", type=FILE, default=Path("policy.toml"), show_default=True, help="Thresholds, a TOML file.")
+@click.option("--init", is_flag=True, help="Write a commented policy to start from, instead.")
+@click.option("--list", "list_file", type=FILE, help="Write the ids of the examples that break a rule, a CSV file.")
+@click.option("--junit", "junit_file", type=FILE, help="Write the verdicts for a pipeline, a JUnit XML file.")
+@click.option("--json-file", type=FILE, help="Write what --json prints to a file.")
+@click.pass_context
+@with_output
+def gate(
+    ctx: click.Context,
+    run: Path | None,
+    policy: Path,
+    init: bool,
+    list_file: Path | None,
+    junit_file: Path | None,
+    json_file: Path | None,
+    out: Output,
+) -> None:
+    """Check a saved run against a policy. Exit code 0: passed, 1: failed, 2: bad input.
+
+    Files are readable by their owner only, and replaced when complete. Only the file of --list names examples. If
+    GITHUB_STEP_SUMMARY names a file, as on GitHub, the verdicts are added to it.
+
+    \b
+    Examples:
+      torchfil gate --init                            # writes policy.toml
+      torchfil gate run.parquet --policy policy.toml  # stops a pipeline if a threshold is broken
+      torchfil gate run.parquet --list who.csv        # whom to look at
+      torchfil gate run.parquet --junit gate.xml --json-file gate.json --quiet
+    """
+    if init:
+        if policy.exists():
+            raise FileExistsError(f"{policy} exists already and is not overwritten; name another with --policy")
+        write_bytes(policy, template().encode())
+        out.result(f"wrote {policy}; edit it, then: torchfil gate RUN --policy {policy}", {"policy": str(policy)})
+        return
+    if run is None:
+        raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
+    check_places([run, policy], {"--list": list_file, "--junit": junit_file, "--json-file": json_file})
+
+    saved = load(run)
+    verdicts, remarks = check(saved, load_policy(policy)), notes(saved)
+    passed = all(verdict.passed for verdict in verdicts)
+    data = {"passed": passed, "rules": [verdict.as_dict() for verdict in verdicts], "notes": remarks}
+    if list_file is not None:
+        _write_list(list_file, saved, verdicts)
+    if junit_file is not None:
+        write_bytes(junit_file, _junit(verdicts))
+    if json_file is not None:
+        write_bytes(json_file, json.dumps(plain(data), indent=1, ensure_ascii=False).encode())
+    _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
+
+    shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
+    lines = [table(["", *_COLUMNS], _rows(shown), left=3)] if shown else []
+    if not out.quiet:
+        lines += [f"note: {visible(remark)}" for remark in remarks]
+    if list_file is not None and not out.quiet:
+        lines.append(
+            f"no rule is broken: {list_file} is empty" if passed else f"whom the broken rules concern: {list_file}"
+        )
+    out.result("\n".join([*lines, _in_short(verdicts)]), data)
+    ctx.exit(0 if passed else FAILED)
+
+
+def _in_short(verdicts: list[Verdict]) -> str:
+    broken = sum(not verdict.passed for verdict in verdicts)
+    return f"FAILED: {broken} rule{'s' if broken > 1 else ''} broken" if broken else "passed"
+
+
+def _rows(verdicts: list[Verdict]) -> list[list[str]]:
+    return [
+        ["pass" if v.passed else "FAIL", v.rule, v.detail, *told_apart(v.limit, v.found), f"{v.offending:,}"]
+        for v in verdicts
+    ]
+
+
+def _write_list(path: Path, run: SavedRun, verdicts: list[Verdict]) -> None:
+    """One line for each broken rule and example."""
+    broken = [verdict for verdict in verdicts if not verdict.passed]
+    rules = [verdict.rule for verdict in broken for _ in range(verdict.offending)]
+    rows = np.concatenate([np.zeros(0, dtype=np.int64), *(verdict.rows for verdict in broken)])
+    write_csv(path, {"rule": rules, "id": run.ids[rows]})
+
+
+def _junit(verdicts: list[Verdict]) -> bytes:
+    """Each rule as a test case, which pipelines show beside their tests."""
+    failures = sum(not verdict.passed for verdict in verdicts)
+    suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(verdicts)), failures=str(failures))
+    for verdict in verdicts:
+        limit, found = told_apart(verdict.limit, verdict.found)
+        case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
+        if not verdict.passed:
+            message = f"limit {limit}, found {found}, {verdict.offending:,} examples"
+            ElementTree.SubElement(case, "failure", message=message).text = visible(verdict.detail)
+    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+
+
+def _add_to_step_summary(title: str, verdicts: list[Verdict], remarks: list[str]) -> None:
+    """A table in Markdown, at the end of the file that GitHub shows for a step."""
+    where = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not where:
+        return
+    rows = [[_marked(cell) for cell in row] for row in _rows(verdicts)]
+    lines = [f"| {' | '.join(row)} |" for row in [["verdict", *_COLUMNS], ["---"] * 6, *rows]]
+    notes_listed = [f"* {_marked(remark)}" for remark in remarks]
+    heading = f"### torchfil gate, {_marked(title)}: {_in_short(verdicts)}"
+    confidential = "These numbers depend on private data: keep them confidential."
+    with open(where, "a", encoding="utf-8", errors="replace") as file:
+        file.write("\n".join([heading, "", *lines, "", *notes_listed, "", confidential, ""]))
+
+
+def _marked(text: str) -> str:
+    """Text that Markdown does not read as its own signs."""
+    return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~&" else sign for sign in visible(" ".join(text.split())))

@@ -188,8 +188,7 @@ def check(
     options = RunOptions(accounting, clip, amplification, None, memory, private, batch_to_inputs=batch_to_inputs)
     guard = Guard(replica, options, BatchTracker())
     batch = guard.moved(plain(batch))
-    size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
-    result = ModelCheck(type(model).__name__, "refused", size)
+    result = ModelCheck(type(model).__name__, "refused", len(next(leaf for leaf in tensors_of(batch) if leaf.ndim)))
 
     inputs, targets = split_batch(batch, batch_to_inputs)
     if criterion is None and batch_to_inputs is None and isinstance(batch, Mapping) and _takes_labels(model, batch):
@@ -199,7 +198,10 @@ def check(
     outputs, masks = inside.run_live(args, dict(kwargs))  # an error here is the model's own, and is raised
     call = ForwardPass(ids, batch, args, dict(kwargs), outputs, targets, masks, autocast=autocast)
     guard.tracker.take(ids, batch)
-    result = replace(result, not_smooth=_not_smooth(replica, call))
+    with replica.random_state_kept(), buffers_kept(model):
+        jumps = SmoothnessValidator.validate(model, example_inputs=args or kwargs)
+    lines = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(jump)) for jump in jumps)  # numbered alike, share a line
+    result = replace(result, not_smooth=tuple(lines))
     try:
         if criterion is not None:
             check_unweighted_mean(criterion)
@@ -207,8 +209,7 @@ def check(
         forward, loss, words = _with_loss(guard, inside, call, criterion)
         return _examined(replace(result, loss=words), guard, forward, loss, options, repeats)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        text = re.sub(r"This step was not taken[^.]*\.", "", str(error))
-        reason = " ".join(text.split()) or type(error).__name__
+        reason = " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__
         return replace(result, reason=reason, advice=_advice(model, result))
 
 
@@ -218,13 +219,6 @@ def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in named.values())  # wrappers such as peft's
     labels = [name for name in batch if is_target_name(name)]
     return bool(labels) and (takes_any or all(name in named for name in labels))
-
-
-def _not_smooth(replica: Replica, call: ForwardPass) -> tuple[str, ...]:
-    """Layers and calls whose derivative jumps, one line each; names that differ only in numbers share a line."""
-    with replica.random_state_kept(), buffers_kept(replica.live):
-        errors = SmoothnessValidator.validate(replica.live, example_inputs=call.args or call.kwargs)
-    return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
 
 
 def _with_loss(

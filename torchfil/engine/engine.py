@@ -33,7 +33,6 @@ from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, spl
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import SHORTCUTS, Accounting, check_modes, checked_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
-from torchfil.engine.run import last_rate
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -217,7 +216,6 @@ class FILPrivacyEngine(PrivacyEngine):
         sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
         sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
         hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
-        with_hooks = partial(self._prepare_model, module, **hooks)
         training = PrivateTraining(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
@@ -227,8 +225,8 @@ class FILPrivacyEngine(PrivacyEngine):
             id_of,
             partial(noise_source, device=next(module.parameters()).device, **sources),
             distributed=distributed,
-            accounted_rate=partial(last_rate, self.accountant),
-            with_hooks=with_hooks if mode != "auto" else None,
+            accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
+            with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,
             max_grad_norm=limit,
@@ -364,8 +362,7 @@ class FILPrivacyEngine(PrivacyEngine):
 
         # the run is only aimed at its target, so it says when it misses it
         self._choice = choice
-        every = max(1, len(data_loader) // 4)
-        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=every)
+        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
@@ -821,7 +818,7 @@ class FILPrivacyEngine(PrivacyEngine):
             redacted: Whether to leave out everything about single examples; see :func:`torchfil.report.write_report`.
             **options: Options of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
         """
-        from torchfil.report.writer import PAGE, write_report
+        from torchfil.report.page import PAGE, write_report
 
         writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
         run = self._saved_run(delta, **options)

@@ -159,7 +159,7 @@ class Executor:
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return self._plans[key]
-        constants = self.replica.note_written(gradients.constants)
+        constants = gradients.own_constants()  # with copies of buffers, which show what a pass writes into
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
@@ -246,8 +246,7 @@ class Executor:
             if values is None:
                 chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
                 count, seeds = len(batch.gradients.examples), recorded.seeds
-                at_once = batch.probes_at_once(len(seeds), self.memory_limit)
-                draws = Draws(seeds, slice(0, count), count, 1, at_once)
+                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), self.memory_limit))
                 values = values_of(batch, chunks, recorded, draws, wanted.rate)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
@@ -562,8 +561,7 @@ class _Captured:
         self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int, warm_up: bool
     ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
-        self.batch, self.wanted, self.size = batch, wanted, size
-        self.probes_at_once = probes_at_once
+        self.batch, self.wanted, self.size, self.probes_at_once = batch, wanted, size, probes_at_once
 
         # Inputs that change between replays stay at the addresses that the graph reads.
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)

@@ -192,10 +192,9 @@ class Observer:
 
         # an example's gradient is clipped once, and it may be in one draw only
         batches = [tuple(forward.ids) for forward in finished if forward.ids]
-        if len(set(batches)) < len(batches):
-            several = "the model was called several times on one batch since the last step, and clips once"
-            remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
-            raise ValueError(f"{several}. {remedy} {_HOW_TO_DROP}")
+        several = "the model was called several times on one batch since the last step, and clips once"
+        remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
+        require(len(set(batches)) == len(batches), f"{several}. {remedy} {_HOW_TO_DROP}")
         if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
             counted = f"{len(finished)} backward passes are not over the {parts} batches of one draw"
             remedy = f"use each batch once, and call optimizer.step() after every {parts}-th of a pass over the loader"
@@ -372,9 +371,7 @@ class LoopForward:
     """
 
     def __init__(self, replica: Replica, observer: Observer, record: Callable[..., Any]) -> None:
-        self.replica = replica
-        self.observer = observer
-        self._record = record
+        self.replica, self.observer, self._record = replica, observer, record
         self._inside = LossInside(replica)
         self._gives_loss = False  # whether the model returned a loss in its last pass
         self._until_look = 0
@@ -435,8 +432,7 @@ class HookedForward:
     """
 
     def __init__(self, replica: Replica, observer: Observer) -> None:
-        self.replica = replica
-        self.observer = observer
+        self.replica, self.observer = replica, observer
         self._inside = LossInside(replica)
         self._open = contextlib.ExitStack()  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []

@@ -101,12 +101,9 @@ class Guard:
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
-        self.replica = replica
-        self.options = options
-        self.tracker = tracker
+        self.replica, self.options, self.tracker = replica, options, tracker
         self.until_look = 0
-        self._looks = self._until_rows = self._row_looks = 0
-        self._opaque_changes = 0
+        self._looks = self._until_rows = self._row_looks = self._opaque_changes = 0
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._warned: set[str] = set()  # the beginnings of warnings that appear only once
         self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
@@ -167,10 +164,8 @@ class Guard:
 
     def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
         """Are inputs and targets finite?"""
-        failed = []
-        for leaf in tensors_of((call.args, call.kwargs, targets)):
-            if leaf.is_floating_point():
-                failed.append(~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device))
+        floating = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
+        failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
         if not failed:
             return None
 

@@ -332,8 +332,7 @@ class FILPoissonSampler(UniformWithReplacementSampler):
             order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
             own = order[self.rank :: self.num_replicas]
         for _ in range(int(self.steps)):
-            drawn = own[self._source.uniform(len(own)) < self.sample_rate]
-            yield from self._tracker.in_parts(drawn.tolist())
+            yield from self._tracker.in_parts(own[self._source.uniform(len(own)) < self.sample_rate].tolist())
 
 
 class FILBatchSampler(BatchSampler):
@@ -342,8 +341,7 @@ class FILBatchSampler(BatchSampler):
     def __init__(self, sampler: BatchSampler, on_start: OnStart) -> None:
         for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
             setattr(self, name, getattr(sampler, name, None))
-        self._batches = sampler
-        self._on_start = on_start
+        self._batches, self._on_start = sampler, on_start
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
@@ -496,8 +494,7 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
         batch = next(batches, None)
         if empty is None and batch is not None:
             empty = remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
-        told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
-        answers = ranks.objects(told)
+        answers = ranks.objects(_GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN)
         if _GOES_ON not in answers:
             return
         if _NEVER_BEGAN in answers:

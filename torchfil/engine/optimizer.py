@@ -57,12 +57,8 @@ class FILOptimizer(DPOptimizer):
         **settings: Any,
     ) -> None:
         super().__init__(optimizer, **settings)
-        self.clip = clip
-        self.noise = noise
-        self._ranks = ranks
-        self.initial_noise = self._noise_now()
-        self._step = step
-        self._names, self._shares = names, shares
+        self.clip, self.noise, self.initial_noise = clip, noise, self._noise_now()
+        self._step, self._ranks, self._names, self._shares = step, ranks, names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
 
     @property
@@ -269,8 +265,7 @@ class GradSampleOptimizer(FILOptimizer):
     def _norms_by_parameter(self) -> Tensor:
         """‖g_l‖ of each example of the current physical batch, [batch, parameters]."""
         samples = self.grad_samples
-        device = samples[0].device
-        sizes = {len(sample) for sample in samples}
+        device, sizes = samples[0].device, {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
             rows = f"gradients of {min(sizes)} and of {max(sizes)} examples: parameters {shapes} saw one row for all"

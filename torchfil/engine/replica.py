@@ -61,8 +61,7 @@ class Replica:
         self.template = models.copy_without_weights(module)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
-        self.changes = 0
-        self.opaque_changes = 0
+        self.changes = self.opaque_changes = self._changed_integers = 0
 
         # what the copy follows: modes, plain attributes, parts and hooks of the live modules
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
@@ -77,7 +76,6 @@ class Replica:
             for key, part in holder.items()
         ]
         self._num_hooks: int | None = None  # on the live modules, as last seen
-        self._changed_integers = 0
 
         # where weights and buffers are, and what batches have shown
         self._buffers = {name for name, _ in module.named_buffers()}
@@ -246,9 +244,7 @@ class Replica:
             if holder.get(key) is not part:
                 known = f"{name} was replaced after make_private, and optimizer and accounting know only the old one"
                 raise RuntimeError(f"{known}: change the model before make_private")
-        num_hooks = 0
-        for live, _ in self._pairs:
-            num_hooks += len(live._forward_hooks) + len(live._forward_pre_hooks)
+        num_hooks = sum(len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs)
         self.opaque_changes += self._num_hooks not in (None, num_hooks)
         self._num_hooks = num_hooks
 
@@ -275,12 +271,8 @@ class Replica:
         self.changes += bool(kinds - {int}) or (int in kinds and self._changed_integers <= _CHANGES_OF_INTEGERS)
         self.key = (self._flags, self.changes)
 
-    def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constants with copies of all buffers, so that a trial shows which of them a pass writes into."""
-        return {name: value.clone() if name in self._buffers else value for name, value in constants.items()}
-
     def learn_written(self, constants: Mapping[str, Tensor]) -> None:
-        """Find out from the copies of :meth:`note_written` which buffers a pass has written into."""
+        """Find out from copies of the buffers which of them a pass has written into."""
         seen = {name for name, value in constants.items() if name in self._buffers and value._version > 0}
         self.written = seen | (self.written or set())
 

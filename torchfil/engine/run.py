@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
@@ -93,13 +92,9 @@ class Run:
         expected_batch: int,
         ranks: Ranks | None = None,
     ) -> None:
-        self.options = options
-        self.device = device
+        self.options, self.loss, self.ids = options, loss, ids
+        self.device, self.generator, self.ranks = device, generator, ranks
         self._place = options.accounting.rows_place(device)
-        self.ranks = ranks
-        self.loss = loss
-        self.ids = ids
-        self.generator = generator
         self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
         self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
@@ -446,11 +441,6 @@ class Run:
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
-
-
-def last_rate(accountant: IAccountant) -> float:
-    """The sampling rate of the DP accountant's last step; 1 before the first one."""
-    return float(accountant.history[-1][1]) if accountant.history else 1.0
 
 
 # ------------------------------------------------------------------ a clip threshold for each example

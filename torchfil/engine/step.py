@@ -63,12 +63,8 @@ class Step:
         observer: Observer,
         refresh_norms: Callable[[FILOptimizer], None],
     ) -> None:
-        self.run = run
-        self.options = run.options
-        self.replica = replica
-        self.executor = executor
-        self.guard = guard
-        self.observer = observer
+        self.run, self.options, self.replica = run, run.options, replica
+        self.executor, self.guard, self.observer = executor, guard, observer
         self._refresh_norms = refresh_norms
         self._inside = LossInside(replica)
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
@@ -288,7 +284,7 @@ class Step:
             private = private_without_labels(self.options.private, call.args, call.kwargs)
             first = self.run.ledger is None
             examples = self.replica.lay_out(call.args, call.kwargs, targets, private, check_values=first)
-        if call.outputs is None and self._may_draw():
+        if call.outputs is None and (self.replica.drops_now() or self.replica.key != self._drew_nothing_at):
             again = self.replica.masks_again(call.args, call.kwargs)
             call.masks = self._fresh_masks(call) if again is None else again
         masks = self.replica.masks_by_example(call.masks, call.args, call.kwargs)
@@ -366,10 +362,6 @@ class Step:
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
-
-    def _may_draw(self) -> bool:
-        """Whether a forward pass may draw random numbers; not if one drew none with the modules in this state."""
-        return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
 
     def _fresh_masks(self, call: ForwardPass) -> tuple[Tensor, ...]:
         """Masks as the live model draws them for a batch; its buffers stay unchanged: this is not the loop's pass."""

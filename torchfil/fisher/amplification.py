@@ -190,8 +190,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
         ValueError: The name is taken.
         TypeError: The object is not an :class:`Amplification`.
     """
-    taken = f"amplification {name!r} is already registered; pass overwrite=True to replace it"
-    require(overwrite or name not in _REGISTRY, taken)
+    require(overwrite or name not in _REGISTRY, f"amplification {name!r} is already registered; pass overwrite=True")
     _REGISTRY[name] = _checked(amplification)
 
 
@@ -302,8 +301,7 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     def excess(epsilon: float) -> float:
         log_first = special.log_ndtr(0.5 / sigma - epsilon * sigma)
         log_second = epsilon + special.log_ndtr(-0.5 / sigma - epsilon * sigma)
-        log_delta = log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300)))
-        return float(log_delta - math.log(delta))
+        return float((log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300)))) - math.log(delta))
 
     if excess(0.0) <= 0:
         return 0.0

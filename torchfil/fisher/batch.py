@@ -133,8 +133,7 @@ class PrivateBatch:
         shape = f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples"
         require(weights.shape == (len(gradients),), f"{shape}; give one weight for each")
         check_clip_weights(weights)
-        weighted = replace(gradients.examples, clip_weights=weights)
-        return cls(replace(gradients, examples=weighted), mechanism)
+        return cls(replace(gradients, examples=replace(gradients.examples, clip_weights=weights)), mechanism)
 
     def estimate(
         self,
@@ -206,8 +205,7 @@ class PrivateBatch:
         chosen, mechanism, noiseless = get_estimator(estimator), self.mechanism, self.mechanism.noiseless
         if noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
-        given = chosen.function(jacobian, mechanism, quantities, draws)
-        moments = chosen.checked(given, jacobian, quantities)
+        moments = chosen.checked(chosen.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
         products = slope = None
         if susceptibility:
             factor = 2 * jacobian.clipped_norm / mechanism.noise_std**2
@@ -468,8 +466,7 @@ def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
 
     core = test_matrix.to(sketch).mT @ sketch  # ΩᵀIΩ, [batch, r, r]
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    floor = values[:, -1:].clamp(min=0) * 1e-10
-    keep = values > floor
+    keep = values > (values[:, -1:].clamp(min=0) * 1e-10)
     inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
     half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
     return torch.where(finite, torch.linalg.matrix_norm(half, ord=2).square(), torch.inf)

@@ -330,8 +330,7 @@ def names_of_estimators(able: Callable[[Estimator], bool]) -> str:
 
 def get_estimator(name: str) -> Estimator:
     """The estimator of that name."""
-    if name not in _REGISTRY:
-        raise ValueError(f"estimator={name!r} is unknown; use one of {', '.join(available_estimators())}")
+    require(name in _REGISTRY, f"estimator={name!r} is unknown; use one of {', '.join(available_estimators())}")
     return _REGISTRY[name]
 
 

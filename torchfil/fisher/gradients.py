@@ -283,11 +283,10 @@ class ExampleGradients:
         args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_outputs(self.model, offsets):
-            outputs = models.call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
+            outputs = models.call_with(self.model, {**parameters, **self.own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
-        if value.numel() != 1:
-            many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
-            raise ValueError(f"{many}; it must give one: use reduction='mean' or 'sum'")
+        many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
+        require(value.numel() == 1, f"{many}; it must give one: use reduction='mean' or 'sum'")
         return value.reshape(())
 
     def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
@@ -298,7 +297,7 @@ class ExampleGradients:
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
 
-    def _own_constants(self) -> dict[str, Tensor]:
+    def own_constants(self) -> dict[str, Tensor]:
         """The constants, with copies of buffers: a forward pass may write into them, but a mapped one must not."""
         return {name: value.clone() if name in self._buffers else value for name, value in self.constants.items()}
 

@@ -47,8 +47,7 @@ class _Draw:
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)
         if func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None:
-            probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            return cls(float(probability), args[0].dtype, by_dropout=False)
+            return cls(float(args[1] if len(args) > 1 else kwargs.get("p", 0.5)), args[0].dtype, by_dropout=False)
         return None
 
     def again(self, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -193,8 +193,7 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
     absent, present = (_log_ratio(log_odds, delta) * weight).sum(dim=-1)
 
     divergence = (1 - sample_rate) * absent + sample_rate * present
-    tiny = torch.maximum(true, other) < _TINY
-    return torch.where(tiny, sample_rate**2 * gap / 2, divergence).clamp(min=0)
+    return torch.where(torch.maximum(true, other) < _TINY, sample_rate**2 * gap / 2, divergence).clamp(min=0)
 
 
 def _log_ratio(log_odds: Tensor, delta: Tensor) -> Tensor:

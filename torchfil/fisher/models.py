@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
 PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
-_NAMED_PRECISION = hasattr(torch.backends.cudnn, "conv")  # torch 2.9; flags before
 REDUCED = frozenset({torch.bfloat16, torch.float16})  # fewer digits than float32
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
@@ -73,9 +72,7 @@ def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextMana
 
     A substitute of such a layer does not need it.
     """
-    fused = False
-    for module in model.modules():
-        fused |= isinstance(module, nn.RNNBase) and "forward" not in vars(module)
+    fused = any(isinstance(part, nn.RNNBase) and "forward" not in vars(part) for part in model.modules())
     return torch.backends.cudnn.flags(enabled=False) if fused else contextlib.nullcontext()
 
 
@@ -139,8 +136,7 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The module that holds the weights, and the one to call: a copy if Opacus has added its hooks."""
     wrapped = any(base.__name__ == "AbstractGradSampleModule" for base in type(model).__mro__)
     live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
-    hooked = wrapped or hasattr(model, "autograd_grad_sample_hooks")
-    return live, copy_without_weights(live) if hooked else live
+    return live, copy_without_weights(live) if (wrapped or hasattr(model, "autograd_grad_sample_hooks")) else live
 
 
 def may_drop(module: nn.Module) -> bool:
@@ -374,8 +370,7 @@ def wide(value: Tensor) -> Tensor:
 
 def autocast_inputs(*values: Tensor | None) -> tuple[Any, ...]:
     """The tensors in autocast's dtype, as convolutions and products receive them; unchanged without autocast."""
-    device = next(value.device for value in values if value is not None)
-    dtype = autocast_now(device)
+    dtype = autocast_now(next(value.device for value in values if value is not None))
     return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)
 
 
@@ -386,22 +381,13 @@ def normalised_dtype(x: Tensor) -> torch.dtype:
 
 def product_precision() -> str:
     """The current precision of products of float32 matrices on GPUs."""
-    if _NAMED_PRECISION:
-        return torch.backends.cuda.matmul.fp32_precision
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def _set_product_precision(precision: str) -> None:
-    if _NAMED_PRECISION:
-        torch.backends.cuda.matmul.fp32_precision = precision
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    return torch.backends.cuda.matmul.fp32_precision
 
 
 def convolutions_in_tf32() -> bool:
     """Whether convolutions of float32 on GPUs are computed in TF32, torch's default."""
     cudnn: Any = torch.backends.cudnn
-    return bool(cudnn.conv.fp32_precision == "tf32" if _NAMED_PRECISION else cudnn.allow_tf32)
+    return bool(cudnn.conv.fp32_precision == "tf32")
 
 
 @contextlib.contextmanager
@@ -414,11 +400,11 @@ def products_in(precision: str) -> Iterator[None]:
     if before == precision:
         yield
         return
-    _set_product_precision(precision)
+    torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield
     finally:
-        _set_product_precision(before)
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
@@ -445,11 +431,6 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
             yield
     finally:
         probe_dtype.reset(token)
-
-
-def probes_are_narrow() -> bool:
-    """Whether layers' products with probes are currently computed in bfloat16."""
-    return probe_dtype.get() is not None
 
 
 def probe_inputs(*values: Any) -> tuple[Any, ...]:

@@ -58,9 +58,7 @@ class Jacobian:
     output_gradients: tuple[Tensor, ...] | None = None
 
     def __init__(self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float) -> None:
-        self.gradients = gradients
-        self.clip = clip
-        self.max_grad_norm = max_grad_norm
+        self.gradients, self.clip, self.max_grad_norm = gradients, clip, max_grad_norm
 
     def weighted(self, by_example: Tensor) -> Tensor:
         """The values times the examples' weights ω, [batch, …]."""
@@ -270,8 +268,7 @@ class ClippedJacobian(Jacobian):
         """[batch, parameters, …] at each parameter's coordinates, [batch, p, …]; one part broadcasts as it is."""
         if not self.by_parameter:
             return by_parameter
-        sizes = torch.tensor(self._sizes, device=by_parameter.device)
-        return by_parameter.repeat_interleave(sizes, dim=1)
+        return by_parameter.repeat_interleave(torch.tensor(self._sizes, device=by_parameter.device), dim=1)
 
 
 def safe_reciprocal(norm: Tensor) -> Tensor:

@@ -654,14 +654,16 @@ def told_apart(limit: float | None, value: float | None, digits: int = 3) -> tup
         >>> told_apart(1.05, 1.0499), told_apart(1.05, 2.0), told_apart(1.05, None)
         (('1.05', '1.0499'), ('1.05', '2'), ('1.05', 'not known'))
     """
+    texts = in_digits(limit, digits), in_digits(value, digits)
+    if None in (limit, value) or digits == 17 or limit == value or texts[0] != texts[1]:
+        return texts
+    return told_apart(limit, value, digits + 1)
 
-    def shown(number: float | None) -> str:
-        if number is None:
-            return "not known"
-        if math.isinf(number):
-            return "∞" if number > 0 else "−∞"
-        return f"{number:,}" if isinstance(number, int) else f"{number:.{digits}g}"
 
-    while None not in (limit, value) and digits < 17 and limit != value and shown(limit) == shown(value):
-        digits += 1
-    return shown(limit), shown(value)
+def in_digits(value: float | None, digits: int = 3) -> str:
+    """A number to so many digits, or what it is."""
+    if value is None:
+        return "not known"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"

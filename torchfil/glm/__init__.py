@@ -9,9 +9,16 @@ from torchfil.glm.solver import MarginLoss, NotConvergedError, SingularHessianEr
 from torchfil.questions import Absent, Label, Question
 
 if TYPE_CHECKING:
-    from torchfil.glm.estimators import LinearRegression, LogisticRegression, PoissonRegression, SoftmaxRegression
-    from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
-    from torchfil.glm.model import Composition, GeneralizedLinearModel
+    from torchfil.glm.model import (
+        IRFIL,
+        Composition,
+        GeneralizedLinearModel,
+        LinearRegression,
+        LogisticRegression,
+        PoissonRegression,
+        SoftmaxRegression,
+        iteratively_reweighted_fil,
+    )
 
 __all__ = [
     "IRFIL",
@@ -40,6 +47,4 @@ def __getattr__(name: str) -> Any:
     """Import the models on first use, so that attacks on them can be imported without scikit-learn."""
     if name not in __all__:
         raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")
-    home = {"Composition": "model", "GeneralizedLinearModel": "model", "IRFIL": "irfil"}
-    home["iteratively_reweighted_fil"] = "irfil"
-    return getattr(import_module(f"torchfil.glm.{home.get(name, 'estimators')}"), name)
+    return getattr(import_module("torchfil.glm.model"), name)

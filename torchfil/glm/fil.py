@@ -171,8 +171,7 @@ class Sensitivity:
     def gram_chunks(self, columns: Sequence[int] | None = None) -> Iterator[slice]:
         """All examples in chunks that :meth:`gram` can hold."""
         size = self.num_coordinates if columns is None else len(columns)
-        width = self.inverse.shape[0] * self.weights.shape[1]
-        return self._chunks(max(size**2, width), _GRAM_NUMBERS)
+        return self._chunks(max(size**2, self.inverse.shape[0] * self.weights.shape[1]), _GRAM_NUMBERS)
 
     def group_gram(self, rows: Tensor, other: Sensitivity | None = None) -> Tensor:
         """Σ_{i∈G} J_i J′_iᵀ of a group of examples, [pK, p′K′], J′ that of another release of the same examples.

@@ -392,8 +392,7 @@ def _thresholds(distances: np.ndarray, prior: np.ndarray, a: int, b: int) -> np.
 
 
 def _of_two(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    chances = [ndtr(_thresholds(distances, prior, a, 1 - a)) for a in (0, 1)]
-    return (prior * np.stack(chances, axis=1)).sum(axis=1)
+    return (prior * np.stack([ndtr(_thresholds(distances, prior, a, 1 - a)) for a in (0, 1)], axis=1)).sum(axis=1)
 
 
 def _of_three(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
@@ -468,8 +467,7 @@ def _coordinates(distances: np.ndarray) -> Tensor:
     """Points with these distances, the widest direction first, [rows, m, m − 1]."""
     squares = torch.as_tensor(distances).square()
     centred = squares - squares.mean(dim=1, keepdim=True)
-    gram = -(centred - centred.mean(dim=2, keepdim=True)) / 2
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(-(centred - centred.mean(dim=2, keepdim=True)) / 2)
     return (vectors * values.clamp(min=0).sqrt()[:, None, :]).flip(2)[:, :, :-1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,19 +13,18 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
-from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
-from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil
-from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, Solver, minimise
+from torchfil.glm import solver as solvers
+from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil, squared_loss_at
+from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, Solver, tangent_basis
 from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource
+from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 except ImportError as error:
     raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
-
-__all__ = ["Attributes", "ClassifierMixin", "Composition", "GeneralizedLinearModel", "RegressorMixin"]
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
@@ -84,7 +84,7 @@ class GeneralizedLinearModel(BaseEstimator):
         objective = self._objective(inputs, targets, weights)
         options: dict[str, Any] = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
         columns = [*(names or range(num_inputs)), "intercept"]
-        self._fit = minimise(objective, solver=self.solver, names=columns, **options)
+        self._fit = solvers.minimise(objective, solver=self.solver, names=columns, **options)
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight = weights
@@ -92,7 +92,10 @@ class GeneralizedLinearModel(BaseEstimator):
         self.n_features_in_ = num_inputs
         self.gradient_norm_ = self._fit.gradient_norm
         self.n_iter_ = self._fit.iterations
-        self._publish()
+        parameters = self._parameters().cpu().numpy()
+        self.coef_ = parameters[..., :num_inputs]
+        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
+        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
         if names is not None:
             self.feature_names_in_ = np.asarray(names, dtype=object)
         elif hasattr(self, "feature_names_in_"):
@@ -112,8 +115,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """Minus the mean loss; subclasses have their field's usual score."""
         self._check_fitted()
         inputs, targets, weights = self._tensors(X, y, sample_weight)
-        losses = self._loss().losses(inputs @ self._fit.weights, targets)
-        return -float((weights * losses).sum() / weights.sum())
+        return -float((weights * self._loss().losses(inputs @ self._fit.weights, targets)).sum() / weights.sum())
 
     def release(
         self,
@@ -224,7 +226,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
 
         σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ that is
-        computed from the data and released unrounded leaks, too; see :mod:`torchfil.glm.chosen_noise`.
+        computed from the data and released unrounded leaks, too; see :func:`information_of_choice`.
 
         Args:
             X: The training inputs, [n, d].
@@ -309,12 +311,6 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def _parameters(self) -> Tensor:
         return self._fit.weights[:, 0]
-
-    def _publish(self) -> None:
-        parameters = self._parameters().cpu().numpy()
-        self.coef_ = parameters[..., : self.n_features_in_]
-        intercept = parameters[..., -1] if self.fit_intercept else np.zeros(parameters.shape[:-1])
-        self.intercept_: float | np.ndarray = intercept if parameters.ndim > 1 else float(intercept)
 
     def _numbered(self, attributes: Attributes | None) -> dict[str, list[int]] | None:
         return None if attributes is None else {key: self.column_numbers(each) for key, each in attributes.items()}
@@ -432,8 +428,7 @@ def _column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequ
     numbers = [names.index(column) if column in names else column for column in columns]
     known = range(num_inputs)
     wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
-    usable = bool(numbers) and not wrong
-    require(usable, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
+    require(bool(numbers) and not wrong, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
     repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
     require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
     return [int(c) for c in numbers]
@@ -475,3 +470,343 @@ def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets:
     here, there = float(gradient.abs().max()) / len(inputs), fit.gradient_norm
     other = f"their gradient over n is {here:.2g} at its weights ({there:.2g} at the fit), or their Hessian differs"
     require(bool(same.all()), f"X and y are not what the model was fitted on: {other}. Pass the training set as fitted")
+
+
+class _OwnLoss(GeneralizedLinearModel):
+    """A model with its own loss."""
+
+    def __init__(
+        self,
+        l2: float = 0.0,
+        fit_intercept: bool = False,
+        tolerance: float = 1e-10,
+        max_iterations: int = 100,
+        device: str = "cpu",
+        solver: Solver = "newton",
+    ) -> None:
+        self.l2 = l2
+        self.fit_intercept = fit_intercept
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+        self.device = device
+        self.solver = solver
+
+
+class LinearRegression(RegressorMixin, _OwnLoss):
+    """Least squares, ½(wᵀx − y)²; its score is R². See :class:`GeneralizedLinearModel`."""
+
+    loss = solvers.SQUARED
+
+
+class LogisticRegression(ClassifierMixin, _OwnLoss):
+    """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}; see :class:`GeneralizedLinearModel`."""
+
+    loss = solvers.LOGISTIC
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
+        values = np.unique(as_array(y).astype(float))
+        require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
+        self.classes_ = np.array([0, 1])
+        return super().fit(X, y, sample_weight)
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The margin, [n]."""
+        return self.margin(X)
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probabilities of 0 and 1, [n, 2]."""
+        margin = torch.as_tensor(self.margin(X))
+        return torch.stack([torch.sigmoid(-margin), torch.sigmoid(margin)], dim=1).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """0 or 1."""
+        return (self.margin(X) > 0).astype(int)
+
+
+class SoftmaxRegression(ClassifierMixin, _OwnLoss):
+    """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
+
+    The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0. It is released with
+    noise on all classes × p entries. A private target moves within the simplex: it has classes − 1 coordinates.
+
+    Attributes:
+        classes_: The labels.
+        coef_: [classes, d].
+        intercept_: [classes].
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """As in :class:`GeneralizedLinearModel`; targets are labels."""
+        classes = np.unique(as_array(y))
+        require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
+        self.classes_ = classes
+        return super().fit(X, y, sample_weight)
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The logits, [n, classes]."""
+        return self.margin(X)
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The classes' probabilities, [n, classes]."""
+        return torch.softmax(torch.as_tensor(self.margin(X)), dim=1).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most likely label."""
+        return self.classes_[self.margin(X).argmax(axis=1)]
+
+    def _loss(self) -> Loss:
+        return SoftmaxLoss(len(self.classes_))
+
+    def _num_margins(self) -> int:
+        return len(self.classes_) - 1
+
+    def _targets(self, y: Any) -> Tensor:
+        labels = as_array(y)
+        unknown = np.setdiff1d(labels, self.classes_).tolist()
+        require(not unknown, f"labels {unknown} are not among the classes {self.classes_.tolist()}")
+        return self._tensor(labels[:, None] == self.classes_[None, :])
+
+    def _parameters(self) -> Tensor:
+        weights = self._fit.weights
+        return SoftmaxLoss(len(self.classes_)).basis(weights) @ weights.mT
+
+
+class PoissonRegression(RegressorMixin, _OwnLoss):
+    """Poisson regression, e^m − ym for counts y ≥ 0; see :class:`GeneralizedLinearModel`."""
+
+    loss = solvers.POISSON
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
+        smallest = np.min(as_array(y).astype(float), initial=0)
+        require(smallest >= 0, f"Poisson targets are counts; the smallest is {smallest:g}")
+        return super().fit(X, y, sample_weight)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The expected count e^m."""
+        return np.exp(self.margin(X))
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """D², the share of the deviance explained."""
+        from sklearn.metrics import d2_tweedie_score
+
+        return float(d2_tweedie_score(y, self.predict(X), sample_weight=sample_weight, power=1))
+
+
+# ---------------------------------------------------------------------- weights that make everybody leak alike
+
+# They leak alike **with the weights held fixed**: η is that of a fit whose ω does not depend on the data. But ω was
+# computed from the data: with its derivative, the η of single examples was 0.87 to 1.64 times the reported one (least
+# squares), and up to 2.27 times (logistic, inputs only). The reweighted model leaks nearly alike, not exactly.
+
+
+@dataclass(frozen=True)
+class IRFIL:
+    """A reweighted model with its history.
+
+    Attributes:
+        model: The model at the last weights.
+        sample_weight: ω, [n], with mean 1. It is computed from private data and confidential, like η.
+        etas: η of every example at each round, the unweighted fit first, ω held fixed, [rounds + 1, n].
+        spread: The standard deviation, at each round, of the equalised numbers: η of examples, or mean η of groups.
+        converged: Whether the spread fell to the tolerance.
+    """
+
+    model: Any
+    sample_weight: np.ndarray
+    etas: np.ndarray
+    spread: np.ndarray = field(repr=False)
+    converged: bool
+
+
+def iteratively_reweighted_fil(
+    model: GeneralizedLinearModel,
+    X: Any,
+    y: Any,
+    *,
+    rounds: int = 15,
+    groups: Literal["class"] | Sequence[Hashable] | None = None,
+    attribute: Sequence[Any] | slice | None = None,
+    one_hot: bool = False,
+    private_target: bool = True,
+    kind: Kind = "spectral",
+    tolerance: float = 0.0,
+    clamp: tuple[float, float] = (0.0, np.inf),
+    progress: bool = False,
+) -> IRFIL:
+    """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal, with the weights held fixed.
+
+    η does not include that ω itself depends on the data; see :mod:`torchfil.glm.model` for how much this matters.
+
+    Args:
+        model: An estimator; a clone of it is fitted, and the original stays unchanged.
+        X: Inputs, [n, d].
+        y: Targets, [n].
+        rounds: The largest number of reweightings.
+        groups: None equalises η over examples. One label per example (or "class": the targets) gives all examples of
+            a group one weight and equalises the groups' mean η.
+        attribute: The columns (numbers, names or a slice) of the attribute whose η is equalised; None: the whole
+            example.
+        one_hot: Whether that attribute is one-hot, so that it moves only within the simplex.
+        private_target: Whether y is private (without ``attribute``).
+        kind: Which η, as in :meth:`GeneralizedLinearModel.fil`.
+        tolerance: Stop when the spread over the mean η falls to it.
+        clamp: The smallest and largest weight, before they are scaled to mean 1.
+        progress: Whether to show a progress bar (tqdm).
+    """
+    from sklearn.base import clone
+
+    require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
+    n = len(y)
+    labels = as_array(
+        y if isinstance(groups, str) and groups == "class" else np.arange(n) if groups is None else groups
+    )
+    require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
+    member = np.array([numbers[label] for label in labels.tolist()])
+    sizes = np.bincount(member)
+
+    def fitted(weights: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        refitted = clone(model).fit(X, y, sample_weight=weights)
+        attributes = None if attribute is None else {"attribute": attribute}
+        eta = refitted.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)
+        eta = eta if attribute is None else eta["attribute"]
+        return refitted, eta, np.bincount(member, eta) / sizes
+
+    weights = np.ones(n)
+    reweighted, eta, level = fitted(weights)
+    etas, spread = [eta], [level.std()]
+    for _ in with_progress(range(rounds), progress, "IRFIL"):
+        if spread[-1] <= tolerance * level.mean():
+            break
+        what = "an example" if groups is None else "a group"
+        require(bool((level > 0).all()), f"{what} has η = 0, no influence on the model, and would get infinite weight")
+        weights = np.clip(weights * (level.mean() / level)[member], *clamp)
+        weights *= n / weights.sum()
+        reweighted, eta, level = fitted(weights)
+        etas.append(eta)
+        spread.append(level.std())
+    converged = bool(spread[-1] <= tolerance * level.mean())
+    return IRFIL(reweighted, weights, np.stack(etas), np.asarray(spread), converged)
+
+
+# ---------------------------------------------------------------------- the information of a chosen σ
+
+# A release N(w*, σ²I_p) whose σ depends on the data has the Fisher information
+#
+#     I = JᵀJ/σ² + 2p ∇log σ ∇log σᵀ,
+#
+# where :meth:`GeneralizedLinearModel.fil` computes only the first term. Rounded up to a grid of powers, σ is constant
+# almost everywhere, and the second term vanishes. (Near a step of the grid, a change of one example can still move σ to
+# the next power; the coarser the grid, the rarer this is.) ∇log η of the deciding example comes from autograd:
+# directly, and through the minimiser, dw* = −H⁻¹ d∇L.
+
+
+def round_up(sigma: float, grid: float) -> float:
+    """The smallest power of ``grid`` that is at least σ.
+
+    Example:
+        >>> round_up(0.3, grid=2.0)
+        0.5
+    """
+    require(1 < grid < math.inf, f"grid={grid}, the factor between neighbouring σ, must be above 1; None: no rounding")
+    step = math.log2(grid)
+    number = math.ceil(math.log2(sigma) / step)
+    return float(2.0 ** (number * step if 2.0 ** (number * step) >= sigma else (number + 1) * step))
+
+
+def values_that_decide(values: np.ndarray, reduce: str | float) -> dict[int, float]:
+    """{k: weight} such that Σ_k weight_k value_k is the largest value ("max"), the mean, or a quantile.
+
+    Example:
+        >>> values_that_decide(np.array([1.0, 5.0, 2.0]), 0.75)
+        {2: 0.5, 1: 0.5}
+    """
+    if reduce == "max":
+        return {int(values.argmax()): 1.0}
+    if reduce == "mean":
+        return dict.fromkeys(range(len(values)), 1 / len(values))
+    if not (isinstance(reduce, float) and 0 < reduce < 1):
+        raise ValueError(f"reduce={reduce!r} must be 'max', 'mean' or a quantile in (0, 1)")
+    order, place = np.argsort(values, kind="stable"), reduce * (len(values) - 1)
+    low = int(place)
+    weights = {int(order[low]): 1 - (place - low)}
+    return weights if place == low else {**weights, int(order[low + 1]): place - low}
+
+
+def information_of_choice(
+    objective: Objective,
+    weights: Tensor,
+    decide: Mapping[int, float],
+    attributes: Mapping[str, Sequence[int]] | None = None,
+    groups: Sequence[Hashable] | None = None,
+    kind: Kind = "spectral",
+    one_hot: bool = False,
+    *,
+    num_inputs: int,
+    private_target: bool,
+) -> np.ndarray:
+    """The most that ∇log σ ∇log σᵀ adds to η² of each value of ``fil``, in its order, divided by 2p.
+
+    This is ‖∇log σ‖² over the private coordinates of the example, attribute or group; with ``kind="trace"``, divided by
+    their number.
+
+    Args:
+        objective: The objective of the fit, with the training data.
+        weights: U*, [p, K].
+        decide: σ is proportional to Σ weight·η over these values.
+        attributes: As in ``fil``, by column numbers.
+        groups: As in ``fil``.
+        kind: As in ``fil``.
+        one_hot: As in ``fil``.
+        num_inputs: d.
+        private_target: Whether targets are private.
+    """
+    n = len(objective.X)
+    members = list(dict.fromkeys(groups)) if groups is not None else None
+    parts: list[Sequence[int] | None] = [None] if attributes is None else list(attributes.values())
+
+    def eta(sensitivity: Sensitivity, value: int) -> Tensor:
+        if groups is not None and members is not None:
+            rows = torch.tensor([row for row, label in enumerate(groups) if label == members[value]])
+            return squared_loss_at(sensitivity, rows, None, kind, one_hot).sqrt()
+        return squared_loss_at(sensitivity, value % n, parts[value // n], kind, one_hot).sqrt()
+
+    def chosen(sensitivity: Sensitivity) -> Tensor:
+        return torch.stack([weight * eta(sensitivity, value) for value, weight in decide.items()]).sum()
+
+    by_inputs, by_targets = _log_gradient(objective, weights, chosen, num_inputs, private_target)
+    whole = torch.cat([by_inputs, by_targets], dim=1)
+    of_examples = [(whole if part is None else by_inputs[:, list(part)]).square() for part in parts]
+    if groups is not None and members is not None:
+        of_examples = [of_examples[0][[label == member for label in groups]].flatten()[None] for member in members]
+    sums = torch.cat([part.sum(dim=1) / (part.shape[1] if kind == "trace" else 1) for part in of_examples])
+    return sums.cpu().numpy()
+
+
+def _log_gradient(
+    objective: Objective,
+    weights: Tensor,
+    quantity: Callable[[Sensitivity], Tensor],
+    num_inputs: int,
+    private_target: bool,
+) -> tuple[Tensor, Tensor]:
+    """∇log of a function of the sensitivity, with respect to every example's inputs, [n, d], and target, [n, t]."""
+    X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
+    moved = replace(objective, X=X, y=y)
+    with torch.enable_grad():
+        hessian, data = moved.hessian(w), (objective.loss, X, y, objective.sample_weight)
+        logarithm = quantity(Sensitivity.build(*data, w, hessian, num_inputs, private_target)).log()
+        direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
+
+        # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w
+        pushed = torch.linalg.solve(hessian.detach(), by_weights.flatten()).view_as(w)
+        through_x, through_y = torch.autograd.grad((moved.gradient(w) * pushed).sum(), (X, y), materialize_grads=True)
+
+    by_targets = direct_y - through_y
+    if by_targets.ndim == 2:  # a point of the simplex moves within it
+        by_targets = by_targets @ tangent_basis(by_targets.shape[1]).to(by_targets)
+    by_targets = by_targets.view(len(X), -1)
+    return (direct_x - through_x)[:, :num_inputs], by_targets if private_target else by_targets[:, :0]

@@ -94,13 +94,11 @@ class GLMView:
 
     def first(self, margin: Tensor) -> Tensor:
         """∂ℓ/∂m of every example at its margins, [n, k] for [n, k]."""
-        targets = self.y[:, None].expand_as(margin)
-        return self.loss.first(margin.flatten(), targets.flatten()).view_as(margin)
+        return self.loss.first(margin.flatten(), self.y[:, None].expand_as(margin).flatten()).view_as(margin)
 
     def gradient(self, weights: Tensor) -> Tensor:
         """The gradient of the objective at k weights, [k, p] for [k, p]."""
-        residual = self.sample_weight[:, None] * self.first(self.X @ weights.mT)
-        return residual.mT @ self.X + self.ridge * weights
+        return (self.sample_weight[:, None] * self.first(self.X @ weights.mT)).mT @ self.X + self.ridge * weights
 
     def with_answer(self, alternative: Alternative | None) -> tuple[Tensor, Tensor]:
         """What could be in the training set instead of each example: x′ with the intercept's column, and y′.

@@ -29,17 +29,17 @@ import pandas
 import torch
 from sklearn.preprocessing import OneHotEncoder
 
-from torchfil.glm import estimators
+from torchfil.glm import model as models
 from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
 from torchfil.glm.model import GeneralizedLinearModel
 from torchfil.questions import Absent, Label, Question
 from torchfil.utils.errors import require
 
 MODELS: dict[str, type[Any]] = {
-    "linear": estimators.LinearRegression,
-    "logistic": estimators.LogisticRegression,
-    "softmax": estimators.SoftmaxRegression,
-    "poisson": estimators.PoissonRegression,
+    "linear": models.LinearRegression,
+    "logistic": models.LogisticRegression,
+    "softmax": models.SoftmaxRegression,
+    "poisson": models.PoissonRegression,
 }
 FALSE_POSITIVE_RATE = 0.01  # the false-positive rate for the true-positive rates
 

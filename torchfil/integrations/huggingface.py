@@ -102,8 +102,7 @@ class FILTrainer(Trainer):
         self.privacy = dict(privacy or {})
         _check_trainer(self)
         self.engine = engine if engine is not None else FILPrivacyEngine()
-        self.leakage_path = leakage_path
-        self.delta = delta
+        self.leakage_path, self.delta = leakage_path, delta
         smoothing = self.args.label_smoothing_factor
         self.loss: Any = _of_logits(criterion, smoothing) if criterion else ModelLoss.of(self.model, smoothing)
         self._label_names = list(self.label_names or ["labels"])

@@ -81,10 +81,7 @@ class FILCallback(pl.Callback):
         for name in {"wrap_model", "grad_sample_mode"} & options.keys():
             raise TypeError(f"{name} is chosen by FILCallback: Lightning needs its own module, unwrapped; leave it out")
         self.engine = engine if engine is not None else FILPrivacyEngine()
-        self.module = module
-        self.path = path
-        self.delta = delta
-        self.options = options
+        self.module, self.path, self.delta, self.options = module, path, delta, options
         self._module: nn.Module | None = None  # whose calls go through the engine
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None

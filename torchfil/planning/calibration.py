@@ -271,8 +271,7 @@ class NoiseSearch:
         start = low if enough is None else enough
         assert start is not None
         farthest = math.floor(math.log(_LARGEST_STEP) / step)
-        ahead = max(-farthest, min(-tried[start] / slope, farthest))
-        return min(max(math.ceil(start + ahead), smallest), largest)
+        return min(max(math.ceil(start + max(-farthest, min(-tried[start] / slope, farthest))), smallest), largest)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """``torchfil.equalise``: rounds of training that spare the most exposed.
 
-Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
+Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.model`). Here it is DP-SGD,
 and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example. The noise stays that of C: sparing an example
 reduces its pull on the model, and costs nothing else.
 

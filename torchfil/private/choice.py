@@ -211,8 +211,7 @@ def _is_kept(mask: Tensor) -> Tensor:
     """
     if not mask.is_floating_point():
         return mask != 0
-    some = (mask > 0).flatten(1).any(dim=1).reshape(-1, *(1,) * (mask.ndim - 1))
-    return torch.where(some, mask > 0, mask == 0)
+    return torch.where((mask > 0).flatten(1).any(dim=1).reshape(-1, *(1,) * (mask.ndim - 1)), mask > 0, mask == 0)
 
 
 def own_positions(lengths: Lengths | None, named: Mapping[Key, Input], of: Output) -> OwnPositions | None:

@@ -397,16 +397,12 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     """The number of examples in a batch, checked to be the same in all its tensors."""
     leaves = tensors_of((args, kwargs))
-    if not leaves:
-        raise ValueError("inputs hold no tensor")
+    require(bool(leaves), "inputs hold no tensor")
     leaves += tensors_of(targets)
     sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(sizes) > 1 or () in sizes:
-        shapes = f"inputs and targets disagree on the number of examples: {[tuple(leaf.shape) for leaf in leaves]}"
-        remedy = (
-            "the first dimension must run over examples (batch_first=False: the second); pad graphs or sets to one size"
-        )
-        raise ValueError(f"{shapes}; {remedy}")
+    shapes = f"inputs and targets disagree on the number of examples: {[tuple(leaf.shape) for leaf in leaves]}"
+    remedy = "the first dimension must run over examples (batch_first=False: the second); pad graphs to one size"
+    require(len(sizes) <= 1 and () not in sizes, f"{shapes}; {remedy}")
     return sizes.pop()[0]
 
 
@@ -414,9 +410,8 @@ def _slot(private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit
     """A private tensor like ``like``, [0, …], laid out for ``limit`` positions if that is given."""
     shape = like.shape[1:]
     if limit is not None:
-        if shape[0] > limit:
-            longer = f"{keys[0]!r} has {shape[0]} positions in this batch, more than max_length={limit}"
-            raise ValueError(f"{longer}; raise Private(max_length=…), or cut texts to that length")
+        longer = f"{keys[0]!r} has {shape[0]} positions in this batch, more than max_length={limit}"
+        require(shape[0] <= limit, f"{longer}; raise Private(max_length=…), or cut texts to that length")
         more["length"], shape = shape[0], torch.Size((limit, *shape[1:]))
     index = flat_index(for_names(private.coordinates, keys), keys[0], shape, like.device)
     return _Slot(keys[0], place, shape, like.dtype, index, **more)

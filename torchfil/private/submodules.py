@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.private.batches import Input, Key, first_example, is_mask, named_inputs
+from torchfil.utils.errors import require
 
 Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
 Sources = Mapping[int, tuple[Key, Input]]  # inputs by their place in memory
@@ -67,9 +68,8 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     tables = {name: module.weight for name, module in modules.items() if isinstance(module, _EMBEDDINGS)}
     sharing: dict[str, list[str]] = {}  # with the names of other embeddings of the same table
     for name in names:
-        if name not in modules:
-            known = ", ".join(key for key in modules if key)
-            raise ValueError(f"submodule={name!r} is not a submodule of {type(model).__name__}; it has {known}")
+        known = ", ".join(key for key in modules if key)
+        require(name in modules, f"submodule={name!r} is not a submodule of {type(model).__name__}; it has {known}")
         sharing[name] = [other for other in tables if tables[other] is tables.get(name)] or [name]
     args, kwargs = first_example(public[:2])
     sources = _inputs_by_storage(model, args, kwargs)
@@ -85,8 +85,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     outputs: list[Output] = []
     for name in names:
         called = [name] if name in calls else [other for other in sharing[name] if other in calls]
-        if not called:
-            raise ValueError(f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
+        require(bool(called), f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
         for other in called:
             several = len(calls[other]) > 1
             outputs += [replace(each, key=f"{other}[{i}]") if several else each for i, each in enumerate(calls[other])]
@@ -192,9 +191,8 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
         yield
     for name, times in calls.items():
         expected = len(offsets[name])
-        if times != expected:
-            called = f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in another"
-            raise ValueError(f"{called}; private outputs must not depend in number on the values")
+        called = f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in another"
+        require(times == expected, f"{called}; private outputs must not depend in number on the values")
 
 
 @contextlib.contextmanager

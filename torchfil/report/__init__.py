@@ -1,8 +1,7 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
 from torchfil.report.comparison import compare_runs
-from torchfil.report.page import register_section
-from torchfil.report.writer import write_report
+from torchfil.report.page import register_section, write_report
 from torchfil.run.file import load, save
 from torchfil.run.linear_run import linear_run, save_linear_run
 from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts

@@ -10,9 +10,8 @@ import numpy as np
 
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
-from torchfil.report.context import Report, named_level
 from torchfil.report.formats import count, number
-from torchfil.report.summary import AttributeSummary, Summary
+from torchfil.report.summary import AttributeSummary, Report, Summary, named_level
 from torchfil.run.baselines import share_in_words, share_of_blind_guess
 from torchfil.run.saved_run import AttackRecord
 
@@ -82,15 +81,11 @@ def _other_bounds(report: Report) -> svg.Chart:
         return svg.Row(name, bound, bound, bound, tone, note)
 
     rows = [row(name, bound, 2) for name, bound in rdp_bounds(report.summary).items()]
-    for level in levels_shown(report.summary):
-        rows.append(row(f"FIL, {named_level(level.level, report.summary)}", level.mse_bound, int(level.level == 0)))
+    for each in report.summary.exposure:
+        if each.level in (0.0, 0.05, 0.5):
+            rows.append(row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)))
     axis = "MSE bound" + (f" ({unit}, squared)" if unit else ", per input")
     return partial(svg.intervals, rows, axis=axis, mark=None if guess is None else svg.Mark(guess, "blind guess"))
-
-
-def levels_shown(summary: Summary) -> list[Any]:
-    """The levels of exposure that stand beside other bounds."""
-    return [row for row in summary.exposure if row.level in (0.0, 0.05, 0.5)]
 
 
 def rero_points(summary: Summary) -> list[tuple[float, float]]:

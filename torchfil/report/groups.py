@@ -18,19 +18,8 @@ from itertools import pairwise
 import numpy as np
 from scipy import stats
 
+from torchfil.run import statistics
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.statistics import (
-    SMALLEST_EFFECT,
-    SMALLEST_GROUP,
-    Disparity,
-    capped,
-    disparity_of,
-    geometric_mean,
-    group_levels,
-    positive_fil,
-    rounded,
-    rounded_count,
-)
 
 MOST_GROUPS = 60
 
@@ -75,15 +64,15 @@ class Grouping:
     groups: list[GroupSummary]
     merged: int
     left_out: int
-    disparity: Disparity | None = None
-    disparity_before: Disparity | None = None
+    disparity: statistics.Disparity | None = None
+    disparity_before: statistics.Disparity | None = None
     withheld: bool = False
 
     @property
     def ends(self) -> tuple[GroupSummary, GroupSummary] | None:
         """The most and the least exposed group; None for small effects, and for what may be chance."""
         rows, found = {group.name: group for group in self.groups}, self.disparity
-        if found is None or found.ratio < SMALLEST_EFFECT or not {found.most, found.least} <= rows.keys():
+        if found is None or found.ratio < statistics.SMALLEST_EFFECT or not {found.most, found.least} <= rows.keys():
             return None
         most, least = rows[found.most], rows[found.least]
         return (most, least) if math.isinf(found.ratio) or most.low > least.high else None
@@ -117,11 +106,11 @@ def _grouping(
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 
     fil, before = (_positive(run.columns.get(column), measured) for column in ("fil", "fil_before"))
-    overall = float(np.log(capped(fil, smallest)).mean()) if len(fil) else math.nan
+    overall = float(np.log(statistics.capped(fil, smallest)).mean()) if len(fil) else math.nan
 
     rows = []
     for code, group in enumerate(names):
-        own = np.log(capped(fil[codes == code], smallest))
+        own = np.log(statistics.capped(fil[codes == code], smallest))
         everyone = len(own) if merged and code == len(names) - 1 else sizes[group]
         typical = _typical(before[codes == code], smallest)
         rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=typical))
@@ -129,7 +118,7 @@ def _grouping(
     left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
     return Grouping(
         name,
-        rounded(math.exp(overall), smallest),
+        statistics.rounded(math.exp(overall), smallest),
         rows[:MOST_GROUPS],
         merged,
         left_out,
@@ -139,31 +128,33 @@ def _grouping(
     )
 
 
-def _disparity(fil: np.ndarray | None, measured: np.ndarray, smallest: int, split: Split) -> Disparity | None:
+def _disparity(
+    fil: np.ndarray | None, measured: np.ndarray, smallest: int, split: Split
+) -> statistics.Disparity | None:
     """Of the groups that stand by themselves; None for fewer than two, and where one of them is not known."""
     if fil is None:
         return None
-    values, size = np.asarray(fil, dtype=np.float64)[measured], max(smallest, SMALLEST_GROUP)
+    values, size = np.asarray(fil, dtype=np.float64)[measured], max(smallest, statistics.SMALLEST_GROUP)
     known = ~np.isnan(values)
-    levels = group_levels(values[known], split.codes[known], split.names, size, public=smallest > 1)
+    levels = statistics.group_levels(values[known], split.codes[known], split.names, size, public=smallest > 1)
     members = np.bincount(split.codes + 1, minlength=len(split.names) + 1)[1:]  # −1 stands for left out
     if len(levels) < int((members[: len(split.names)] >= size).sum()):
         return None
-    disparity = disparity_of({name: rounded(level, smallest) for name, level in levels.items()})
-    return None if disparity is None else replace(disparity, ratio=rounded(disparity.ratio, smallest))
+    disparity = statistics.disparity_of({name: statistics.rounded(level, smallest) for name, level in levels.items()})
+    return None if disparity is None else replace(disparity, ratio=statistics.rounded(disparity.ratio, smallest))
 
 
 def _positive(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
     """η̄ of the measured examples, zeros as the least that was measured; NaN where it is not known."""
     if fil is None:
         return np.full(int(measured.sum()), math.nan)
-    return positive_fil(np.asarray(fil, dtype=np.float64)[measured])
+    return statistics.positive_fil(np.asarray(fil, dtype=np.float64)[measured])
 
 
 def _typical(fil: np.ndarray, smallest: int) -> float | None:
     """The geometric mean of those that are known; None where they are too few."""
     fil = fil[~np.isnan(fil)]
-    return rounded(geometric_mean(fil, smallest), smallest) if len(fil) >= smallest else None
+    return statistics.rounded(statistics.geometric_mean(fil, smallest), smallest) if len(fil) >= smallest else None
 
 
 def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
@@ -174,15 +165,15 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
         half = float(stats.t.ppf(1 - 0.025 / groups, count - 1)) * spread
     # called different only where chance does not explain it and it is of some size
     above, below = centre - half > overall, centre + half < overall
-    sized = abs(centre - overall) >= math.log(SMALLEST_EFFECT) or not math.isfinite(centre)
+    sized = abs(centre - overall) >= math.log(statistics.SMALLEST_EFFECT) or not math.isfinite(centre)
     ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
     return GroupSummary(
         name,
-        rounded_count(everyone, smallest),
-        rounded_count(count, smallest),
-        rounded(math.exp(centre), smallest),
-        rounded(ends[0], smallest),
-        rounded(ends[1], smallest),
+        statistics.rounded_count(everyone, smallest),
+        statistics.rounded_count(count, smallest),
+        statistics.rounded(math.exp(centre), smallest),
+        statistics.rounded(ends[0], smallest),
+        statistics.rounded(ends[1], smallest),
         ("more" if above else "less" if below else "") if sized else "",
     )
 
@@ -248,9 +239,7 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
 
     if hidden and counts[hidden].sum() < smallest:
         return Split(np.full(len(labels), -1), [], 0)
-    alone = [group for group in order if counts[group] >= smallest]
-    withheld = cells is not None and not kept and len(alone) > 1
-    if withheld:
+    if cells is not None and not kept and len([group for group in order if counts[group] >= smallest]) > 1:
         return Split(np.full(len(labels), -1), [], 0, withheld=True)
     target = np.empty(len(names), dtype=np.int64)
     target[kept] = np.arange(len(kept))
@@ -262,5 +251,4 @@ def joined(cells: np.ndarray | None, split: Split) -> np.ndarray:
     """The cells once ``split`` is published too, [n]."""
     if cells is None:
         return np.unique(split.codes, return_inverse=True)[1]
-    pairs = cells * (int(split.codes.max(initial=0)) + 2) + split.codes + 1
-    return np.unique(pairs, return_inverse=True)[1]
+    return np.unique(cells * (int(split.codes.max(initial=0)) + 2) + split.codes + 1, return_inverse=True)[1]

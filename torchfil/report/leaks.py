@@ -24,25 +24,19 @@ equally likely answers, does not, and says who is not protected.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from scipy.special import ndtr
 
-from torchfil.gate.rules import divergence_of_gain, told_apart, worst_divergence
+from torchfil.gate.gate import concerned, factor_for_all
+from torchfil.gate.rules import RULES, Verdict, divergence_of_gain, lower_ends, rounded_up, told_apart, worst_divergence
 from torchfil.glm.guesses import best_accuracy
 from torchfil.guessing import divergence_of_rate, largest_total_variation
-from torchfil.report.context import Report
-from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary
-from torchfil.run.baselines import (
-    NOT_MEASURED,
-    answer_shares,
-    attribute_exposure,
-    blind_errors,
-    gain_over_guessing,
-    status_of,
-)
+from torchfil.report.formats import number
+from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report
+from torchfil.run import baselines
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 GAIN = 0.1  # above one half: what the template of a policy allows
@@ -135,9 +129,9 @@ def unprotected(report: Report) -> Leaks:
 def _questions(report: Report, run: SavedRun) -> list[Leak]:
     limit = None if report.policy is None else report.policy.max_gain_over_guessing
     limit = GAIN if limit is None else limit
-    measured, leaks = status_of(run) != NOT_MEASURED, []
+    measured, leaks = baselines.status_of(run) != baselines.NOT_MEASURED, []
     for question in run.questions:
-        gains = gain_over_guessing(question)[measured]
+        gains = baselines.gain_over_guessing(question)[measured]
         wrong = int((~(gains <= limit)).sum())
         if wrong:
             target = divergence_of_gain(limit, question.law)
@@ -155,8 +149,7 @@ def _public_questions(report: Report) -> list[Leak]:
         if above != 0 and "0" in question.rate:
             rate = min(question.rate["0"], 1.0)
             high = divergence_of_rate(rate, FALSE_POSITIVE_RATE) if rate < 1 else math.inf
-            factor = high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE)
-            leaks.append(Leak(question.name, factor, above, rate=rate))
+            leaks.append(Leak(question.name, high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE), above, rate=rate))
     return leaks
 
 
@@ -165,9 +158,10 @@ def _attributes(report: Report, run: SavedRun) -> list[Leak]:
     if run.attributes is None:
         return []
     policy, leaks = report.policy, []
-    blind = blind_errors(run, *((None, None) if policy is None else (policy.attribute_spread, policy.blind_error)))
+    given = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
+    blind = baselines.blind_errors(run, *given)
     for place, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-        exposed, usual = attribute_exposure(run, place, float(blind[place])), float(blind[place])
+        exposed, usual = baselines.attribute_exposure(run, place, float(blind[place])), float(blind[place])
         if exposed.any():
             # the closest that a guess of somebody's may come; NaN is not known, and counted as exposed
             errors = np.asarray(run.attributes.shown[:, place], dtype=np.float64)[exposed]
@@ -203,7 +197,7 @@ def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None
         >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, and up to 1/3 · sqrt(D/2) more
         '0.667 0.700 0.690'
     """
-    shares = answer_shares(question, rows)
+    shares = baselines.answer_shares(question, rows)
     if shares is None:
         return None
     prior = np.asarray(list(shares.values()))
@@ -223,8 +217,7 @@ def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarra
     high = np.asarray(question.divergence_high, dtype=np.float64)
     truth = np.asarray(question.divergence).argmin(axis=1)
     if question.law == "normal" and len(prior) == 2:
-        apart = np.sqrt(2 * high.max(axis=1))
-        distances = apart[:, None, None] * (1 - np.eye(2))
+        distances = np.sqrt(2 * high.max(axis=1))[:, None, None] * (1 - np.eye(2))
         return best_accuracy(distances, np.broadcast_to(prior, high.shape)).value
 
     # from the true answer to every other, [n, m]
@@ -240,5 +233,114 @@ def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarra
     commonest = int(prior.argmax())
     beside = np.minimum(variation + variation[:, commonest, None], 1.0)
     beside[:, commonest] = 0.0
-    gain = np.minimum(variation @ prior, beside @ prior)
-    return np.minimum(prior.max() + gain, 1.0)
+    return np.minimum(prior.max() + np.minimum(variation @ prior, beside @ prior), 1.0)
+
+
+# ---------------------------------------------------------------------- what to do about it
+
+
+FEW = 0.1  # up to this share of the examples, sparing them is better than noise for all
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help.
+
+    Attributes:
+        case: "policy" (rules are broken), "nothing", "baseline" (no blind guess is known), "measure" (of some examples
+            the run does not tell enough), "unpublished" (how much noise rests on numbers that are not published) or
+            "noise" (for everything that was measured).
+        kept: Whether there is a policy, and it is kept.
+        factor: (σ'/σ)²; None: noise alone does not help, or nothing need be done.
+        sigma: σ'; None where σ is not known.
+        steps: How many of the run's steps would do the same; 0: none, or not known.
+        helped: Of how many broken rules.
+        others: What helps with the other broken rules.
+        given: What the noise would give, as (what, name, now, then): "smallest" (MSE bound), "exposed", "question".
+        spare: How many alone need it, where they are few.
+        spare_by: The code that spares them.
+    """
+
+    case: str
+    kept: bool = False
+    factor: float | None = None
+    sigma: float | None = None
+    steps: int = 0
+    helped: int = 0
+    others: list[str] = field(default_factory=list)
+    given: list[tuple[str, str, float, float]] = field(default_factory=list)
+    spare: int = 0
+    spare_by: list[str] = field(default_factory=list)
+
+
+def advise(report: Report, leaks: Leaks) -> Advice:
+    """What would keep the policy where it is broken; otherwise what could be better, or that nothing need be done."""
+    broken = [verdict for verdict in report.verdicts or [] if not verdict.passed]
+    if broken:
+        factor, others = factor_for_all(broken)
+        remedies = list(
+            dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in others)
+        )  # one may serve several
+        found = Advice("policy", helped=len(broken) - len(others), others=remedies)
+        return found if factor is None else _with_noise(report, found, factor, broken)
+
+    kept, exposed = report.verdicts is not None, report.num_exposed
+    if leaks.factor <= 1 and exposed in (None, 0):
+        return Advice("baseline" if exposed is None else "nothing", kept)
+
+    # the σ at which a blind guess would be as good as any estimate; of a public page, from what it publishes
+    summary, blind = report.summary, report.blind_error
+    end = summary.exposure[0].mse_bound if summary.exposure else math.inf
+    end = end if summary.lowest_end is None else summary.lowest_end
+    needed = 1.0 if blind is None else blind**2 / end if end > 0 else math.inf
+    factor = max(leaks.factor, needed)
+    if factor <= 1 or (report.run is None and needed < factor == math.inf):
+        # in public: too few are exposed, a rate is rounded to 100 %, or a blind guess is made from private data
+        return Advice("unpublished", kept)
+    return _with_noise(report, Advice("noise", kept), factor, []) if factor < math.inf else Advice("measure", kept)
+
+
+def _with_noise(report: Report, found: Advice, factor: float, broken: list[Verdict]) -> Advice:
+    """The advice with a rounded σ, the steps that would do the same, what that gives, and whom to spare instead."""
+    steps, sigma = report.about("mechanism", "steps"), None
+    if report.sigma is not None:
+        sigma = rounded_up(report.sigma * math.sqrt(factor))
+        factor = (sigma / report.sigma) ** 2
+    fewer = math.floor(steps / factor) if isinstance(steps, int) and steps > 1 else 0
+    found = replace(found, factor=factor, sigma=sigma, steps=fewer)
+    if report.run is None:
+        return found
+    spare, by = _sparing(report, report.run, broken, factor)
+    return replace(found, given=_given(report, report.run, factor), spare=spare, spare_by=by)
+
+
+def _given(report: Report, run: SavedRun, factor: float) -> list[tuple[str, str, float, float]]:
+    """What f = (σ'/σ)² would give: the smallest bound, how many are exposed, the worst question."""
+    given, low, now = list[tuple[str, str, float, float]](), lower_ends(run), int(report.exposed_rows.sum())
+    if len(low) and 0 < low[0] < math.inf:
+        given.append(("smallest", "", float(low[0]), float(factor * low[0])))
+    if now:
+        given.append(("exposed", "", now, int(baselines.is_exposed(np.sqrt(factor * low), report.blind_error).sum())))
+    if run.questions:
+        worst = max(run.questions, key=lambda question: worst_divergence(run, question.name) or 0.0)
+        high = np.asarray(worst.divergence_high, dtype=np.float64)[baselines.status_of(run) != baselines.NOT_MEASURED]
+        success = [float(np.nanmax(replace(worst, divergence_high=high / f).success())) for f in (1.0, factor)]
+        given.append(("question", worst.name, success[0], success[1]))
+    return given
+
+
+def _sparing(report: Report, run: SavedRun, broken: list[Verdict], factor: float) -> tuple[int, list[str]]:
+    """Where few need it: how many, and the code that spares these instead of adding noise for all."""
+    some = len(concerned(broken)) if broken else int(report.exposed_rows.sum())
+    if not 0 < some <= FEW * len(run):
+        return 0, []
+    if report.is_linear:
+        return some, ["torchfil.glm.iteratively_reweighted_fil(…)"]
+
+    # bounds and questions can be spared by name; attributes only as part of their example
+    aims, codes = {RULES[verdict.key].equalise for verdict in broken}, list[str]()
+    if not broken or "bound" in aims:
+        codes.append(f"torchfil.equalise(target={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
+    questions = {verdict.key: verdict.subject for verdict in broken if RULES[verdict.key].equalise == "question"}
+    codes += [f'torchfil.equalise(question="{name}", target=…)' for name in questions.values()]
+    return (some, codes) if codes else (0, [])

@@ -7,33 +7,37 @@ page has a smaller one, of aggregates: a block that asks for more, be it by mist
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
-from torchfil.gate.gate import concerned, in_words, large_delta
+from torchfil.gate.gate import check, concerned, in_words, large_delta
+from torchfil.gate.policy import Policy
 from torchfil.gate.rules import Verdict, told_apart
-from torchfil.report import formats
-from torchfil.report.advice import Advice, advise
+from torchfil.report import examples, formats
 from torchfil.report.charts import attack_points, charts_of, comparison_chart, rdp_bounds, rero_points
 from torchfil.report.comparison import Comparison, changes, in_short
-from torchfil.report.context import Report, named_level
-from torchfil.report.examples import Ends, Spared, Token, most_and_least_exposed, spared_examples, tokens_of
-from torchfil.report.leaks import Leaks, PriorGuess, prior_guess, unprotected
-from torchfil.report.summary import AttributeSummary, Summary
-from torchfil.report.svg import Chart
-from torchfil.report.table import Table, table_of
-from torchfil.run.baselines import NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
+from torchfil.report.leaks import Advice, Leaks, PriorGuess, advise, prior_guess, unprotected
+from torchfil.report.signature import Signature
+from torchfil.report.summary import AttributeSummary, Report, Summary, named_level, summarise
+from torchfil.report.svg import Chart, standalone
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.text import visible
+from torchfil.utils.errors import require
+from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
+from torchfil.utils.text import visible, write_csv_parts
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -108,13 +112,13 @@ class PrivateContext(PublicContext):
 
     run: SavedRun
     verdicts: list[Verdict] | None
-    ends: Ends
-    named_spared: Spared
-    texts: list[tuple[str, dict[str, list[Token]]]]
+    ends: examples.Ends
+    named_spared: examples.Spared
+    texts: list[tuple[str, dict[str, list[examples.Token]]]]
     priors: dict[str, PriorGuess]
     spread: dict[str, tuple[float, float, float]]
     num_drawn: list[int]
-    table: Table
+    table: examples.Table
 
 
 def context_of(report: Report) -> PublicContext:
@@ -139,19 +143,18 @@ def context_of(report: Report) -> PublicContext:
 
     measured = status_of(run) != NOT_MEASURED
     priors = {question.name: prior_guess(question, measured) for question in run.questions}
-    ends, spared = most_and_least_exposed(report.tabled_run()), spared_examples(run)
-    named = [it.row for it in ends.most + ends.least] + [row for row, _, _ in spared.rows]
+    ends, spared = examples.most_and_least_exposed(report.tabled_run()), examples.spared_examples(run)
     return PrivateContext(
         **vars(public),
         run=run,
         verdicts=report.verdicts,
         ends=ends,
         named_spared=spared,
-        texts=tokens_of(run),
+        texts=examples.tokens_of(run),
         priors={name: guess for name, guess in priors.items() if guess is not None},
         spread=_spread(run),
         num_drawn=[len(attack_points(attack)) for attack in run.attacks],
-        table=table_of(report, named),
+        table=examples.table_of(report, [it.row for it in ends.most + ends.least] + [row for row, _, _ in spared.rows]),
     )
 
 
@@ -251,10 +254,8 @@ def register_section(
         before: The slug of the section it stands before.
     """
     slugs = [section.slug for section in _SECTIONS]
-    if slug in slugs:
-        raise ValueError(f"slug={slug!r} is taken by a section; take another of your own")
-    if before not in slugs:
-        raise ValueError(f"before={before!r} is no section; choose from {', '.join(slugs)}")
+    require(slug not in slugs, f"slug={slug!r} is taken by a section; take another of your own")
+    require(before in slugs, f"before={before!r} is no section; choose from {', '.join(slugs)}")
     _SECTIONS.insert(slugs.index(before), Section(slug, title, render=render))
 
 
@@ -319,8 +320,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 def block(name: str, context: Mapping[str, Any]) -> Markup:
     """A block of the page from its template, its lines joined."""
-    text = _environment().get_template(f"{name}.html").render(context)
-    return Markup(re.sub(r"\s*\n\s*", " ", text).strip())
+    return Markup(re.sub(r"\s*\n\s*", " ", _environment().get_template(f"{name}.html").render(context)).strip())
 
 
 def asset(name: str) -> str:
@@ -335,8 +335,7 @@ def label_of(redacted: bool) -> str:
 
 def _dress(redacted: bool) -> dict[str, Any]:
     label = label_of(redacted)
-    style = asset("charts.css") + asset("page.css").replace("{{label}}", label)
-    return {"label": label, "style": Markup(style)}
+    return {"label": label, "style": Markup(asset("charts.css") + asset("page.css").replace("{{label}}", label))}
 
 
 def _unbroken(text: Markup) -> Markup:
@@ -383,3 +382,169 @@ def _levels_in(tables: Iterable[Mapping[str, float]]) -> list[str]:
     """The levels of exposure that some of the tables have."""
     tables = list(tables)
     return [level for level in ("0", "0.05", "0.5") if any(level in table for table in tables)]
+
+
+# ---------------------------------------------------------------------- the folder: complete or not there
+
+
+PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
+_STATUS = np.array(["measured", "lower bound", "not measured"])
+_AT_ONCE = 2**18  # rows of leakage.csv that are written together
+
+
+def write_report(
+    run: SavedRun,
+    directory: str | os.PathLike[str],
+    *,
+    redacted: bool = False,
+    min_group: int = 10,
+    policy: Policy | None = None,
+    signature: Signature | None = None,
+    pictures: bool = False,
+) -> Path:
+    """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
+
+    Guarantees:
+        * The folder is replaced only when the new report is complete. A folder that is not a report is never replaced.
+        * Only the owner may read it (folder 0700, files 0600).
+        * The page loads nothing from anywhere and opens from the disk.
+        * Redacted: no file holds an id, a value of one example, a picture, the data's hash or the seed; every number
+          rests on ``min_group`` examples or more. No noise is added: it is not a differentially
+          private release.
+
+    Args:
+        run: What to report.
+        directory: The folder to write; its parent must exist.
+        redacted: Whether to write the version that may be published.
+        min_group: The least number of examples behind a number of the redacted version, at least 2.
+        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict.
+        signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
+        pictures: Whether to write the page's charts as SVG files beside it, too.
+
+    Returns:
+        The path of ``index.html``.
+    """
+    for name in ("fil", "mse_bound"):
+        if name not in run.columns:
+            raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
+    if redacted and policy is not None:
+        raise ValueError(
+            "policy= is for the private report: a verdict may hang on a single example, and the public version says "
+            "nothing about fewer than min_group; leave out policy= (--policy) or redacted=True (--redacted)"
+        )
+    verdicts = None if policy is None else check(run, policy)
+    summary = summarise(run, redacted=redacted, min_group=min_group)
+    files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
+    with _replaced_folder(Path(directory)) as folder:
+        # every example, with a digest for the page, which is signed by hand
+        if not redacted:
+            write_csv_parts(folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7)
+            files["leakage.csv"] = "every example"
+            digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
+
+        # charts for other documents, from what the page shows
+        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy, signature)
+        for name, chart in charts_of(report).items() if pictures else ():
+            drawn = standalone(chart, asset("charts.css"), label_of(redacted))
+            (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
+            files[f"{name}.svg"] = "a chart of the page"
+
+        files[SUMMARY] = "the aggregates"
+        content = {
+            "format": MARKER,
+            "confidential": not redacted,
+            **_json_ready(summary),
+            **({} if verdicts is None else {"verdict": _json_ready([verdict.as_dict() for verdict in verdicts])}),
+            "signed_by": None if signature is None else signature.signer,
+            "files": files,
+            "notes": notes,
+        }
+        (folder / SUMMARY).write_text(
+            json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8"
+        )
+
+        # the page comes last: it names the files beside it
+        (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
+    return Path(directory) / PAGE
+
+
+def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
+    """The columns of leakage.csv, [n] each: id, status, the run's columns, groups, "least error of" every attribute.
+
+    That is the lower end of the error's interval, or the error itself where the end is not known. What was not
+    measured is NaN (an empty cell), not zero.
+    """
+    status = status_of(run)
+    unknown = status == NOT_MEASURED
+    table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": _STATUS[status]}
+    for name, values in run.columns.items():
+        blank = name in BLANK_WHERE_UNKNOWN
+        table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
+    table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
+    if run.attributes is not None:
+        for j, name in enumerate(run.attributes.names):
+            errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
+            table[f"least error of {name}"] = np.where(unknown, np.nan, errors)
+    return table
+
+
+@contextlib.contextmanager
+def _replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` that takes its place at the end, and vanishes if anything fails."""
+    target = target.resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
+    check_replaceable(target)
+    with explain_disk_full(target), temporary_beside(target, folder=True) as temporary:
+        beside = Path(temporary)
+        new = beside / "new"
+        new.mkdir(mode=0o700)
+        yield new
+        for path in new.iterdir():
+            path.chmod(0o600)
+            flush(path)
+
+        # writing took its time: somebody may have put a file into the folder meanwhile
+        check_replaceable(target)
+        if target.exists():
+            target.rename(beside / "old")
+        try:
+            new.rename(target)
+        except BaseException:
+            if (beside / "old").exists():
+                (beside / "old").rename(target)
+            raise
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuse to replace anything but nothing, an empty folder or a report."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; name a folder for the report")
+    own_files: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+        if summary.get("format") == MARKER:
+            own_files = {PAGE, SUMMARY, *summary["files"]}
+    foreign = sorted(path.name for path in target.iterdir() if path.name not in own_files)
+    if foreign:
+        raise FileExistsError(
+            f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "
+            "and is not replaced; name a new folder"
+        )
+
+
+def _json_ready(value: Any) -> Any:
+    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
+    return value

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchfil.utils.files import sha256
+from torchfil.utils.files import file_sha256
 
 NAMESPACE = "torchfil-run"
 _BEGIN = "-----BEGIN SSH SIGNATURE-----"
@@ -118,11 +118,7 @@ def verify(signature: Path, allowed_signers: Path, files: Files, *, complete: bo
 
 
 def _digests(files: Files) -> list[tuple[str, Path, str]]:
-    found = []
-    for role, path in ((role, path) for role, paths in files.items() for path in paths):
-        with open(path, "rb") as file:
-            found.append((role, path, sha256(file)))
-    return found
+    return [(role, path, file_sha256(path)) for role, paths in files.items() for path in paths]
 
 
 def _ssh_keygen(task: str, *options: str, given: str = "") -> subprocess.CompletedProcess[str]:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from torchfil.gate.policy import Policy
+from torchfil.gate.rules import Verdict
 from torchfil.report.groups import Grouping, summarise_groups
-from torchfil.run.baselines import (
-    LOWER_BOUND,
-    NOT_MEASURED,
-    blind_error_of_inputs,
-    blind_errors,
-    is_exposed,
-    share_of_blind_guess,
-    status_of,
-)
+from torchfil.report.signature import Signature
+from torchfil.run import baselines
+from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
-from torchfil.run.statistics import (
-    Histogram,
-    SparedSummary,
-    geometric_mean,
-    histogram,
-    levels_of,
-    published_count,
-    rounded,
-    rounded_count,
-    summarise_spared,
-    windows,
-)
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -187,15 +172,15 @@ class Summary:
     exposure: list[Exposure]
     lowest_end: float | None
     bounds: dict[str, Any]
-    mse_histogram: Histogram | None
+    mse_histogram: stats.Histogram | None
     epsilon: dict[str, float]
-    epsilon_histogram: Histogram | None
+    epsilon_histogram: stats.Histogram | None
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
-    spared: SparedSummary | None = None
+    spared: stats.SparedSummary | None = None
 
     @property
     def tracked(self) -> list[AttributeSummary]:
@@ -212,17 +197,17 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
     if min_group < 2:
         raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
-    status = status_of(run)
-    measured = status != NOT_MEASURED
+    status = baselines.status_of(run)
+    measured = status != baselines.NOT_MEASURED
     fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
-    blind = blind_error_of_inputs(run)
+    blind = baselines.blind_error_of_inputs(run)
 
     def below(values: np.ndarray | None) -> int | str | None:
         if blind is None or values is None or len(values) < smallest:
             return None
-        return published_count(int(is_exposed(np.sqrt(values), blind).sum()), smallest)
+        return stats.published_count(int(baselines.is_exposed(np.sqrt(values), blind).sum()), smallest)
 
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
     shown_blind = None if redacted and run.yardsticks is not None else blind
@@ -244,8 +229,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         smallest=smallest,
         about=_public(run.about) if redacted else run.about,
         examples=len(run.ids),
-        not_measured=published_count(int((~measured).sum()), smallest),
-        lower_bounds=published_count(int((status == LOWER_BOUND).sum()), smallest),
+        not_measured=stats.published_count(int((~measured).sum()), smallest),
+        lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         guess=guess,
         below_guess=below(bound),
         low_below_guess=below(low),
@@ -253,18 +238,18 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         exposure=exposure,
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
+        mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
         epsilon={
             level: value if limit is None else min(value, limit)
-            for level, value in levels_of(-epsilon, smallest, sign=-1).items()
+            for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()
         },
-        epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
+        epsilon_histogram=stats.histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run, measured, smallest),
         groupings=summarise_groups(run, measured, smallest),
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
-        spared=summarise_spared(run, smallest),
+        spared=stats.summarise_spared(run, smallest),
     )
 
 
@@ -283,15 +268,17 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
 def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[Exposure]:
     order = np.argsort(-fil, kind="stable")
     rows = []
-    for level, window in windows(len(fil), LEVELS, smallest).items():
+    for level, window in stats.windows(len(fil), LEVELS, smallest).items():
         members = order[window]
         rows.append(
             Exposure(
                 level=level,
                 examples=len(members),
-                fil=rounded(geometric_mean(fil[members], smallest), smallest),
-                mse_bound=rounded(geometric_mean(bound[members], smallest, 2), smallest),
-                mse_bound_low=None if low is None else rounded(geometric_mean(low[members], smallest, 2), smallest),
+                fil=stats.rounded(stats.geometric_mean(fil[members], smallest), smallest),
+                mse_bound=stats.rounded(stats.geometric_mean(bound[members], smallest, 2), smallest),
+                mse_bound_low=None
+                if low is None
+                else stats.rounded(stats.geometric_mean(low[members], smallest, 2), smallest),
             )
         )
     return rows
@@ -299,7 +286,7 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
 
 def _beside_guess(row: Exposure, blind: float, smallest: int) -> Exposure:
     bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
-    return replace(row, share=rounded(float(share_of_blind_guess(math.sqrt(bound), blind)), smallest))
+    return replace(row, share=stats.rounded(float(baselines.share_of_blind_guess(math.sqrt(bound), blind)), smallest))
 
 
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
@@ -307,13 +294,13 @@ def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
         return None
     if smallest > 1:  # in public, one example without a lower end must not show as such
         low = np.where(np.isnan(low), 0.0, low)
-    return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,), power=2).get("0")
+    return math.nan if np.isnan(low).any() else stats.levels_of(low, smallest, levels=(0.0,), power=2).get("0")
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
     rates = question.rate(FALSE_POSITIVE_RATE)[measured]
-    above = {f"{level:g}": published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
-    return QuestionSummary(question.name, question.answers, levels_of(-rates, smallest, sign=-1), above)
+    above = {f"{level:g}": stats.published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
+    return QuestionSummary(question.name, question.answers, stats.levels_of(-rates, smallest, sign=-1), above)
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:
@@ -329,19 +316,21 @@ def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Attr
         return []
 
     # where the blind guess is made from the data, an error beside its share would tell the data's deviation
-    blind, pixels, yardsticks = blind_errors(run), run.attributes.pixels, run.yardsticks
+    blind, pixels, yardsticks = baselines.blind_errors(run), run.attributes.pixels, run.yardsticks
     public = smallest > 1
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
         errors = np.asarray(run.attributes.shown[measured, j], dtype=np.float64)
         errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
-        levels = levels_of(errors, smallest)
+        levels = stats.levels_of(errors, smallest)
         from_data = yardsticks is not None and math.isfinite(yardsticks.attributes.std[j])
         share, exposed = dict[str, float](), None
         if not math.isnan(blind[j]):
-            share = levels_of(share_of_blind_guess(errors, blind[j]), smallest)
+            share = stats.levels_of(baselines.share_of_blind_guess(errors, blind[j]), smallest)
             few = len(errors) < smallest
-            exposed = None if few else published_count(int(is_exposed(errors, blind[j]).sum()), smallest)
+            exposed = (
+                None if few else stats.published_count(int(baselines.is_exposed(errors, blind[j]).sum()), smallest)
+            )
 
         summaries.append(
             AttributeSummary(
@@ -366,8 +355,8 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     summary = AttackSummary(
         attack.name,
         attack.threat_model,
-        published_count(targets, smallest) if few else rounded_count(targets, smallest),
-        published_count(int(np.asarray(attack.violated).sum()), smallest),
+        stats.published_count(targets, smallest) if few else stats.rounded_count(targets, smallest),
+        stats.published_count(int(np.asarray(attack.violated).sum()), smallest),
         testable=attack.testable,
         untestable=attack.untestable or ("" if attack.testable else "one trial"),
     )
@@ -379,11 +368,128 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
         ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
 
     def below(errors: np.ndarray) -> int | str:
-        return published_count(int((errors < predicted)[bounded].sum()), smallest)
+        return stats.published_count(int((errors < predicted)[bounded].sum()), smallest)
 
     return replace(
         summary,
-        ratio=levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        ratio=stats.levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
         below=below(attack.achieved),
         blind_below=None if attack.blind is None else below(attack.blind),
     )
+
+
+# ---------------------------------------------------------------------- the material of a page
+
+# A training run, the mean over several (``about["merged"]``), or a linear model's release (``about["kind"]``): what is
+# random, and how certain the numbers are, differs. All blocks of the page take these words from here.
+
+
+@dataclass(frozen=True)
+class Report:
+    """The material of a page.
+
+    Attributes:
+        summary: Aggregates.
+        run: The run; None where the page is redacted, so that nothing can show an example.
+        files: The names of the files beside the page and what they hold.
+        notes: Files that could not be written, and why.
+        digests: SHA-256 of files beside the page, by name.
+        verdicts: What the rules of a policy found; None where no policy was given.
+        policy: The policy.
+        signature: Who signed the run; None: nobody.
+    """
+
+    summary: Summary
+    run: SavedRun | None
+    files: dict[str, str]
+    notes: list[str]
+    digests: dict[str, str]
+    verdicts: list[Verdict] | None = None
+    policy: Policy | None = None
+    signature: Signature | None = None
+
+    def about(self, *path: str) -> Any:
+        """A value of ``summary.about`` by its path; None where it is not there."""
+        value: Any = self.summary.about
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the page is about a linear model's release."""
+        return bool(self.about("kind") == "linear")
+
+    @property
+    def runs(self) -> int:
+        """Over how many runs the numbers are means; 1: one run."""
+        count = self.about("merged", "runs")
+        return count if isinstance(count, int) and count > 1 else 1
+
+    @property
+    def origin(self) -> str:
+        """Where a number comes from, after "that is"."""
+        if self.is_linear:
+            return "computed in closed form, without error"
+        return "an estimate from one run" if self.runs == 1 else f"an estimate from {self.runs} runs together"
+
+    @property
+    def over(self) -> str:
+        """What means are taken over, after "on average"."""
+        return "over the noise that is added to the weights" if self.is_linear else "over repeated trainings"
+
+    @property
+    def randomness(self) -> str:
+        """What is random, after "what is random is"."""
+        return "the noise that is added to the weights" if self.is_linear else "the run: its batches and its noise"
+
+    @property
+    def sigma(self) -> float | None:
+        """The noise that the run was trained with; None where it is not known or there was none."""
+        for name in ("noise_multiplier", "sigma"):
+            sigma = self.about("mechanism", name)
+            if isinstance(sigma, int | float) and 0 < sigma < math.inf:
+                return float(sigma)
+        return None
+
+    @property
+    def blind_error(self) -> float | None:
+        """What a blind guess of an input is off by; None: not known, or private and this is the public version."""
+        if self.run is None:
+            return None if self.summary.guess is None else math.sqrt(self.summary.guess)
+        return baselines.blind_error_of_inputs(self.run, None if self.policy is None else self.policy.blind_error)
+
+    @property
+    def num_measured(self) -> int:
+        """How many examples were measured; in public, where that would tell of few, how many there are."""
+        unmeasured = self.summary.not_measured
+        return self.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
+
+    @functools.cached_property
+    def exposed_rows(self) -> np.ndarray:
+        """Who is exposed, [n] booleans; nobody where no blind guess is known. Not of a public page."""
+        assert self.run is not None
+        exposed = baselines.exposed_examples(self.run, self.blind_error)
+        return np.zeros(len(self.run), dtype=bool) if exposed is None else exposed
+
+    @functools.cached_property
+    def num_exposed(self) -> int | str | None:
+        """How many are exposed; rounded or in words in the public version; None: not known."""
+        if self.run is None:
+            return self.summary.exposed
+        return None if self.blind_error is None else int(self.exposed_rows.sum())
+
+    def tabled_run(self) -> SavedRun:
+        """The run as tables of examples show it: without lower ends where bounds are exact, and so their own."""
+        assert self.run is not None
+        if not self.is_linear:
+            return self.run
+        columns = {name: values for name, values in self.run.columns.items() if name != "mse_bound_low"}
+        return replace(self.run, columns=columns)
+
+
+def named_level(level: float, summary: Summary) -> str:
+    """A level of exposure in words: "5 % are more exposed", or in public "the 10 most exposed together"."""
+    if level == 0:
+        return f"the {summary.smallest} most exposed together" if summary.redacted else "the most exposed"
+    return "half are more exposed" if level == 0.5 else f"{100 * level:g} % are more exposed"

@@ -203,8 +203,10 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
         at = (left, y - 13) if above else (left - 10, y + 4)
         note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
         shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
+        between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
+        told = f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
         drawn = [
-            _tag("title", _told(row)),
+            _tag("title", told),
             _text(*at, shown, "name", anchor=None if above else "end"),
             _line(left, width - right, y, y, "guide"),
         ]
@@ -218,18 +220,12 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
     return _svg(width, floor + BOTTOM, parts)
 
 
-def _told(row: Row) -> str:
-    between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
-    return f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
-
-
 def lines(
     series: Sequence[Line], *, width: int, title: str, axis: str, log: bool = False, diagonal: bool = False
 ) -> Markup:
     """Curves over x, each named at its right end; ``diagonal`` adds y = x."""
     height = 270
-    longest = max(len(line.name) for line in series)
-    right = 16 + 7 * longest
+    right = 16 + 7 * max(len(line.name) for line in series)
     xs = [v for line in series for v in line.x if math.isfinite(v)]
     ys = [v for line in series for v in line.y if math.isfinite(v) and (v > 0 or not log)]
     if not xs or not ys:
@@ -244,11 +240,7 @@ def lines(
     x = Scale(start, end, LEFT, width - right, False)
     y = Scale(low / 1.1 if log else low, high * 1.1 if log else high * 1.04, height - BOTTOM, TOP + 4, log)
 
-    parts = [
-        _text(6, 14, title, "axis"),
-        *_x_axis(x, height - BOTTOM, axis, start=LEFT),
-        *_y_axis(y, width - right),
-    ]
+    parts = [_text(6, 14, title, "axis"), *_x_axis(x, height - BOTTOM, axis, start=LEFT), *_y_axis(y, width - right)]
     if diagonal:
         a, b = max(start, low), min(end, high)
         parts.append(_line(x(a), x(b), y(a), y(b), "mark"))
@@ -311,8 +303,7 @@ def grid_of_shares(pixels: Sequence[tuple[int, int]], shares: Sequence[float]) -
     """
     places = np.asarray(pixels, dtype=np.int64)
     places = places - places.min(axis=0)
-    block = -(-int(places.max() + 1) // _MOST_CELLS)
-    places //= block
+    places //= -(-int(places.max() + 1) // _MOST_CELLS)
     grid = np.full(tuple((places.max(axis=0) + 1).tolist()), math.nan)
     np.fmin.at(grid, tuple(places.T), np.asarray(shares, dtype=np.float64))
     return grid
@@ -391,17 +382,14 @@ def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
 def _x_axis(x: Scale, floor: float, name: str, *, start: float = 14) -> list[Markup]:
     parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
     for t in x.ticks(max(2, round((x.end - x.start) / 90))):
-        parts.append(_line(x(t), x(t), floor, floor + 4, "base"))
-        parts.append(_text(x(t), floor + 18, number(t), "tick", anchor="middle"))
+        tick = _text(x(t), floor + 18, number(t), "tick", anchor="middle")
+        parts += [_line(x(t), x(t), floor, floor + 4, "base"), tick]
     return parts
 
 
 def _y_axis(y: Scale, end: float) -> list[Markup]:
-    parts = []
-    for t in y.ticks(5):
-        parts.append(_line(LEFT, end, y(t), y(t), "guide"))
-        parts.append(_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end"))
-    return parts
+    guides = [_line(LEFT, end, y(t), y(t), "guide") for t in y.ticks(5)]
+    return guides + [_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end") for t in y.ticks(5)]
 
 
 def _marked(x: float, floor: float, y: float, width: float, name: str) -> list[Markup]:

@@ -13,17 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from torchfil.run.saved_run import (
-    AttackRecord,
-    Attributes,
-    ByExample,
-    Pictures,
-    QuestionRecord,
-    SavedRun,
-    Spread,
-    Texts,
-    Yardsticks,
-)
+from torchfil.run import saved_run as saved
 from torchfil.run.stored import StoredArray, StoredColumns
 from torchfil.utils.errors import RunFileError
 
@@ -39,7 +29,7 @@ _OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": 
 # ------------------------------------------------------------------ writing
 
 
-def write_run(run: SavedRun, path: str, rows_at_once: int) -> None:
+def write_run(run: saved.SavedRun, path: str, rows_at_once: int) -> None:
     """Write a run as a Parquet file, ``rows_at_once`` examples in a row group.
 
     Raises:
@@ -76,7 +66,7 @@ class _Table:
         facts: JSON values; where a part of the run is a column, its name.
     """
 
-    def __init__(self, run: SavedRun) -> None:
+    def __init__(self, run: saved.SavedRun) -> None:
         self.fields: list[pa.Field] = []
         self.values: list[Callable[[slice], Any]] = []
         columns, groups = (getattr(each, "arrays", each) for each in (run.columns, run.groups))
@@ -107,20 +97,19 @@ class _Table:
         self.values.append(values)
         return name
 
-    def _column(self, name: str, values: ByExample) -> str:
+    def _column(self, name: str, values: saved.ByExample) -> str:
         """Numbers or texts, [n]."""
         if values.dtype.kind == "U":
             return self._add(name, pa.string(), lambda rows: values[rows].tolist())  # Arrow ends arrays' texts at NUL
         return self._add(name, pa.from_numpy_dtype(values.dtype), lambda rows: values[rows])
 
-    def _matrix(self, names: Sequence[str], values: ByExample) -> list[str]:
+    def _matrix(self, names: Sequence[str], values: saved.ByExample) -> list[str]:
         """Numbers, [n, k], a column for each of the k names."""
 
         def column(j: int) -> Callable[[slice], Any]:
             return lambda rows: values[rows, j]
 
-        kind = pa.from_numpy_dtype(values.dtype)
-        return [self._add(name, kind, column(j)) for j, name in enumerate(names)]
+        return [self._add(name, pa.from_numpy_dtype(values.dtype), column(j)) for j, name in enumerate(names)]
 
     def _some(self, name: str, kind: Any, rows: np.ndarray, entries: Sequence[Any] | np.ndarray | None) -> str | None:
         """An entry for each of these rows; the cells of all others are empty."""
@@ -135,8 +124,8 @@ class _Table:
 
         return self._add(name, kind, values, nullable=True)
 
-    def _attributes(self, attributes: Attributes) -> dict[str, Any]:
-        def errors(prefix: str, values: ByExample | None) -> Any:
+    def _attributes(self, attributes: saved.Attributes) -> dict[str, Any]:
+        def errors(prefix: str, values: saved.ByExample | None) -> Any:
             if values is None:
                 return None
             if len(attributes.names) <= _MOST_COLUMNS:
@@ -150,14 +139,14 @@ class _Table:
 
         return _facts(attributes, **{part: errors(part, getattr(attributes, part)) for part in ("error", "error_low")})
 
-    def _question(self, question: QuestionRecord) -> dict[str, Any]:
+    def _question(self, question: saved.QuestionRecord) -> dict[str, Any]:
         columns = {}
         for part in ("divergence", "divergence_high"):
             names = [f"{part}_of_{question.name}_{answer}" for answer in question.answers]
             columns[part] = self._matrix(names, getattr(question, part))
         return _facts(question, **columns)
 
-    def _attack(self, attack: AttackRecord) -> dict[str, Any]:
+    def _attack(self, attack: saved.AttackRecord) -> dict[str, Any]:
         if len(np.unique(attack.rows)) < len(attack.rows):
             raise ValueError(f"attack {attack.name!r} has several results for one example; save the mean of them")
         columns = {
@@ -166,7 +155,7 @@ class _Table:
         }
         return _facts(attack, rows=None, **columns)
 
-    def _pictures(self, pictures: Pictures) -> dict[str, Any]:
+    def _pictures(self, pictures: saved.Pictures) -> dict[str, Any]:
         images, maps, rows = pictures.images, pictures.maps, pictures.rows
         return _facts(
             pictures,
@@ -175,7 +164,7 @@ class _Table:
             maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
         )
 
-    def _texts(self, texts: Texts) -> dict[str, Any]:
+    def _texts(self, texts: saved.Texts) -> dict[str, Any]:
         return _facts(
             texts,
             words=self._some("words", pa.list_(pa.string()), texts.rows, texts.words),
@@ -187,7 +176,7 @@ class _Table:
 _LIST = pa.list_(pa.float32())
 
 
-def _baselines(baselines: Yardsticks) -> dict[str, Any]:
+def _baselines(baselines: saved.Yardsticks) -> dict[str, Any]:
     return _facts(baselines, inputs=_facts(baselines.inputs), attributes=_facts(baselines.attributes))
 
 
@@ -209,7 +198,7 @@ def read_facts(source: Any) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
-def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
+def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
     """The run of an open file with these facts; in memory, unless the file has several row groups."""
     groups = list(facts["groups"].values())
     checked = {"page_checksum_verification": True, "pre_buffer": False}
@@ -224,14 +213,14 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
         arrays = {name: stored(column) for name, column in names.items()}
         return arrays if in_memory else StoredColumns(arrays)
 
-    def question(asked: Mapping[str, Any]) -> QuestionRecord:
+    def question(asked: Mapping[str, Any]) -> saved.QuestionRecord:
         both = {part: stored(asked[part]) for part in ("divergence", "divergence_high")}
-        return QuestionRecord(**{**asked, **both})
+        return saved.QuestionRecord(**{**asked, **both})
 
     def optional(read: Callable[..., Any], name: str, *more: Any) -> Any:
         return None if facts[name] is None else read(file, facts[name], *more)
 
-    return SavedRun(
+    return saved.SavedRun(
         about=facts["about"],
         ids=stored(facts["ids"]),
         columns=by_name(facts["columns"]),
@@ -248,7 +237,7 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> SavedRun:
     )
 
 
-def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any], ByExample]) -> Attributes:
+def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any], saved.ByExample]) -> saved.Attributes:
     width = len(facts["names"])
 
     def errors(columns: list[str] | str | None) -> Any:
@@ -256,7 +245,7 @@ def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any]
 
     pixels = None if facts["pixels"] is None else np.asarray(facts["pixels"], dtype=np.int64)
     arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
-    return Attributes(**{**facts, **arrays, "pixels": pixels})
+    return saved.Attributes(**{**facts, **arrays, "pixels": pixels})
 
 
 def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
@@ -269,20 +258,20 @@ def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
 
 
-def _read_pictures(file: Any, facts: Mapping[str, Any]) -> Pictures:
+def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
     rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
     images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows, pa.binary())), np.uint8)
     maps = _lists(file, facts["maps"], rows)
-    return Pictures(
+    return saved.Pictures(
         rows, images.reshape(len(rows), *shape), None if maps is None else maps.reshape(len(rows), *shape[:2])
     )
 
 
-def _read_texts(file: Any, facts: Mapping[str, Any]) -> Texts:
+def _read_texts(file: Any, facts: Mapping[str, Any]) -> saved.Texts:
     rows = np.asarray(facts["rows"], dtype=np.int64)
     words = StoredArray(file, facts["words"]).cells(rows, pa.list_(pa.string()))
     fil, plis = (_lists(file, facts[part], rows) for part in ("fil", "plis"))
-    return Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
+    return saved.Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
 
 
 def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
@@ -290,7 +279,7 @@ def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
     return None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
 
 
-def _read_attack(file: Any, facts: Mapping[str, Any]) -> AttackRecord:
+def _read_attack(file: Any, facts: Mapping[str, Any]) -> saved.AttackRecord:
     found = {
         part: StoredArray(file, facts[part]).not_empty(kind)
         for part, kind in _OF_ATTACKS.items()
@@ -299,7 +288,7 @@ def _read_attack(file: Any, facts: Mapping[str, Any]) -> AttackRecord:
     rows = found["predicted"][0]
     if any(not np.array_equal(places, rows) for places, _ in found.values()):
         raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")
-    return AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
+    return saved.AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
 
 
 def _numbers(values: list[Any]) -> np.ndarray:
@@ -309,9 +298,9 @@ def _numbers(values: list[Any]) -> np.ndarray:
     return array
 
 
-def _read_baselines(_: Any, facts: Mapping[str, Any]) -> Yardsticks:
+def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Yardsticks:
     inputs, attributes = (
-        Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
+        saved.Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
         for part in ("inputs", "attributes")
     )
-    return Yardsticks(facts["examples"], inputs, attributes, facts["levels"])
+    return saved.Yardsticks(facts["examples"], inputs, attributes, facts["levels"])

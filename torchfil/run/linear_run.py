@@ -233,8 +233,7 @@ def _before(
     """η̄ of the same model fitted without weights, [n]."""
     from sklearn.base import clone
 
-    plain = clone(model).fit(X, y)
-    release = Release(plain.sensitivity(X, y, private_target=private_target), sigma)
+    release = Release(clone(model).fit(X, y).sensitivity(X, y, private_target=private_target), sigma)
     parts = [(values * spread**2)[:, private].mean(axis=1) for _, values in information_by_coordinate([release])]
     return np.sqrt(np.concatenate(parts))
 
@@ -247,8 +246,7 @@ def _ids(given: Sequence[Hashable]) -> np.ndarray:
 def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
-        alone = len(releases) == 1
-        require(alone, f"question {name!r}: questions are answered for one release, not for {len(releases)}")
+        require(len(releases) == 1, f"question {name!r}: they are answered for one release, not for {len(releases)}")
         asked = guess(releases[0][0], X, y, asked, releases[0][1])
     answers, divergence = list(asked.answers), asked.divergence
 

@@ -232,8 +232,7 @@ class SavedRun:
     yardsticks: Yardsticks | None = None
 
     def __post_init__(self) -> None:
-        dicts = isinstance(self.about, dict) and isinstance(self.bounds, dict)
-        require(dicts, "about and bounds must be dicts")
+        require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
         _check_kinds(self.about)
         named = self.ids.ndim == 1 and self.ids.dtype.kind in "iU"
         require(named, f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")

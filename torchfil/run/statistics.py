@@ -269,8 +269,7 @@ def group_levels(
     for code, name in enumerate(names):
         members = order[starts[code] : starts[code + 1]]
         if len(members) >= max(smallest, 1):
-            level = geometric_mean(values[members], smallest if public else 1)
-            levels[name] = level if fil[members].any() else 0.0
+            levels[name] = geometric_mean(values[members], smallest if public else 1) if fil[members].any() else 0.0
     return levels
 
 

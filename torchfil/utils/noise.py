@@ -199,8 +199,7 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
         >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
         False
     """
-    digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:8], "little") >> 1
 
 
 def _from_the_system(device: torch.device) -> torch.Generator:

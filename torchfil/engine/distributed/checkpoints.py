@@ -382,8 +382,7 @@ class Checkpoints:
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
         folder = is_folder(path)
-        of_files = f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out"
-        require(not (folder and for_file), of_files)
+        require(not (folder and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
         needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
         require(folder or not (asynchronous or is_sharded(module)), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
@@ -396,7 +395,7 @@ class Checkpoints:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
         state = {**self.state_dict(), "optimizer": self._optimizer_name}
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
-        if is_folder(path):
+        if folder:
             self._wait_for_saving()
             self._saving = write_folder(path, checkpoint, self._ranks, asynchronous=asynchronous)
         elif self._ranks is None or self._ranks.rank == 0:
@@ -419,8 +418,7 @@ class Checkpoints:
         if options:
             raise TypeError(f"load_checkpoint has no option {', '.join(options)}")
         checkpoint = self._read(path, module, parts["optimizer"], for_file)
-        accounted = f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint"
-        require(_STATE in checkpoint, accounted)
+        require(_STATE in checkpoint, f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint")
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
         name, other = self._optimizer_name, state["optimizer"]
         remedy = f"the checkpoint is from {other}, whose state {name} cannot continue; build the same optimizer"

@@ -426,8 +426,7 @@ def attribute_table(
 
 def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
     """Which coordinate has this name."""
-    if name not in coordinates:
-        raise ValueError(f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
+    require(name in coordinates, f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
     return coordinates.index(name)
 
 

@@ -287,8 +287,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
     # one token for each position of the private embedding
     tokens: Any = texts
     if decode is None:
-        fits = len(texts) == len(fil)
-        require(fits, f"texts has {len(texts)} entries for {len(fil)} examples; give one for each, in order")
+        require(len(texts) == len(fil), f"texts has {len(texts)} entries for {len(fil)} examples; give one for each")
     elif len(rows):
         tokens = token_ids(training.passes, rows.tolist())
     if not len(rows):

@@ -18,7 +18,7 @@ from torch.func import vmap
 from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.models import probes_are_narrow, wide
+from torchfil.fisher.models import probe_dtype, wide
 from torchfil.fisher.operator import Jacobian, safe_reciprocal
 from torchfil.fisher.recording.record import RecordedForward, Recording, backward_pass, forward_pass, record
 from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
@@ -73,7 +73,7 @@ class CutRecording:
         cotangents: Cotangents = {}
         for call in self.recording.calls:
             part = {local: direction[name] for local, name in call.shared_names.items()}
-            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probes_are_narrow())
+            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probe_dtype.get() is not None)
             widened = call if as_recorded else call.wide()
             value, derivatives = call.rule.inner(widened, part)
             total = total + value
@@ -171,8 +171,7 @@ def cut(recording: Recording) -> CutRecording:
             args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
         leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
-    apart = replace(recording, calls=tuple(calls), losses=recording.losses.detach())
-    return CutRecording(apart, leaves, origins)
+    return CutRecording(replace(recording, calls=tuple(calls), losses=recording.losses.detach()), leaves, origins)
 
 
 def _terms(recording: Recording) -> list[tuple[Call, ...]]:
@@ -236,8 +235,7 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        widened = call.wide() if recording.narrow else call
-        for local, part in call.rule.weighted_sum(widened, weight).items():
+        for local, part in call.rule.weighted_sum(call.wide() if recording.narrow else call, weight).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result

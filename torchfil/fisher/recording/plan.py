@@ -86,8 +86,7 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
     # a normal vector, drawn on the gradients' device: a CPU needs half a second for a hundred million numbers
     source = torch.Generator(gradients.device).manual_seed(_PROBE_SEED)
-    drawn = torch.randn(gradients.num_parameters, generator=source, device=gradients.device)
-    probe = drawn.to(gradients.dtype)
+    probe = torch.randn(gradients.num_parameters, generator=source, device=gradients.device).to(gradients.dtype)
     products = cache(partial(gradients.plain_products_of_one, u=probe))
     rows = _telling_rows(gradients, lambda row: bool(products(row)[0].any()))
     plain = _Plain.of(products, rows)

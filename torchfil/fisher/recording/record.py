@@ -309,8 +309,7 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
         if output.shape[:1] != z.shape[:1]:
             raise UnsupportedCallError(f"a {type(module).__name__} is given {len(output)} rows for {len(z)} examples")
         given = a.clone() if gradients.facts.overwrites else a
-        name = layers.by_module[module].name
-        uses.note(Use(name, module, (given,), {}, output, rule=rule, reported=reported))
+        uses.note(Use(layers.by_module[module].name, module, (given,), {}, output, rule=rule, reported=reported))
 
     watched = WatchedParameters({name: gradients.parameters[name] for name in layers.watched}, (args, kwargs), uses)
     weights = {**gradients.parameters, **gradients.constants, **watched.leaves}

@@ -106,13 +106,11 @@ class Uses:
     def __init__(
         self, batch: int, *, clone: bool = False, layouts: Layouts | None = None, learning: bool = False
     ) -> None:
-        self.batch = batch
+        self.batch, self.learning = batch, learning
         self.noted: list[Use] = []
         self.shapes: dict[str, list[torch.Size]] = {}
         self.layout_unknown = False
-        self.learning = learning
-        self._clone = clone
-        self._layouts = layouts
+        self._clone, self._layouts = clone, layouts
         self._calls: Counter[str] = Counter()
 
     def dim_of_examples(self, name: str, shape: torch.Size) -> int | None:
@@ -126,8 +124,7 @@ class Uses:
         turn, self._calls[name] = self._calls[name], self._calls[name] + 1
         dims = self._layouts[name]
         dim = dims[min(turn, len(dims) - 1)]
-        fits = dim is not None and len(shape) > dim and shape[dim] % self.batch == 0
-        return dim if fits else None
+        return dim if (dim is not None and len(shape) > dim and shape[dim] % self.batch == 0) else None
 
     def take(self, use: Use) -> Tensor:
         """Note a use; return the tensor that the model continues with instead of its output."""
@@ -148,11 +145,7 @@ class Uses:
 
     def overwritten(self) -> bool:
         """Whether an input or an output of a layer has been changed in place since it was noted."""
-        for use in self.noted:
-            for tensor, version in use.versions:
-                if tensor._version != version:
-                    return True
-        return False
+        return any(tensor._version != version for use in self.noted for tensor, version in use.versions)
 
 
 def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:
@@ -218,9 +211,9 @@ class WatchedParameters(TorchFunctionMode):
         self.meetings: list[ParameterUse] = []
         self.unserved: set[str] = set()
         self._uses = uses
-        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # functions of parameters alone: of which
-        for name, leaf in self.leaves.items():
-            self._functions[id(leaf)] = leaf, (name,)
+        # functions of parameters alone, and of which
+        own = {id(leaf): (leaf, (name,)) for name, leaf in self.leaves.items()}
+        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {**own}
         self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
         for tensor in tensors_of(inputs) if self.leaves else ():
             self._of_examples[tensor] = True

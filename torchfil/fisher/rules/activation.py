@@ -50,8 +50,7 @@ class _PulledOnGPU(Function):
     def forward(ctx: Any, gamma: Tensor, kept: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gamma, kept)
         ctx.name = name
-        back = torch.ops.aten.tanh_backward if name == "tanh" else torch.ops.aten.gelu_backward
-        return back(gamma, kept)
+        return (torch.ops.aten.tanh_backward if name == "tanh" else torch.ops.aten.gelu_backward)(gamma, kept)
 
     @staticmethod
     @once_differentiable

@@ -90,15 +90,13 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     matrices = module.in_proj_weight.chunk(3) if module._qkv_same_embed_dim else own
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    inputs = (query, key, value)
-    return tuple(F.linear(x, weight, b) for x, weight, b in zip(inputs, matrices, biases, strict=True))
+    return tuple(F.linear(x, weight, b) for x, weight, b in zip((query, key, value), matrices, biases, strict=True))
 
 
 def _added_to_scores(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Both masks as a single one that broadcasts to [batch, heads, T, S]."""
     if mask is not None:
-        by_head = mask.reshape(*q.shape[:2], *mask.shape[1:]) if mask.ndim == 3 else mask
-        mask = _additive(by_head, q.dtype)
+        mask = _additive(mask.reshape(*q.shape[:2], *mask.shape[1:]) if mask.ndim == 3 else mask, q.dtype)
     if padding is None:
         return mask
     bias = _additive(padding, q.dtype).reshape(len(q), 1, 1, -1)
@@ -245,8 +243,7 @@ def attention(
         bias = _additive(~attn_mask if attn_mask.dtype == torch.bool else attn_mask, q.dtype)
     chosen = query.shape[-1] ** -0.5 if scale is None else scale
     constants = _Constants(chosen, 1 - dropout_p, query.shape[:2], reduced=reduced)
-    result = _Attention.apply(q, k, v, bias, keep, constants)
-    return result.to(dtype).reshape(*query.shape[:3], value.shape[-1])
+    return _Attention.apply(q, k, v, bias, keep, constants).to(dtype).reshape(*query.shape[:3], value.shape[-1])
 
 
 def _on_gpu(query: Any, *args: Any, **options: Any) -> Tensor | None:

@@ -173,11 +173,6 @@ class LayerRule:
             return {name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()}
 
 
-def per_example(weight: Tensor, like: Tensor) -> Tensor:
-    """Weights [batch] in the shape [batch, 1, …]."""
-    return weight.reshape(-1, *[1] * (like.ndim - 1))
-
-
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
     return sum((g.reshape(len(g), -1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
@@ -266,7 +261,7 @@ class OuterProductRule(LinearInWeightsRule):
         """As in :class:`LayerRule`, by the layer's own backward pass from weighted δ."""
         result = {}
         with torch.no_grad():
-            delta = call.delta * per_example(weight, call.delta)
+            delta = call.delta * weight.reshape(-1, *[1] * (call.delta.ndim - 1))
             if "weight" in call.parameters:
                 result["weight"] = self.weight_grad(call, delta)
             if "bias" in call.parameters:

@@ -78,8 +78,7 @@ class EmbeddingRule(LinearInWeightsRule):
         tokens, delta = self._layout(call)
         table = call.parameters["weight"]
         empty = delta.new_zeros(len(delta), *table.shape)
-        index = tokens[:, :, None].expand(-1, -1, table.shape[1])
-        return {"weight": empty.scatter_add(1, index, delta)}
+        return {"weight": empty.scatter_add(1, tokens[:, :, None].expand(-1, -1, table.shape[1]), delta)}
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, added to the table's rows."""
@@ -91,8 +90,7 @@ class EmbeddingRule(LinearInWeightsRule):
     def squared_norm(self, call: Call) -> Tensor:
         """From products of δ with itself: no table per example is formed."""
         tokens, delta = self._layout(call)
-        same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
-        return (gram(delta) * same).sum(dim=(1, 2))
+        return (gram(delta) * (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)).sum(dim=(1, 2))
 
     def products(self, call: Call, other: Call) -> Tensor:
         """As in :class:`LayerRule`: no table per example is formed."""

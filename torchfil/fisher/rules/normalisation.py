@@ -63,8 +63,7 @@ class GroupNormRule(NormalisationRule):
             return super().gradients(call)
         module: Any = call.module
         delta, x = (value.flatten(2).contiguous() for value in (call.delta, call.input))
-        sums = _NormalisedSums.apply(delta, x, module.num_groups, module.eps)
-        named = zip(("weight", "bias"), sums, strict=True)
+        named = zip(("weight", "bias"), _NormalisedSums.apply(delta, x, module.num_groups, module.eps), strict=True)
         call.memo.update({name: value for name, value in named if name in call.parameters})
         return call.memo
 
@@ -112,8 +111,7 @@ class _GroupPulled(Function):
         w, groups = gradients[0].contiguous(), ctx.groups
         kernels = kernels_for(x)
         if kernels is not None:
-            both_derivatives = kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups)
-            return (*both_derivatives, None, None, None, None)
+            return (*kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups), None, None, None, None)
         each, rows = 1 if weight is None else weight[:, None], (*mean.shape, -1)
         pulled_w = _GroupPulled.forward(w, x, mean, scale, None, groups)
         x_hat, given = (x.reshape(rows) - mean[:, :, None]) * scale[:, :, None], (gamma * each, w, pulled_v, pulled_w)

@@ -125,8 +125,7 @@ class ParameterRule(LayerRule):
     words = "bare parameter, where it meets the examples"
 
     def __init__(self, value: Tensor, leaves: Mapping[str, Tensor]) -> None:
-        self.value = value
-        self.leaves = leaves
+        self.value, self.leaves = value, leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ Σ δ of every example."""
@@ -137,8 +136,7 @@ class ParameterRule(LayerRule):
             summed = (delta.sum(dim=broadcast) if broadcast else delta).reshape(len(delta), *shape)
             (name, leaf), *more = self.leaves.items()
             plain = self.value is leaf and not more
-            by_leaf = {name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed})
-            call.memo.update(by_leaf)
+            call.memo.update({name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed}))
         return call.memo
 
 
@@ -156,15 +154,12 @@ class ReparametrisedRule(LayerRule):
     words = "weights made from parameters: closed form, then back to the parameters"
 
     def __init__(self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
-        self.rule = rule
-        self.values = values
-        self.leaves = leaves
+        self.rule, self.values, self.leaves = rule, values, leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ times the layer's own gradients, formed once."""
         if not call.memo:
-            by_value = self.rule.gradients(self._own_call(call))
-            call.memo.update(_at_leaves(self.values, self.leaves, by_value))
+            call.memo.update(_at_leaves(self.values, self.leaves, self.rule.gradients(self._own_call(call))))
         return call.memo
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:

@@ -77,8 +77,7 @@ def run_recurrent(
             place = layer * directions + direction
             first = [None if value is None else value[place] for value in given]
             suffix = f"l{layer}_reverse" if direction else f"l{layer}"
-            drop = dropout if drops_states else 0.0
-            states, ends = _run_layer(module, mode, suffix, x, first, lengths, drop)
+            states, ends = _run_layer(module, mode, suffix, x, first, lengths, dropout if drops_states else 0.0)
             outputs.append(states)
             last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
@@ -142,8 +141,7 @@ def _run_layer(
     if dropout:  # drawn for each new state
         drop = torch.stack([F.dropout(torch.ones_like(start[0]), dropout) for _ in range(x.shape[1])])
     found, memories = recurrence(cell, gates.transpose(0, 1), start[0], start[1], weight, drop)
-    before = torch.cat([start[0][None], found[:-1]]).transpose(0, 1)
-    report_use(module, _RULE, before, hidden, names["hh"])
+    report_use(module, _RULE, torch.cat([start[0][None], found[:-1]]).transpose(0, 1), hidden, names["hh"])
 
     # The sequences end at different times; values after the ends are not used.
     def at_the_end(values: Tensor) -> Tensor:
