@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
 PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
+_NAMED_PRECISION = hasattr(torch.backends.cudnn, "conv")  # torch 2.9; flags before
 REDUCED = frozenset({torch.bfloat16, torch.float16})  # fewer digits than float32
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
@@ -381,13 +382,22 @@ def normalised_dtype(x: Tensor) -> torch.dtype:
 
 def product_precision() -> str:
     """The current precision of products of float32 matrices on GPUs."""
-    return torch.backends.cuda.matmul.fp32_precision
+    if _NAMED_PRECISION:
+        return torch.backends.cuda.matmul.fp32_precision
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _set_product_precision(precision: str) -> None:
+    if _NAMED_PRECISION:
+        torch.backends.cuda.matmul.fp32_precision = precision
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
 def convolutions_in_tf32() -> bool:
     """Whether convolutions of float32 on GPUs are computed in TF32, torch's default."""
     cudnn: Any = torch.backends.cudnn
-    return bool(cudnn.conv.fp32_precision == "tf32")
+    return bool(cudnn.conv.fp32_precision == "tf32" if _NAMED_PRECISION else cudnn.allow_tf32)
 
 
 @contextlib.contextmanager
@@ -400,11 +410,11 @@ def products_in(precision: str) -> Iterator[None]:
     if before == precision:
         yield
         return
-    torch.backends.cuda.matmul.fp32_precision = precision
+    _set_product_precision(precision)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        _set_product_precision(before)
 
 
 probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
