@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,15 +78,8 @@ def make(
     """A run that is ready to train; the noise and the batches have generators of their own."""
     module.to(DEVICE)
     engine = FILPrivacyEngine()
-    given: dict[str, Any] = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "seed": 3,
-        "estimator": "exact",
-        "amplification": "none",
-        "noise_generator": torch.Generator(DEVICE).manual_seed(5),
-        **options,
-    }
+    given: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, "estimator": "exact"}
+    given |= {"amplification": "none", "noise_generator": torch.Generator(DEVICE).manual_seed(5), **options}
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=learning_rate)
     plain = copy.deepcopy(module)
     torch.manual_seed(seed)
@@ -173,40 +165,32 @@ def clipped_gradient_of_one(
     at.load_state_dict(begun.weights, strict=False)
     parameters = {name: value.detach() for name, value in at.named_parameters() if value.requires_grad}
     clip, limits = get_clip(options.get("clip", DEFAULT_CLIP)), options.get("max_grad_norm", C)
-    weights = options.get("clip_weights")
-    private: Tensor = begun.x
+    weights, seen, offset = options.get("clip_weights"), list[Tensor](), list[Tensor]()
     if submodule is not None:
-        seen: list[Tensor] = []
-        handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: seen.append(output))
-        with random_state_kept(), torch.no_grad():
-            call(at, begun.x)
-        handle.remove()
-        private = torch.zeros_like(seen[0])
-
+        at.get_submodule(submodule).register_forward_hook(
+            lambda _module, _inputs, output: output + offset[0] if offset else seen.append(output)
+        )
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
+        set_random_state(begun.state)
+        call(at, begun.x)
+    private = begun.x if submodule is None else torch.zeros_like(seen[0])
     # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory. (A GPU draws
     # with and without gradients by different operations, and there the state decides.)
-    masks: list[Tensor] = []
-    if DEVICE == "cpu":
-        with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
-            set_random_state(begun.state)
-            call(at, begun.x)
+    masks = masks if DEVICE == "cpu" else []
 
     def clipped(g: Tensor, limit: float) -> Tensor:
         square = g.square().sum()
         norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
-        result: Tensor = g.flatten() / clip.c(norm / clip.threshold(limit))
-        return result
+        return g.flatten() / clip.c(norm / clip.threshold(limit))
 
     def clipped_gradient(z: Tensor, i: int) -> Tensor:
-        moved = torch.cat([private[:i], z[None], private[i + 1 :]])
+        offset[:] = [torch.cat([private[:i], z[None], private[i + 1 :]])]
+        x = offset[0] if submodule is None else begun.x
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
             set_random_state(begun.state)
-            added = nullcontext() if submodule is None else _added(at.get_submodule(submodule), moved)
-            with replayed_masks(masks), added:
-                x = moved if submodule is None else begun.x
-                args, named = ((), x) if isinstance(x, dict) else ((x,), {})
-                outputs = functional_call(at, parameters, args, named)
+            with replayed_masks(masks):
+                outputs = functional_call(at, parameters, *((), x) if isinstance(x, dict) else (x,))
             return loss_fn(outputs[i : i + 1], begun.y[i : i + 1])
 
         parts = list(grad(loss)(parameters).values())
@@ -217,15 +201,6 @@ def clipped_gradient_of_one(
         return g if weights is None else float(weights[begun.ids[i]]) * g
 
     return clipped_gradient, private
-
-
-@contextmanager
-def _added(module: nn.Module, offset: Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _inputs, output: output + offset)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def clipped_gradients(module: nn.Module, begun: Pass, *settings: Any, **options: Any) -> Tensor:
@@ -308,14 +283,8 @@ class Truth:
                         self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
             self.sums.append(total)
             self.ratios.append(ratio.clone())
-
-    @property
-    def diagonal(self) -> Tensor:
-        return self.fim.diagonal(dim1=1, dim2=2)
-
-    @property
-    def trace(self) -> Tensor:
-        return self.diagonal.sum(dim=1)
+        self.diagonal = self.fim.diagonal(dim1=1, dim2=2)
+        self.trace = self.diagonal.sum(dim=1)
 
 
 def assert_released(run: Run, sums: list[Tensor], tolerance: float = 1e-6) -> None:

@@ -82,6 +82,7 @@ def train(
     physical: int | None = None,
     batch_size: int = 8,
     module: nn.Module | None = None,
+    loss_fn: Any = F.cross_entropy,
     **options: Any,
 ) -> Trained:
     """A loop of so many logical steps."""
@@ -97,7 +98,7 @@ def train(
         with physical_batches(private, optimizer, physical) as batches:
             for x, y in batches:
                 optimizer.zero_grad()
-                F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
+                loss_fn(model(x.to(DEVICE)), y.to(DEVICE)).backward()
                 optimizer.step()
                 taken += not optimizer.inside_logical_batch
                 if taken == steps:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from tests.engine.loops import data, network
 from tests.engine.ways import start, step
-from torchfil.engine.loader import BatchTracker, plain, remembering, split_batch
+from torchfil.engine.loader import BatchTracker, plain, remembering
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
@@ -76,13 +76,6 @@ def test_a_batch_is_of_its_kind_and_keeps_its_ids(batch: Any) -> None:
     list(made)
     assert tracker.ids == [5, 3]
     assert plain(tracker.batch) == batch
-
-
-def test_targets_are_found_by_name() -> None:
-    x, y = torch.zeros(2, 3), torch.arange(2)
-    inputs, targets = split_batch({"x": x, "labels_a": y, "labels_b": y}, None)
-    assert list(inputs) == ["x"]
-    assert list(targets) == ["labels_a", "labels_b"]
 
 
 def test_the_very_first_batch_may_be_empty_whatever_its_structure() -> None:

@@ -5,10 +5,9 @@ Inputs and outputs of every kind, accumulation, averaged and compiled models, op
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,6 +90,8 @@ def test_inputs_that_need_a_word_are_told() -> None:
     engine, model, optimizer, loader = start(Keywords(), ROWS, "auto", criterion=None)
     with pytest.raises(ValueError, match="batch_to_inputs="):
         step(engine, model, optimizer, *split(next(iter(loader))), "auto")
+    with pytest.raises(RuntimeError, match="criterion="):
+        engine.train_step(*split(next(iter(loader))))
     tokens, kinds = torch.randint(11, (4, 4)), torch.randint(3, (4,))
     module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(16, 3))
     with pytest.raises(ValueError, match="submodule="):
@@ -121,77 +122,98 @@ def test_several_outputs() -> None:
         assert_same_run(run, runs[0], 1e-6)
 
 
-def test_passes_that_do_not_train_and_gradients_that_are_thrown_away() -> None:
-    module, engine, model, optimizer, batches = begun(poisson_sampling=True)
-    seen = torch.zeros(40, dtype=torch.long)
-    for k, batch in enumerate(batches):
-        x, y = (t.to(DEVICE) for t in batch)
-        model(x)  # in training mode, without a backward pass
-        with torch.no_grad():
-            assert torch.equal(model(x), module(x))
-        model.eval()
-        inputs = x.clone().requires_grad_()
-        model(inputs).sum().backward()
-        assert inputs.grad is not None
-        model.train()
-        loss = LOSS(model(x), y)
-        (model if k else optimizer).zero_grad()  # after the forward pass
-        loss.backward()
-        if k == 2:
-            model.zero_grad()
-            continue
+Habit = Callable[[Any, FILPrivacyEngine, Any, Any, Tensor, Tensor], None]
+
+
+def plainly(_module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    step(engine, model, optimizer, x, y)
+
+
+def by_a_closure(_module: Any, _engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    optimizer.step(lambda: backward(model, (x, y)))
+
+
+def by_a_scaler_that_is_off(_module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler(DEVICE, enabled=False)
+    scaler.scale(LOSS(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_the_compiled_private_model(_module: Any, engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    step(engine, torch.compile(model, backend="eager"), optimizer, x, y)
+
+
+def after_other_passes(module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    model(x)  # in training mode, without a backward pass
+    with torch.no_grad():
+        assert torch.equal(model(x), module(x))
+    model.eval()
+    inputs = x.clone().requires_grad_()
+    model(inputs).sum().backward()
+    assert inputs.grad is not None
+    model.train()
+    backward(model, (x, y))
+    model.zero_grad()  # these gradients are thrown away
+    loss = LOSS(model(x), y)
+    optimizer.zero_grad()  # after the forward pass
+    loss.backward()
+    optimizer.step()
+
+
+def after_refusals(module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """Of losses that are not the engine's, steps without a backward pass or with two, and batches of one's own."""
+    wrong: dict[str, Any] = {
+        "0.weight": lambda out: [LOSS(out, y) + module[0].weight.square().sum()],
+        "loss": lambda out: [F.cross_entropy(out, y, label_smoothing=0.1)],
+        "differs": lambda out: [out.square().sum(), LOSS(out, y)],  # which add up
+    }
+    for match, losses in wrong.items():
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            for loss in losses(model(x)):
+                loss.backward(retain_graph=True)
+            optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="backward"):
         optimizer.step()
-        seen[batch._ids] += 1
-    assert torch.equal(engine.ledger.sums["participations"].cpu(), seen)
-    assert engine._training.run.history.steps == len(batches) - 1
-
-
-def test_refusals_change_nothing() -> None:
-    """Each is told; then the same batch goes on as if nothing had happened."""
-    results = []
-    for refused in (False, True):
-        module, engine, model, optimizer, loader = begun()
-        for number, (x, y) in enumerate(loader):
-            x, y = x.to(DEVICE), y.to(DEVICE)
-            for what in ("0.weight", "loss", "differs") if refused and number == 2 else ():
-                with pytest.raises((ValueError, RuntimeError), match=what):
-                    output = model(x)
-                    if what == "0.weight":
-                        (LOSS(output, y) + module[0].weight.square().sum()).backward()
-                    elif what == "loss":
-                        F.cross_entropy(output, y, label_smoothing=0.1).backward()
-                    else:  # two backward passes add up
-                        output.square().sum().backward(retain_graph=True)
-                        LOSS(output, y).backward()
-                    optimizer.step()
-                optimizer.zero_grad()
-            if refused and number == 2:
-                with pytest.raises(RuntimeError, match="backward"):
-                    optimizer.step()
-                with pytest.raises(ValueError, match="requires a gradient"):
-                    model(x.clone().requires_grad_())
-                LOSS(model(x), y).backward()
-                with pytest.raises(ValueError, match="several times"):
-                    step(engine, model, type("Kept", (), {"zero_grad": int, "step": optimizer.step}), x, y)
-                model.zero_grad()
-            step(engine, model, optimizer, x, y)
-        results.append((weights_of(module), engine.get_fil().value))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_train_step_refuses_what_is_not_the_loaders() -> None:
-    module, engine, *_, loader = begun(criterion=None)
-    with pytest.raises(RuntimeError, match="criterion="):
-        engine.train_step(*next(iter(loader)))
-    module, engine, model, optimizer, loader = begun()
-    trained(engine, model, optimizer, loader, "train_step", steps=2)
-    before, sums = copy.deepcopy(module.state_dict()), {k: v.clone() for k, v in engine.ledger.sums.items()}
-    epsilon = engine.get_epsilon(1e-5)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        model(x.clone().requires_grad_())
+    for _ in range(2):
+        backward(model, (x, y))
+    with pytest.raises(ValueError, match="several times"):
+        optimizer.step()
+    model.zero_grad()
     with pytest.raises(RuntimeError, match="per-example gradients"):
-        engine.train_step(torch.randn(3, 5).double(), torch.zeros(3, dtype=torch.long))
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert all(torch.equal(v, sums[k]) for k, v in engine.ledger.sums.items())
-    assert engine.get_epsilon(1e-5) == epsilon
+        engine.train_step(torch.randn_like(x[:3]), y[:3])
+    step(engine, model, optimizer, x, y)
+
+
+def trained_by(habit: Habit, module: nn.Module | None = None) -> list[Tensor]:
+    """Weights, what the accountant was told, and the ledger after three steps."""
+    module, engine, model, optimizer, batches = begun(module)
+    for _, (x, y) in zip(range(3), batches, strict=False):
+        habit(module, engine, model, optimizer, x.to(DEVICE), y.to(DEVICE))
+    assert engine.ledger.steps == 3
+    return [weights_of(module), torch.tensor(engine.accountant.history), *engine.ledger.sums.values()]
+
+
+HABITS = [by_a_closure, by_a_scaler_that_is_off, by_the_compiled_private_model, after_other_passes, after_refusals]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_that_change_nothing(habit: Habit) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(trained_by(habit), trained_by(plainly), strict=True))
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda module: module.compile() or module])
+def test_of_a_compiled_model_the_original_is_trained(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's own passes are not traced."""
+    with caplog.at_level(logging.INFO, logger="torchfil"):
+        ours, theirs = trained_by(plainly, compiled(network())), trained_by(plainly)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert "the private model is the original" in caplog.text
 
 
 @pytest.mark.parametrize("way", ["auto", "train_step"])
@@ -228,9 +250,8 @@ def test_outputs_with_the_examples_second_are_refused(time: int) -> None:
 
 class TestAccumulation:
     def test_a_step_in_the_middle_of_a_draw_is_refused(self) -> None:
-        module, engine, model, optimizer, batches = begun(
-            batches=loader(data(48)), accumulation_steps=2, poisson_sampling=True
-        )
+        given = {"batches": loader(data(48)), "accumulation_steps": 2, "poisson_sampling": True}
+        module, engine, model, optimizer, batches = begun(**given)
         before, reader = weights_of(module), iter(batches)
         backward(model, next(reader))
         with pytest.raises(ValueError, match="2 batches"):
@@ -293,24 +314,6 @@ def test_a_deep_copy_is_a_plain_model() -> None:
     assert all(p.grad is not None for p in average.module.parameters())
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place", "the private model"])
-def test_compiled_models(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The original is trained, and the engine's own passes are not traced: the same weights, and the same FIL."""
-    found = []
-    for compiled in (False, True):
-        module = network()
-        given: Any = torch.compile(module) if compiled and way == "wrapped" else module
-        if compiled and way == "in place":
-            module.compile()
-        with caplog.at_level(logging.INFO, logger="torchfil"):
-            _, engine, model, optimizer, batches = begun(given)
-        called = torch.compile(model, backend="eager") if compiled and way == "the private model" else model
-        trained(engine, called, optimizer, batches, steps=2)
-        found.append((weights_of(module), engine.get_fil().value.nan_to_num()))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert ("the private model is the original" in caplog.text) == (way != "the private model")
-
-
 def test_compiled_parts_and_lbfgs_are_refused() -> None:
     module: Any = network()
     with pytest.raises(ValueError, match="LBFGS"):
@@ -320,30 +323,11 @@ def test_compiled_parts_and_lbfgs_are_refused() -> None:
         begun(module)
 
 
-def test_a_closure_is_called_once() -> None:
-    found = []
-    for closed in (False, True):
-        module, engine, model, optimizer, batches = begun()
-        closure = partial(backward, model, next(iter(batches)))
-        if not closed:
-            closure()
-        optimizer.step(closure if closed else None)
-        found.append(weights_of(module))
-        assert engine.ledger.steps == 1
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_grad_scaler_is_refused_unless_it_is_off(enabled: bool) -> None:
-    module, engine, model, optimizer, batches = begun()
-    scaler, before = torch.amp.GradScaler(DEVICE, enabled=enabled), weights_of(module)
+def test_a_grad_scaler_is_refused() -> None:
+    module, _, model, optimizer, batches = begun()
+    scaler, before = torch.amp.GradScaler(DEVICE), weights_of(module)
     x, y = next(iter(batches))
     scaler.scale(LOSS(model(x.to(DEVICE)), y.to(DEVICE))).backward()
-    if not enabled:
-        scaler.step(optimizer)
-        scaler.update()
-        assert engine.ledger.steps == 1
-        return
     with pytest.raises(RuntimeError, match="bfloat16"):
         scaler.step(optimizer)
     assert torch.equal(weights_of(module), before)

@@ -20,7 +20,6 @@ from tests.engine.brute_force import Pass, Run, clipped_and_jacobian, make, rand
 from tests.engine.ways import LOSS
 from torchfil import PLIS, FILPrivacyEngine, Private
 from torchfil.attribution.plis import token_norms
-from torchfil.engine.saving.data import token_ids
 from torchfil.report import load, write_report
 
 SIGMA, C, WIDTH, LONGEST = 0.9, 0.5, 2, 5
@@ -217,13 +216,6 @@ def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for run, given, why in ((engine, STRINGS[:-1], "7"), (engine, longer, "fit"), (untracked, STRINGS, "'diagonal'")):
         with pytest.raises(ValueError, match=why):
             run.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=given)
-    passes = engine._training.passes
-    passes.dataset = None
-    with pytest.raises(ValueError, match="stream"):
-        token_ids(passes, [0, 1])
-    passes.dataset, passes.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
-    with pytest.raises(ValueError, match="integers"):
-        token_ids(passes, [0, 1])
 
 
 def test_plis_of_a_plain_model_by_token() -> None:
