@@ -267,13 +267,9 @@ def by_itself(engine: Any, model: Any, optimizer: Any, loader: Any, way: str = "
 @pytest.mark.parametrize(("way", "ignored"), [("auto", True), ("train_step", True), ("hooks", False)])
 def test_a_models_own_loss_gives_the_same_run_as_that_loss_written_down(way: str, kind: str, ignored: bool) -> None:
     def run(way: str, loss: Any) -> tuple[FILPrivacyEngine, nn.Module]:
-        module, noise, mode = (
-            of_tokens(kind),
-            torch.Generator(DEVICE).manual_seed(5),
-            "hooks" if way == "hooks" else "auto",
-        )
-        options = {"criterion": loss, "lr": 0.3, "seed": 3, "noise_generator": noise}
-        return by_itself(*start(module, items(ignored), mode, **options), way, loss), module
+        module, mode = of_tokens(kind), "hooks" if way == "hooks" else "auto"
+        options = {"lr": 0.3, "seed": 3, "noise_generator": torch.Generator(DEVICE).manual_seed(5)}
+        return by_itself(*start(module, items(ignored), mode, criterion=loss, **options), way, loss), module
 
     assert_same_run(run(way, None), run("train_step", partial(loss_of_one, kind)), 1e-9)
 

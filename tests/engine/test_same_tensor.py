@@ -134,28 +134,25 @@ def test_places_that_differ_or_agree_later() -> None:
         trained(x, x, questions=target_alone)
 
 
-ALONE: list[tuple[Any, Any]] = [
-    (torch.sum, torch.sum),
-    (torch.mean, torch.mean),
-    (lambda out: -out.mean(), lambda out: -out.mean()),
-    (lambda out: out.sum(dim=1).mean(), torch.sum),
+def squares(out: Tensor) -> Tensor:
+    return out.square().sum()
+
+
+ALONE: list[tuple[Any, Any, str]] = [
+    (torch.sum, torch.sum, "auto"),
+    (torch.mean, torch.mean, "auto"),
+    (lambda out: -out.mean(), lambda out: -out.mean(), "auto"),
+    (lambda out: out.sum(dim=1).mean(), torch.sum, "auto"),
+    (squares, squares, "inputs alone"),
 ]
 
 
-@pytest.mark.parametrize(("of_batch", "of_one"), ALONE)
-def test_a_loss_of_the_outputs_alone_is_identified(of_batch: Any, of_one: Any) -> None:
-    """Each example's own gradient is clipped, not B times it."""
-    run = trained(
-        numbers(8), loss=lambda out, _: of_batch(out)
-    )  # batches of 5 and 3: a sum does not depend on the size
+@pytest.mark.parametrize(("of_batch", "of_one", "way"), ALONE)
+def test_a_loss_of_the_outputs_alone_is_identified_or_given(of_batch: Any, of_one: Any, way: str) -> None:
+    """Each example's own gradient is clipped, not B times it; of batches of 5 and 3."""
+    loss = lambda out, _: of_batch(out)  # noqa: E731
+    run = trained(numbers(8), way=way, loss=loss, criterion=None if way == "auto" else loss)
     run.plain.function, run.true_loss = run.module.function, lambda out, _: of_one(out)
-    assert_true(run)
-
-
-@pytest.mark.parametrize("loss", [lambda out: out.square().sum(), torch.sum])
-def test_a_criterion_of_the_outputs_alone(loss: Any) -> None:
-    run = trained(numbers(), way="inputs alone", criterion=lambda out, _: loss(out))
-    run.plain.function, run.true_loss = run.module.function, lambda out, _: loss(out)
     assert_true(run)
 
 
