@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "physical batches": ({}, {"physical": 2}),
     "physical batches, hooks": (HOOKS, {"physical": 2}),
     "accumulation": ({"accumulation_steps": 2}, {"every": 2, "divided": True}),
-    "accumulation, not sampled": ({"poisson_sampling": False}, {"every": 2, "divided": True}),
+    "accumulation, not sampled": ({"poisson_sampling": False, "criterion": None}, {"every": 2, "divided": True}),
     "accumulation, hooks": ({"poisson_sampling": False, **HOOKS}, {"every": 2}),
     "not sampled": ({"poisson_sampling": False}, {}),
     "not sampled, train_step": ({"poisson_sampling": False}, {"steps": 4, **WHOLE}),  # masks of the third are foreseen

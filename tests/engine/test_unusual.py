@@ -53,7 +53,7 @@ def test_attributes_that_change_are_followed(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"max_memory": 3000}, {"estimator": "exact"}, {"norm_refresh": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_memory": 1}, {"estimator": "exact"}, {"norm_refresh": 2}], ids=str)
 def test_buffers_are_written_once_a_step(way: str, options: dict[str, Any]) -> None:
     if way == "auto" and "estimator" in options:
         pytest.skip("one pass serves weight probes alone")
