@@ -5,7 +5,6 @@ Ghost clipping, clipping="per_layer" and seeded noise release what Opacus releas
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from typing import Any
@@ -56,23 +55,38 @@ def train(model: Any, optimizer: Any, criterion: Any, batches: Any, steps: int =
     return losses
 
 
+def by_token(criterion: Any) -> Any:
+    """An example's loss is the mean over those of its tokens that count, as Opacus is called for it."""
+    return lambda logits, targets: criterion(logits.view(-1, 5), targets.view(-1), shape=logits.shape)
+
+
+def tokens() -> tuple[nn.Module, TensorDataset]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(48, 6, 3, generator=generator).double(), torch.randint(5, (48, 6), generator=generator)
+    y[torch.rand(48, 6, generator=generator) < 0.3] = -100
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double().to(DEVICE), TensorDataset(x, y)
+
+
 @pytest.mark.parametrize(
-    ("options", "ours", "physical"),
+    ("options", "ours", "how"),
     [
         (GHOST, {}, None),
-        (GHOST, {}, 3),
+        (GHOST, {}, "physical batches"),
+        (GHOST, {}, "tokens"),
         ({**GHOST, **SUM}, {}, None),
         *((PER_LAYER, {"clip": "hard", "grad_sample_mode": mode}, None) for mode in ("auto", "hooks", "functorch")),
     ],
 )
-def test_training_is_opacus_own(options: Any, ours: Any, physical: int | None) -> None:
+def test_training_is_opacus_own(options: Any, ours: Any, how: str | None) -> None:
     """The same noise, batches, weights and steps; Opacus adds 1e-6 to the norms that it divides by."""
     runs = []
     for engine, more in ((PrivacyEngine(accountant="rdp"), {}), (FILPrivacyEngine(), ours)):
-        module = network()
-        model, optimizer, *given, batches = private(engine, module, loader(data(48)), **options, **more)
-        with physical_batches(batches, optimizer, physical) as cut:
-            losses = train(model, optimizer, *given or [LOSS], cut)
+        module, dataset = tokens() if how == "tokens" else (network(), data(48))
+        model, optimizer, *given, batches = private(engine, module, loader(dataset), **options, **more)
+        criterion = given[0] if given else LOSS
+        with physical_batches(batches, optimizer, 3 if how == "physical batches" else None) as cut:
+            losses = train(model, optimizer, by_token(criterion) if how == "tokens" else criterion, cut)
         runs.append((weights_of(module), losses, engine))
     (theirs, their_losses, opacus), (ours, our_losses, engine) = runs
     assert relative_error(ours, theirs) < 1e-5
@@ -95,26 +109,6 @@ def test_with_epsilon_and_without_wrapping() -> None:
     hooks, *made = private(engine, module, loader(data(16), 16), **TARGET, **options)
     assert len(train(module, *made)) == engine.ledger.steps == 1
     hooks.cleanup()
-
-
-def test_losses_by_token_as_opacus_calls_them() -> None:
-    """``criterion(logits.view(-1, V), targets.view(-1), shape=logits.shape)``, with ignored targets: an example's
-    loss is the mean over those of its tokens that count."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 6, 3, generator=generator, dtype=torch.float64)
-    y = torch.randint(5, (40, 6), generator=generator)
-    y[torch.rand(40, 6, generator=generator) < 0.3] = -100
-    first, found = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double().to(DEVICE), []
-    for engine in (PrivacyEngine(), FILPrivacyEngine()):
-        module = copy.deepcopy(first)
-        model, optimizer, criterion, batches = private(engine, module, loader(TensorDataset(x, y)), **GHOST)
-
-        def by_token(logits: Any, targets: Any, criterion: Any = criterion) -> Any:
-            return criterion(logits.view(-1, 5), targets.view(-1), shape=logits.shape)
-
-        train(model, optimizer, by_token, batches, 4)
-        found.append(weights_of(module))
-    assert relative_error(found[1], found[0]) < 1e-5
 
 
 def test_looks_are_at_what_is_released(caplog: pytest.LogCaptureFixture) -> None:
