@@ -11,6 +11,8 @@ from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.engine.ways import Calling
+
 
 def drop_path(x: Tensor, probability: float, training: bool) -> Tensor:
     """Drops a whole branch of an example, as timm writes it."""
@@ -20,132 +22,84 @@ def drop_path(x: Tensor, probability: float, training: bool) -> Tensor:
     return x * x.new_empty((len(x),) + (1,) * (x.ndim - 1)).bernoulli_(keep).div_(keep)
 
 
-class ConvNeXtBlock(nn.Module):
+def _convnext_block(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+    h = self.dropout(F.gelu(self.up(h)))
+    h = self.scale * F.dropout(self.down(h), self.dropout.p, self.training)
+    return x + drop_path(h.permute(0, 3, 1, 2), self.dropout.p, self.training)
+
+
+class ConvNeXt(nn.Sequential):
     """Depthwise convolution, LayerNorm over channels last, two pointwise layers, layer scale, residual."""
 
-    def __init__(self, width: int, kernel: int, dropout: float) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.scale = nn.Parameter(torch.full((width,), 0.3))
-        self.dropout = nn.Dropout(dropout)
-        self.path = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        h = self.dropout(F.gelu(self.up(h)))
-        h = self.scale * F.dropout(self.down(h), self.path, self.training)
-        return x + drop_path(h.permute(0, 3, 1, 2), self.path, self.training)
+    def __init__(self, kernel: int = 3, dropout: float = 0.0, width: int = 3) -> None:
+        block = Calling(
+            _convnext_block,
+            depthwise=nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=width),
+            norm=nn.LayerNorm(width),
+            up=nn.Linear(width, 2 * width),
+            down=nn.Linear(2 * width, width),
+            scale=nn.Parameter(torch.full((width,), 0.3)),
+            dropout=nn.Dropout(dropout),
+        )
+        mean = Calling(lambda self, x: x.mean(dim=(2, 3)))
+        super().__init__(nn.Conv2d(1, width, 2, stride=2), block, mean, nn.Linear(width, 3))
 
 
-class ConvNeXt(nn.Module):
-    def __init__(self, kernel: int = 3, dropout: float = 0.0, width: int = 3, depth: int = 1) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, width, 2, stride=2)
-        self.blocks = nn.Sequential(*(ConvNeXtBlock(width, kernel, dropout) for _ in range(depth)))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
-        return logits
-
-
-class Attention(nn.Module):
-    """Written by hand."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.dropout = nn.Dropout(dropout)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._split(layer(x)) for layer in (self.queries, self.keys, self.values))
-        weights = self.dropout((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1))
-        mixed: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
-        return mixed
-
-
-class FusedAttention(Attention):
-    """By torch's function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._split(layer(x)) for layer in (self.queries, self.keys, self.values))
-        p = self.dropout.p if self.training else 0.0
-        mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2))
-        return mixed
-
-
-class ReadyMade(nn.Module):
-    """torch's or Opacus's module."""
-
-    def __init__(self, kind: Any, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.inner = kind(width, heads, dropout=dropout, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return mixed
+def _attention(self: Any, x: Tensor) -> Tensor:
+    """Written by hand, or by torch's function."""
+    q, k, v = (
+        layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.queries, self.keys, self.values)
+    )
+    if self.fused:
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p if self.training else 0.0)
+    else:
+        mixed = self.dropout((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)) @ v
+    return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 def attention(kind: str, width: int, heads: int, dropout: float) -> nn.Module:
     ready_made: dict[str, Any] = {"torch": nn.MultiheadAttention, "opacus": DPMultiheadAttention}
     if kind in ready_made:
-        return ReadyMade(ready_made[kind], width, heads, dropout)
-    return {"by hand": Attention, "fused": FusedAttention}[kind](width, heads, dropout)
+        inner = ready_made[kind](width, heads, dropout=dropout, batch_first=True)
+        return Calling(lambda self, x: self.inner(x, x, x, need_weights=False)[0], inner=inner)
+    layers = {name: nn.Linear(width, width) for name in ("queries", "keys", "values", "out")}
+    return Calling(_attention, heads=heads, fused=kind == "fused", dropout=nn.Dropout(dropout), **layers)
 
 
-class EncoderBlock(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float, kind: str, norm_first: bool) -> None:
+class Encoder(nn.Module):
+    """Tokens, a bare table of positions, one block (or torch's own layer), a head on the mean."""
+
+    def __init__(self, kind: str = "by hand", dropout: float = 0.0, *, norm_first: bool = True) -> None:
         super().__init__()
-        self.attention = attention(kind, width, heads, dropout)
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 6), nn.Linear(6, width)
+        self.embedding, self.positions = nn.Embedding(9, 4), nn.Parameter(torch.randn(4, 4))
         self.dropout, self.norm_first = nn.Dropout(dropout), norm_first
+        self.attention = attention(kind, 4, 2, dropout)
+        self.first, self.second = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.up, self.down, self.head = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 3)
 
     def _mlp(self, x: Tensor) -> Tensor:
         return F.dropout(self.down(self.dropout(F.gelu(self.up(x)))), self.dropout.p, self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(tokens) + self.positions[: tokens.shape[1]])
         if self.norm_first:
             x = x + self.attention(self.first(x))
-            return x + drop_path(self._mlp(self.second(x)), self.dropout.p, self.training)
-        x = self.first(x + self.attention(x))
-        last: Tensor = self.second(x + self._mlp(x))
-        return last
+            x = x + drop_path(self._mlp(self.second(x)), self.dropout.p, self.training)
+        else:
+            x = self.first(x + self.attention(x))
+            x = self.second(x + self._mlp(x))
+        return self.head(x.mean(dim=1))
 
 
-class Encoder(nn.Module):
-    """Tokens, a bare table of positions, one block, a head on the mean."""
-
-    def __init__(self, kind: str = "by hand", dropout: float = 0.0, *, norm_first: bool = True, length: int = 4):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-        self.positions = nn.Parameter(torch.randn(length, 4))
-        self.dropout = nn.Dropout(dropout)
-        self.block = EncoderBlock(4, 2, dropout, kind, norm_first)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.dropout(self.embedding(tokens) + self.positions[: tokens.shape[1]])
-        logits: Tensor = self.head(self.block(h).mean(dim=1))
-        return logits
+def _torch_layer(self: Any, tokens: Tensor) -> Tensor:
+    return self.head(self.layer(self.embedding(tokens)).mean(dim=1))
 
 
-class TorchLayer(nn.Module):
+def torch_layer(dropout: float) -> nn.Module:
     """torch's encoder layer."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout, "gelu", batch_first=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.as_tensor(self.head(self.layer(self.embedding(tokens)).mean(dim=1)))
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout, "gelu", batch_first=True)
+    return Calling(_torch_layer, embedding=nn.Embedding(9, 4), layer=layer, head=nn.Linear(4, 3))
 
 
 class Perceptron(nn.Module):
@@ -163,19 +117,17 @@ class Perceptron(nn.Module):
         h = F.dropout(self.second(h).tanh(), self.by_function, self.training)
         if self.training and self.by_hand:
             h = h * h.new_empty(len(h), 1).bernoulli_(1 - self.by_hand)
-        return torch.as_tensor(self.last(h))
+        return self.last(h)
 
 
-class Behind(nn.Module):
+def behind(dropout: float = 0.3) -> nn.Module:
     """Uses a child's weight behind its back, in an operation of which nothing is known."""
 
-    def __init__(self, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.layer, self.head, self.dropout = nn.Linear(16, 5), nn.Linear(5, 3), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         scores = torch.tensordot(x.flatten(1), self.layer.weight, dims=([1], [1])) + self.layer.bias
-        return torch.as_tensor(self.head(self.dropout(scores.tanh())))
+        return self.head(self.dropout(scores.tanh()))
+
+    return Calling(forward, layer=nn.Linear(16, 5), head=nn.Linear(5, 3), dropout=nn.Dropout(dropout))
 
 
 class MaskedOtherwise(nn.Module):
@@ -215,18 +167,18 @@ class Checkpointed(nn.Module):
         h = self.first(x.flatten(1))
         for block in self.blocks:
             h = h + (block(h) if self.around is None else self.around(block, h))
-        return torch.as_tensor(self.last(h))
+        return self.last(h)
 
 
-class LoRALinear(nn.Module):
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
+def lora(width: int = 5, out: int = 3) -> nn.Module:
+    """Two layers of low rank beside frozen ones."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.base(x) + self.up(self.down(x)))
+    def beside(base: nn.Linear) -> nn.Module:
+        down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        parts = {"base": base.requires_grad_(False), "down": down, "up": up}
+        return Calling(lambda self, x: self.base(x) + self.up(self.down(x)), **parts)
+
+    return nn.Sequential(beside(nn.Linear(width, 6)), nn.Tanh(), beside(nn.Linear(6, out)))
 
 
 class Recurrent(nn.Module):
@@ -240,22 +192,19 @@ class Recurrent(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         states = self.layer(x.transpose(0, 1) if self.first else x)[0]
-        return torch.as_tensor(self.head(states))[-1]  # of [time, batch, classes], as Opacus's hooks need it
+        return self.head(states)[-1]  # of [time, batch, classes], as Opacus's hooks need it
 
 
 class Experts(nn.Module):
-    """Two of three experts for each example; rows are sent to them, or all experts see all rows (``mapped``)."""
+    """Two of three experts for each example; rows are sent to them."""
 
-    def __init__(self, mapped: bool = False, width: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gate, self.mapped = nn.Linear(width, 3), mapped
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(width, 3), nn.Tanh()) for _ in range(3)])
+        self.gate = nn.Linear(5, 3)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(5, 3), nn.Tanh()) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
-        if self.mapped:
-            dense = (F.one_hot(chosen, 3) * weights[..., None]).sum(dim=1)  # [batch, experts]
-            return torch.stack([dense[:, j : j + 1] * expert(x) for j, expert in enumerate(self.experts)]).sum(dim=0)
         out = torch.zeros(len(x), 3, dtype=x.dtype, device=x.device)
         for j, expert in enumerate(self.experts):
             rows, places = (chosen == j).nonzero(as_tuple=True)

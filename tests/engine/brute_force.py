@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, grouped, relative_error
-from tests.engine.loops import loader
+from tests.engine.loops import loader, physical_batches
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
@@ -30,7 +28,9 @@ from torchfil.fisher.masks import recorded_masks, replayed_masks
 from torchfil.fisher.mechanism import step_divergence
 
 SIGMA, C = 1e-9, 0.5
-RANDOM_STATES = (torch.get_rng_state, torch.cuda.get_rng_state)
+random_state = torch.cuda.get_rng_state if DEVICE == "cuda" else torch.get_rng_state
+set_random_state: Callable[[Tensor], None] = torch.cuda.set_rng_state if DEVICE == "cuda" else torch.set_rng_state
+random_state_kept = torch.random.fork_rng
 
 
 @dataclass
@@ -65,20 +65,6 @@ class Run:
         return float(self.options["noise_multiplier"] * (math.hypot(*limits) if isinstance(limits, list) else limits))
 
 
-def random_state() -> Tensor:
-    return RANDOM_STATES[DEVICE == "cuda"]()
-
-
-def set_random_state(state: Tensor) -> None:
-    (torch.cuda.set_rng_state if DEVICE == "cuda" else torch.set_rng_state)(state)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield
-
-
 def make(
     module: nn.Module,
     dataset: Any,
@@ -92,15 +78,8 @@ def make(
     """A run that is ready to train; the noise and the batches have generators of their own."""
     module.to(DEVICE)
     engine = FILPrivacyEngine()
-    given: dict[str, Any] = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "seed": 3,
-        "estimator": "exact",
-        "amplification": "none",
-        "noise_generator": torch.Generator(DEVICE).manual_seed(5),
-        **options,
-    }
+    given: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, "estimator": "exact"}
+    given |= {"amplification": "none", "noise_generator": torch.Generator(DEVICE).manual_seed(5), **options}
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=learning_rate)
     plain = copy.deepcopy(module)
     torch.manual_seed(seed)
@@ -116,8 +95,9 @@ def begin(run: Run, batch: Any) -> Pass:
     weights = {name: value.detach().clone() for name, value in run.module.state_dict().items()}
     if isinstance(batch, dict):
         x: Any = {name: value.to(DEVICE) for name, value in batch.items() if name != "labels"}
-        return Pass(random_state(), weights, x, batch["labels"].to(DEVICE), list(batch._ids))  # type: ignore[attr-defined]
-    x, y = (part.to(DEVICE) for part in batch)
+        y = batch["labels"].to(DEVICE)
+    else:
+        x, y = batch[0].to(DEVICE), batch[-1].to(DEVICE)
     return Pass(random_state(), weights, x, y, list(batch._ids))
 
 
@@ -128,8 +108,8 @@ def call(model: Any, x: Any) -> Any:
 def take(run: Run, batch: Any, way: str = "auto", *, divisor: int = 1, first: bool = True, last: bool = True) -> Pass:
     """A forward and a backward pass and ``optimizer.step()``, or ``train_step``; what it began with."""
     begun = begin(run, batch)
-    if way == "train_step":
-        run.engine.train_step(begun.x, begun.y)
+    if way in ("train_step", "inputs alone"):
+        run.engine.train_step(begun.x, *[begun.y] if way == "train_step" else ())
         return begun
     if first:
         run.optimizer.zero_grad()
@@ -146,16 +126,12 @@ def train(
 ) -> Run:
     """So many logical steps; every: after so many backward passes, of a loss that is divided by their number or not."""
     while len(run.passes) < steps:
-        limits = {"data_loader": run.private, "max_physical_batch_size": physical, "optimizer": run.optimizer}
-        with nullcontext(run.private) if physical is None else BatchMemoryManager(**limits) as batches:
+        with physical_batches(run.private, run.optimizer, physical) as batches:
             pending: list[Pass] = []
             for batch in batches:
-                whole = len(pending) + 1 == every or physical is not None
-                divisor = every if divided else 1
-                pending.append(
-                    take(run, batch, way, divisor=divisor, first=not pending or physical is not None, last=whole)
-                )
-                if not whole or run.optimizer.inside_logical_batch:
+                first, last = not pending or physical is not None, len(pending) + 1 == every or physical is not None
+                pending.append(take(run, batch, way, divisor=every if divided else 1, first=first, last=last))
+                if not last or run.optimizer.inside_logical_batch:
                     continue
                 run.passes.append(pending)
                 run.released.append(_released(run, every))
@@ -171,55 +147,50 @@ def _released(run: Run, every: int) -> Tensor:
     scale = run.optimizer.expected_batch_size * every if run.optimizer.loss_reduction == "mean" else 1
     sums = {}
     for p in run.optimizer.params:
-        noise = torch.empty_like(p, memory_format=torch.contiguous_format).normal_(
-            0, run.noise_std, generator=run.noises
-        )
+        noise = torch.empty_like(p, memory_format=torch.contiguous_format)
+        noise.normal_(0, run.noise_std, generator=run.noises)
         sums[names[id(p)]] = (p.grad * scale - noise).flatten()
     return torch.cat([sums[name] for name in names.values() if name in sums])
 
 
 def clipped_gradient_of_one(
-    module: nn.Module, begun: Pass, submodule: str | None, loss_fn: Callable[..., Tensor], options: dict[str, Any]
+    module: nn.Module,
+    begun: Pass,
+    submodule: str | None = None,
+    loss_fn: Callable[..., Tensor] = F.cross_entropy,
+    **options: Any,
 ) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
     """g̃, [p], as a function of z and of the example's place in its batch, and the z of all, [batch, …]."""
     at = copy.deepcopy(module)
     at.load_state_dict(begun.weights, strict=False)
     parameters = {name: value.detach() for name, value in at.named_parameters() if value.requires_grad}
     clip, limits = get_clip(options.get("clip", DEFAULT_CLIP)), options.get("max_grad_norm", C)
-    weights = options.get("clip_weights")
-    private: Tensor = begun.x
+    weights, seen, offset = options.get("clip_weights"), list[Tensor](), list[Tensor]()
     if submodule is not None:
-        seen: list[Tensor] = []
-        handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: seen.append(output))
-        with random_state_kept(), torch.no_grad():
-            call(at, begun.x)
-        handle.remove()
-        private = torch.zeros_like(seen[0])
-
+        at.get_submodule(submodule).register_forward_hook(
+            lambda _module, _inputs, output: output + offset[0] if offset else seen.append(output)
+        )
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
+        set_random_state(begun.state)
+        call(at, begun.x)
+    private = begun.x if submodule is None else torch.zeros_like(seen[0])
     # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory. (A GPU draws
     # with and without gradients by different operations, and there the state decides.)
-    masks: list[Tensor] = []
-    if DEVICE == "cpu":
-        with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
-            set_random_state(begun.state)
-            call(at, begun.x)
+    masks = masks if DEVICE == "cpu" else []
 
     def clipped(g: Tensor, limit: float) -> Tensor:
         square = g.square().sum()
         norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
-        result: Tensor = g.flatten() / clip.c(norm / clip.threshold(limit))
-        return result
+        return g.flatten() / clip.c(norm / clip.threshold(limit))
 
     def clipped_gradient(z: Tensor, i: int) -> Tensor:
-        moved = torch.cat([private[:i], z[None], private[i + 1 :]])
+        offset[:] = [torch.cat([private[:i], z[None], private[i + 1 :]])]
+        x = offset[0] if submodule is None else begun.x
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
             set_random_state(begun.state)
-            added = nullcontext() if submodule is None else _added(at.get_submodule(submodule), moved)
-            with replayed_masks(masks), added:
-                x = moved if submodule is None else begun.x
-                args, named = ((), x) if isinstance(x, dict) else ((x,), {})
-                outputs = functional_call(at, parameters, args, named)
+            with replayed_masks(masks):
+                outputs = functional_call(at, parameters, *((), x) if isinstance(x, dict) else (x,))
             return loss_fn(outputs[i : i + 1], begun.y[i : i + 1])
 
         parts = list(grad(loss)(parameters).values())
@@ -232,45 +203,23 @@ def clipped_gradient_of_one(
     return clipped_gradient, private
 
 
-@contextmanager
-def _added(module: nn.Module, offset: Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _inputs, output: output + offset)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def clipped_gradients(
-    module: nn.Module,
-    begun: Pass,
-    submodule: str | None = None,
-    loss_fn: Callable[..., Tensor] = F.cross_entropy,
-    **options: Any,
-) -> Tensor:
+def clipped_gradients(module: nn.Module, begun: Pass, *settings: Any, **options: Any) -> Tensor:
     """g̃ of a pass, [batch, p]; arguments as in :func:`clipped_and_jacobian`."""
-    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn, options)
+    of_one, private = clipped_gradient_of_one(module, begun, *settings, **options)
     with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
         return torch.stack([of_one(row, i) for i, row in enumerate(private)]).detach()
 
 
-def clipped_and_jacobian(
-    module: nn.Module,
-    begun: Pass,
-    submodule: str | None = None,
-    loss_fn: Callable[..., Tensor] = F.cross_entropy,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+def clipped_and_jacobian(module: nn.Module, begun: Pass, *settings: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole batch.
 
     Args:
         module: The model without hooks, in the mode that it was trained in.
         begun: What the pass began with.
-        submodule: Whose output is private; None: the input.
-        loss_fn: The loss of one example.
+        settings: The submodule whose output is private (None: the input), and the loss of one example.
         options: clip, max_grad_norm (a list: for every parameter) and clip_weights, as given to make_private.
     """
-    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn, options)
+    of_one, private = clipped_gradient_of_one(module, begun, *settings, **options)
 
     def twice(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         return (of_one(z, i),) * 2
@@ -334,14 +283,8 @@ class Truth:
                         self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
             self.sums.append(total)
             self.ratios.append(ratio.clone())
-
-    @property
-    def diagonal(self) -> Tensor:
-        return self.fim.diagonal(dim1=1, dim2=2)
-
-    @property
-    def trace(self) -> Tensor:
-        return self.diagonal.sum(dim=1)
+        self.diagonal = self.fim.diagonal(dim1=1, dim2=2)
+        self.trace = self.diagonal.sum(dim=1)
 
 
 def assert_released(run: Run, sums: list[Tensor], tolerance: float = 1e-6) -> None:

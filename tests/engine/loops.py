@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import zoo
 from tests.cases import DEVICE, grouped, relative_error
-from torchfil import FILPrivacyEngine, Private
-from torchfil.clipping import DEFAULT_CLIP
+from torchfil import FILPrivacyEngine
 from torchfil.fisher import reference
 
 SIGMA, C = 0.9, 0.8
@@ -55,17 +55,24 @@ def exact_epsilon(mu: float, delta: float) -> float:
 @dataclass
 class Step:
     weights: dict[str, Tensor]
-    x: list[Tensor] = field(default_factory=list)
-    y: list[Tensor] = field(default_factory=list)
+    x: list[Tensor]
+    y: list[Tensor]
 
 
 @dataclass
 class Trained:
-    engine: FILPrivacyEngine
+    engine: Any
     model: Any
     optimizer: Any
     loader: Any
-    steps: list[Step]
+    steps: list[Step] = field(default_factory=list)  # for :func:`truth`
+
+
+def physical_batches(private: Any, optimizer: Any, size: int | None) -> Any:
+    """The loader's batches, or parts of at most that size."""
+    if size is None:
+        return nullcontext(private)
+    return BatchMemoryManager(data_loader=private, max_physical_batch_size=size, optimizer=optimizer)
 
 
 def train(
@@ -74,48 +81,28 @@ def train(
     steps: int = 20,
     physical: int | None = None,
     batch_size: int = 8,
-    workers: int = 0,
-    loss_fn: Any = nn.functional.cross_entropy,
     module: nn.Module | None = None,
-    device: str = DEVICE,
+    loss_fn: Any = F.cross_entropy,
     **options: Any,
 ) -> Trained:
-    """Train for so many logical steps and record what every step saw."""
-    module = (module if module is not None else network()).to(device)
+    """A loop of so many logical steps."""
+    module = (module if module is not None else network()).to(DEVICE)
     engine = FILPrivacyEngine()
-    options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, **options}
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, **options}
+    plain = torch.optim.SGD(module.parameters(), lr=0.3)
     torch.manual_seed(4)
-    plain = loader(dataset, batch_size, num_workers=workers)
-    model, optimizer, private = engine.make_private(module, optimizer, plain, **grouped(**options))
-    recorded: list[Step] = []
-    run = Trained(engine, model, optimizer, private, recorded)
-
-    def one_pass(batches: Any) -> None:
-        pending: Step | None = None
-        for x, y in batches:
-            if pending is None:
-                pending = Step(copy.deepcopy({k: v.detach() for k, v in module.named_parameters()}))
-            pending.x.append(x.clone())
-            pending.y.append(y.clone())
-            optimizer.zero_grad()
-            loss_fn(model(x.to(device)), y.to(device)).backward()
-            optimizer.step()
-            if not optimizer.inside_logical_batch:
-                recorded.append(pending)
-                pending = None
-                if len(recorded) == steps:
-                    return
-
-    while len(recorded) < steps:
-        if physical is None:
-            one_pass(private)
-        else:
-            with BatchMemoryManager(
-                data_loader=private, max_physical_batch_size=physical, optimizer=optimizer
-            ) as batches:
-                one_pass(batches)
-    return run
+    made = engine.make_private(module, plain, loader(dataset, batch_size), **grouped(**given))
+    model, optimizer, private = made
+    taken = 0
+    while True:
+        with physical_batches(private, optimizer, physical) as batches:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss_fn(model(x.to(DEVICE)), y.to(DEVICE)).backward()
+                optimizer.step()
+                taken += not optimizer.inside_logical_batch
+                if taken == steps:
+                    return Trained(engine, *made)
 
 
 def assert_same_run(
@@ -138,17 +125,7 @@ def assert_same_run(
     assert torch.allclose(*individual)
 
 
-def tokens() -> tuple[nn.Module, TensorDataset, Private]:
-    """A small transformer, twelve texts, and what is private of them."""
-    torch.manual_seed(0)
-    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
-    dataset = TensorDataset(torch.randint(20, (12, 6)), torch.randint(3, (12,)))
-    return module, dataset, Private(submodule="embedding")
-
-
-def truth(
-    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = DEFAULT_CLIP, **more: Any
-) -> tuple[Tensor, Tensor]:
+def truth(run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module) -> tuple[Tensor, Tensor]:
     """Σ_t I_t by jacrev at the recorded weights and batches, [n, d, d], and participations [n]."""
     inputs = dataset.tensors[0]
     d = inputs[0].numel()
@@ -161,12 +138,12 @@ def truth(
         rows = torch.tensor([int((inputs == row).flatten(1).all(dim=1).nonzero()) for row in x])
         at = copy.deepcopy(module)
         at.load_state_dict(step.weights)
-        arguments = (at, more.get("loss_fn", nn.CrossEntropyLoss()), x.to(DEVICE), y.to(DEVICE))
-        jacobian = reference.exact_jacobian(*arguments, max_grad_norm=C, clip=clip)
+        arguments = (at, F.cross_entropy, x.to(DEVICE), y.to(DEVICE))
+        jacobian = reference.exact_jacobian(*arguments, max_grad_norm=C)
         if q is None:
             part = jacobian.mT @ jacobian / (SIGMA * C) ** 2
         else:
-            clipped = reference.clipped_gradients(*arguments, max_grad_norm=C, clip=clip)
+            clipped = reference.clipped_gradients(*arguments, max_grad_norm=C)
             part = reference.poisson_fim(jacobian, clipped, SIGMA * C, q)
         fim.index_add_(0, rows, part.cpu())
         participations.index_add_(0, rows, torch.ones_like(rows))

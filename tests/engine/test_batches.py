@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from tests.engine.loops import data, network
 from tests.engine.ways import start, step
-from torchfil.engine.loader import BatchTracker, plain, remembering, split_batch
+from torchfil.engine.loader import BatchTracker, plain, remembering
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
@@ -34,56 +34,34 @@ class Frozen:
     weight: Tensor | None = None
 
 
-def as_tuple(samples: list[Any]) -> Any:
-    x = torch.stack([x for x, _ in samples]) if samples else torch.zeros(0, 5, dtype=torch.float64)
-    return x, torch.stack([y for _, y in samples]) if samples else torch.zeros(0, dtype=torch.long)
+def as_dict(parts: Any) -> Any:
+    return dict(zip(("x", "labels"), parts, strict=True))
 
 
-def as_list(samples: list[Any]) -> Any:
-    return list(as_tuple(samples))
+def fil_of(kind: Any, read: Any = tuple, workers: int = 0, **options: Any) -> Tensor:
+    def collate(samples: list[Any]) -> Any:
+        x = torch.stack([x for x, _ in samples]) if samples else torch.zeros(0, 5, dtype=torch.float64)
+        return kind((x, torch.stack([y for _, y in samples]) if samples else torch.zeros(0, dtype=torch.long)))
 
-
-def as_dict(samples: list[Any]) -> Any:
-    return dict(zip(("x", "labels"), as_tuple(samples), strict=True))
-
-
-def as_encoding(samples: list[Any]) -> Any:
-    return Encoding(as_dict(samples))
-
-
-def as_frozen(samples: list[Any]) -> Any:
-    return Frozen(*as_tuple(samples))
-
-
-def fil_of(collate: Any, read: Any, workers: int, **options: Any) -> Tensor:
     torch.manual_seed(4)
     loading = {"collate_fn": collate, "num_workers": workers, "generator": torch.Generator().manual_seed(2)}
-    parts = start(network(), data(40), "auto", batch=8, loading=loading, poisson_sampling=True, **options)
+    options |= {"estimator": "exact", "poisson_sampling": True, "loading": loading}
+    parts = start(network(), data(24), "auto", batch=8, **options)
     for batch in parts[-1]:
         step(*parts[:3], *read(batch))
     return parts[0].get_fil().value
 
 
-@pytest.fixture(scope="module")
-def fil_of_lists() -> Tensor:
-    return fil_of(as_list, tuple, 0, estimator="exact")
-
-
-@pytest.mark.parametrize(
-    ("collate", "read", "workers", "options"),
-    [
-        (as_tuple, tuple, 2, {}),
-        (as_dict, lambda batch: (batch["x"], batch["labels"]), 0, {}),
-        (as_encoding, lambda batch: (batch["x"], batch["labels"]), 2, {}),
-        (as_encoding, lambda batch: (batch.x, batch.pop("labels")), 0, {}),
-        (as_frozen, lambda b: (b.x, b.labels), 0, {"batch_to_inputs": lambda batch: (batch.x, batch.labels)}),
-    ],
-)
-def test_every_kind_gives_the_same_run(
-    collate: Any, read: Any, workers: int, options: Any, fil_of_lists: Tensor
-) -> None:
-    assert torch.equal(fil_of(collate, read, workers, estimator="exact", **options), fil_of_lists)
-    assert bool((fil_of_lists > 0).any())
+def test_every_kind_gives_the_same_run() -> None:
+    found = [
+        fil_of(list),
+        fil_of(tuple, workers=2),
+        fil_of(as_dict, lambda batch: (batch["x"], batch["labels"])),
+        fil_of(lambda parts: Encoding(as_dict(parts)), lambda batch: (batch.x, batch.pop("labels")), 2),
+        fil_of(lambda parts: Frozen(*parts), lambda b: (b.x, b.labels), batch_to_inputs=lambda b: (b.x, b.labels)),
+    ]
+    assert bool((found[0] > 0).any())
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("batch", [[1, 2], (1, 2), {"x": 1}, Encoding(x=1)])
@@ -98,13 +76,6 @@ def test_a_batch_is_of_its_kind_and_keeps_its_ids(batch: Any) -> None:
     list(made)
     assert tracker.ids == [5, 3]
     assert plain(tracker.batch) == batch
-
-
-def test_targets_are_found_by_name() -> None:
-    x, y = torch.zeros(2, 3), torch.arange(2)
-    inputs, targets = split_batch({"x": x, "labels_a": y, "labels_b": y}, None)
-    assert list(inputs) == ["x"]
-    assert list(targets) == ["labels_a", "labels_b"]
 
 
 def test_the_very_first_batch_may_be_empty_whatever_its_structure() -> None:
@@ -127,22 +98,23 @@ class Doubled(TensorDataset):
         return 2 * x, y
 
 
+ROWS = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)), torch.arange(30) % 3
+
+
 @pytest.mark.parametrize(
-    ("kind", "workers"), [("tensors", 0), ("tensors", 2), ("subset", 0), ("subclass", 0), ("own collate", 0)]
+    ("dataset", "loading", "at_once"),
+    [
+        (TensorDataset(*ROWS), {"num_workers": 2}, True),
+        (Subset(TensorDataset(*ROWS), range(29, -1, -1)), {}, True),
+        (Doubled(*ROWS), {}, False),
+        (TensorDataset(*ROWS), {"collate_fn": lambda samples: default_collate(samples)}, False),
+    ],
 )
-def test_examples_that_are_fetched_at_once_make_the_same_batches(kind: str, workers: int) -> None:
+def test_examples_that_are_fetched_at_once_make_the_same_batches(dataset: Any, loading: Any, at_once: bool) -> None:
     """One gather gives, bit by bit, what single examples give; data sets with their own way to read keep it."""
-    x, y = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)), torch.arange(30) % 3
-    dataset: Any = (Doubled if kind == "subclass" else TensorDataset)(x, y)
-    dataset = Subset(dataset, range(29, -1, -1)) if kind == "subset" else dataset
-    loading = {"collate_fn": as_list if kind == "own collate" else default_collate, "num_workers": workers}
     *_, private = start(nn.Linear(5, 3), dataset, "auto", poisson_sampling=True, loading=loading)
-    sizes = set()
     for batch in private:
-        ids = list(batch._ids)
-        sizes.add(len(ids))
-        if ids:
-            expected = default_collate([dataset[k] for k in ids])
+        if batch._ids:
+            expected = default_collate([dataset[k] for k in batch._ids])
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, expected, strict=True))
-    assert (type(private.dataset.__getitems__([3, 1])) is not list) == (kind in ("tensors", "subset"))
-    assert len(sizes) > 1
+    assert (type(private.dataset.__getitems__([3, 1])) is not list) == at_once

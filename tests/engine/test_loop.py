@@ -1,23 +1,50 @@
-"""The loop and train_step: inputs and outputs of every kind, refusals that change nothing, pausing and going on."""
+"""What people write around a training loop; what is refused, and changes nothing. Ledgers are in test_equivalence.py.
+
+Inputs and outputs of every kind, accumulation, averaged and compiled models, optimizers, samplers, pausing.
+"""
 
 from __future__ import annotations
 
-import copy
+import logging
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset, default_collate
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from tests.cases import DEVICE, relative_error
-from tests.engine.loops import assert_same_run, data, network
+from tests.engine.loops import C, assert_same_run, data, loader, network
 from tests.engine.ways import LOSS, WAYS, Calling, start, step, trained, weights_of
-from torchfil import Private
-from torchfil.clipping import get_clip
-from torchfil.fisher import ClippedJacobian, ExampleGradients, reference
-from torchfil.fisher.recording import RecordedJacobian
+from torchfil import FILPrivacyEngine, Private
+from torchfil.fisher import NoAmplification, reference
+
+
+def begun(module: nn.Module | None = None, batches: Any = None, **options: Any) -> Any:
+    """The module, and what :func:`start` gives, with noise that can be repeated; batches of eight in order."""
+    torch.manual_seed(1)
+    module = module if module is not None else network()
+    noise = torch.Generator(DEVICE).manual_seed(2)
+    given = {"seed": 3, "noise_generator": noise, "lr": 0.3, **options}
+    return module, *start(module, batches or loader(data(40)), "auto", **given)
+
+
+def backward(model: Any, batch: Any, divisor: int = 1) -> Tensor:
+    loss = LOSS(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)) / divisor
+    loss.backward()
+    return loss
 
 
 class Keywords(nn.Module):
@@ -31,10 +58,7 @@ class Keywords(nn.Module):
         return torch.as_tensor(self.head(torch.tanh(self.left(left) + self.right(right))))
 
 
-def rows(n: int = 12) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
-    return [{"left": row[:3], "right": row[3:], "kind": i % 3} for i, row in enumerate(x)]
+ROWS = [{"left": x[:3], "right": x[3:], "kind": y} for x, y in data(12)]
 
 
 def split(batch: Any) -> Any:
@@ -45,9 +69,8 @@ def split(batch: Any) -> Any:
 @pytest.mark.parametrize("private", [None, Private(inputs="right")])
 def test_keywords_and_dict_batches(private: Private | None, way: str) -> None:
     """tr I against exact Jacobians; an input may be given by position as well."""
-    module, plain = Keywords(), Keywords().to(DEVICE)
     options = {"private": private, "estimator": "exact", "amplification": "none", "batch_to_inputs": split}
-    engine, model, optimizer, loader = start(module, rows(), way, **options)
+    engine, model, optimizer, loader = start(Keywords(), ROWS, way, **options)
     for batch in loader:
         inputs, kinds = split({name: value.to(DEVICE) for name, value in batch.items()})
         if way == "auto":
@@ -56,71 +79,23 @@ def test_keywords_and_dict_batches(private: Private | None, way: str) -> None:
             optimizer.step()
         else:
             step(engine, model, optimizer, inputs, kinds, way)
-    every = {name: value.to(DEVICE) for name, value in default_collate(rows()).items()}
+    every = {name: value.to(DEVICE) for name, value in default_collate(ROWS).items()}
     settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": private}
-    fim = reference.exact_fim(plain, LOSS, *split(every), **settings)
+    fim = reference.exact_fim(Keywords().to(DEVICE), LOSS, *split(every), **settings)
     assert relative_error(engine.totals.get_trace().value, torch.einsum("bii->b", fim)) < 1e-6
     assert engine.totals.num_coordinates == fim.shape[1]
 
 
-def test_private_targets_and_a_model_that_is_not_wrapped() -> None:
-    x, y = data(12).tensors[0], data(12, d=2, seed=1).tensors[0]
-    options = {"private": Private(target=True), "criterion": nn.MSELoss(), "wrap_model": False}
-    module = network(classes=2)
-    engine, hooks, optimizer, loader = start(module, (x, y), "auto", estimator="exact", amplification="none", **options)
-    assert hooks is not module
-    trained(engine, module, optimizer, loader, loss=F.mse_loss)
-    settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": Private(target=True)}
-    fim = reference.exact_fim(network(classes=2), nn.MSELoss(), x.to(DEVICE), y.to(DEVICE), **settings)
-    assert relative_error(engine.totals.get_trace().value, torch.einsum("bii->b", fim)) < 1e-6
-    assert engine.totals.num_coordinates == 7
-
-
-class Tokens(nn.Module):
-    """Counts its calls, and may embed one token less than it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
-        self.calls, self.shorter = 0, False
-        self.to(DEVICE, torch.float64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.calls += 1
-        return torch.as_tensor(self.head(self.embedding(tokens[:, int(self.shorter) :]).tanh().mean(dim=1)))
-
-
 def test_inputs_that_need_a_word_are_told() -> None:
+    engine, model, optimizer, loader = start(Keywords(), ROWS, "auto", criterion=None)
     with pytest.raises(ValueError, match="batch_to_inputs="):
-        engine, model, optimizer, loader = start(Keywords(), rows(), "auto", criterion=None)
-        batch = next(iter(loader))
-        step(engine, model, optimizer, *split(batch), "auto")
+        step(engine, model, optimizer, *split(next(iter(loader))), "auto")
+    with pytest.raises(RuntimeError, match="criterion="):
+        engine.train_step(*split(next(iter(loader))))
     tokens, kinds = torch.randint(11, (4, 4)), torch.randint(3, (4,))
     module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(16, 3))
     with pytest.raises(ValueError, match="submodule="):
         reference.exact_fim(module, LOSS, tokens, kinds, max_grad_norm=1.0, noise_multiplier=1.0)
-
-
-def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> None:
-    module, private = Tokens(), Private(submodule="embedding")
-    tokens, kinds = torch.randint(11, (20, 6)), torch.randint(3, (20,))
-    engine, *_ = start(module, (tokens, kinds), "auto", private=private)
-
-    def calls(length: int) -> int:
-        before = module.calls
-        given = engine._training.replica.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE), private)
-        assert given.z.shape == (5, 4 * length)
-        return module.calls - before
-
-    assert [calls(length) for length in (6, 6, 4, 6, 4)] == [1, 0, 1, 0, 0]
-    module.eval()
-    assert [calls(length) for length in (6, 6)] == [1, 0]
-
-    gradients = ExampleGradients.build(module, LOSS, tokens[:5].to(DEVICE), kinds[:5].to(DEVICE), private)
-    module.shorter = True
-    for kind in (ClippedJacobian, RecordedJacobian):
-        with pytest.raises(ValueError, match="shape"):
-            kind(gradients, get_clip("gelu"), 1.0)
 
 
 def several(self: Any, x: Tensor) -> dict[str, Any]:
@@ -132,23 +107,14 @@ def several(self: Any, x: Tensor) -> dict[str, Any]:
 
 
 def of_several(outputs: Any, y: Tensor) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return LOSS(outputs, y)
     return F.cross_entropy(2 * outputs["logits"], y) + outputs["hidden"].square().mean(dim=1).mean()
 
 
-def with_scalar(self: Any, x: Tensor) -> Tensor:
-    """A temperature of no dimension, as CLIP has."""
-    return torch.as_tensor(self.scale * self.body(x))
-
-
-@pytest.mark.parametrize("scalar", [False, True])
-def test_several_outputs_and_scalar_parameters(scalar: bool) -> None:
+def test_several_outputs() -> None:
     runs = []
     for way in WAYS:
         torch.manual_seed(0)
-        parts = {"scale": nn.Parameter(torch.tensor(1.5).double())} if scalar else {"head": nn.Linear(3, 3).double()}
-        module = Calling(with_scalar if scalar else several, body=network(), **parts)
+        module = Calling(several, body=network(), head=nn.Linear(3, 3).double())
         noise = torch.Generator(DEVICE).manual_seed(2)
         options = {"criterion": of_several, "seed": 1, "noise_generator": noise, "lr": 0.3}
         runs.append((trained(*start(module, data(12), way, **options), way, of_several), module))
@@ -156,78 +122,98 @@ def test_several_outputs_and_scalar_parameters(scalar: bool) -> None:
         assert_same_run(run, runs[0], 1e-6)
 
 
-def begun(**options: Any) -> Any:
-    torch.manual_seed(1)
-    module = network()
-    given = {"noise_generator": torch.Generator(DEVICE).manual_seed(2), "seed": 3, "lr": 0.3, **options}
-    given["loading"] = {"generator": torch.Generator().manual_seed(2)}
-    return module, *start(module, data(24), "auto", **given)
+Habit = Callable[[Any, FILPrivacyEngine, Any, Any, Tensor, Tensor], None]
 
 
-def test_outputs_may_be_changed_in_place() -> None:
-    results = []
-    for change in (Tensor.mul, Tensor.mul_):
-        module, engine, model, optimizer, loader = begun(criterion=lambda outputs, y: LOSS(2 * outputs, y))
-        trained(engine, model, optimizer, loader, loss=lambda out, y, change=change: LOSS(change(out, 2), y), steps=1)
-        results.append((weights_of(module), engine.get_fil().value))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+def plainly(_module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    step(engine, model, optimizer, x, y)
 
 
-def test_evaluation_is_as_before() -> None:
-    module, _, model, _, loader = begun()
-    x = next(iter(loader))[0].to(DEVICE)
+def by_a_closure(_module: Any, _engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    optimizer.step(lambda: backward(model, (x, y)))
+
+
+def by_a_scaler_that_is_off(_module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler(DEVICE, enabled=False)
+    scaler.scale(LOSS(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_the_compiled_private_model(_module: Any, engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    step(engine, torch.compile(model, backend="eager"), optimizer, x, y)
+
+
+def after_other_passes(module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    model(x)  # in training mode, without a backward pass
+    with torch.no_grad():
+        assert torch.equal(model(x), module(x))
     model.eval()
     inputs = x.clone().requires_grad_()
     model(inputs).sum().backward()
     assert inputs.grad is not None
     model.train()
-    with torch.no_grad():
-        assert torch.equal(model(x), module(x))
-    assert set(model.state_dict()) == {f"_module.{name}" for name in module.state_dict()}
+    backward(model, (x, y))
+    model.zero_grad()  # these gradients are thrown away
+    loss = LOSS(model(x), y)
+    optimizer.zero_grad()  # after the forward pass
+    loss.backward()
+    optimizer.step()
 
 
-def test_refusals_change_nothing() -> None:
-    """Each is told; then the same batch goes on as if nothing had happened."""
-    results = []
-    for refused in (False, True):
-        module, engine, model, optimizer, loader = begun()
-        for number, (x, y) in enumerate(loader):
-            x, y = x.to(DEVICE), y.to(DEVICE)
-            for what in ("0.weight", "loss") if refused and number == 2 else ():
-                with pytest.raises((ValueError, RuntimeError), match=what):
-                    if what == "0.weight":
-                        (LOSS(model(x), y) + module[0].weight.square().sum()).backward()
-                    else:
-                        F.cross_entropy(model(x), y, label_smoothing=0.1).backward()
-                    optimizer.step()
-                optimizer.zero_grad()
-            if refused and number == 2:
-                with pytest.raises(RuntimeError, match="backward"):
-                    optimizer.step()
-                with pytest.raises(ValueError, match="requires a gradient"):
-                    model(x.clone().requires_grad_())
-                LOSS(model(x), y).backward()
-                with pytest.raises(ValueError, match="several times"):
-                    step(engine, model, type("Kept", (), {"zero_grad": int, "step": optimizer.step}), x, y)
-                model.zero_grad()
-            step(engine, model, optimizer, x, y)
-        results.append((weights_of(module), engine.get_fil().value))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_train_step_refuses_what_is_not_the_loaders() -> None:
-    module, engine, *_, loader = begun(criterion=None)
-    with pytest.raises(RuntimeError, match="criterion="):
-        engine.train_step(*next(iter(loader)))
-    module, engine, model, optimizer, loader = begun()
-    trained(engine, model, optimizer, loader, "train_step", steps=2)
-    before, sums = copy.deepcopy(module.state_dict()), {k: v.clone() for k, v in engine.ledger.sums.items()}
-    epsilon = engine.get_epsilon(1e-5)
+def after_refusals(module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """Of losses that are not the engine's, steps without a backward pass or with two, and batches of one's own."""
+    wrong: dict[str, Any] = {
+        "0.weight": lambda out: [LOSS(out, y) + module[0].weight.square().sum()],
+        "loss": lambda out: [F.cross_entropy(out, y, label_smoothing=0.1)],
+        "differs": lambda out: [out.square().sum(), LOSS(out, y)],  # which add up
+    }
+    for match, losses in wrong.items():
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            for loss in losses(model(x)):
+                loss.backward(retain_graph=True)
+            optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="backward"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="requires a gradient"):
+        model(x.clone().requires_grad_())
+    for _ in range(2):
+        backward(model, (x, y))
+    with pytest.raises(ValueError, match="several times"):
+        optimizer.step()
+    model.zero_grad()
     with pytest.raises(RuntimeError, match="per-example gradients"):
-        engine.train_step(torch.randn(3, 5).double(), torch.zeros(3, dtype=torch.long))
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert all(torch.equal(v, sums[k]) for k, v in engine.ledger.sums.items())
-    assert engine.get_epsilon(1e-5) == epsilon
+        engine.train_step(torch.randn_like(x[:3]), y[:3])
+    step(engine, model, optimizer, x, y)
+
+
+def trained_by(habit: Habit, module: nn.Module | None = None) -> list[Tensor]:
+    """Weights, what the accountant was told, and the ledger after three steps."""
+    module, engine, model, optimizer, batches = begun(module)
+    for _, (x, y) in zip(range(3), batches, strict=False):
+        habit(module, engine, model, optimizer, x.to(DEVICE), y.to(DEVICE))
+    assert engine.ledger.steps == 3
+    return [weights_of(module), torch.tensor(engine.accountant.history), *engine.ledger.sums.values()]
+
+
+HABITS = [by_a_closure, by_a_scaler_that_is_off, by_the_compiled_private_model, after_other_passes, after_refusals]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_that_change_nothing(habit: Habit) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(trained_by(habit), trained_by(plainly), strict=True))
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda module: module.compile() or module])
+def test_of_a_compiled_model_the_original_is_trained(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's own passes are not traced."""
+    with caplog.at_level(logging.INFO, logger="torchfil"):
+        ours, theirs = trained_by(plainly, compiled(network())), trained_by(plainly)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert "the private model is the original" in caplog.text
 
 
 @pytest.mark.parametrize("way", ["auto", "train_step"])
@@ -249,12 +235,6 @@ def test_pausing_and_detaching(way: str) -> None:
         engine.train_step(*next(batches))
 
 
-def tagging(mean: bool) -> nn.Module:
-    """[time, batch, width] to the classes of each time, or to those of their mean."""
-    head = nn.Linear(3, 3).double()
-    return Calling(lambda self, x: self.head(x).mean(dim=0) if mean else self.head(x), head=head)
-
-
 def time_first(samples: list[Any]) -> Any:
     return [torch.stack(part, dim=min(1, part[0].ndim)) for part in zip(*samples, strict=True)]
 
@@ -262,16 +242,113 @@ def time_first(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("time", [4, 5])  # five examples in a batch
 def test_outputs_with_the_examples_second_are_refused(time: int) -> None:
     dataset = TensorDataset(torch.randn(5, time, 3).double(), torch.randint(3, (5, time)))
-    options = {"batch": 5, "batch_first": False, "criterion": None, "loading": {"collate_fn": time_first}}
-    parts = start(tagging(mean=False), dataset, "auto", **options)
+    options = {"batch": 5, "criterion": None, "batch_first": False, "loading": {"collate_fn": time_first}}
+    parts = start(nn.Linear(3, 3).double(), dataset, "auto", **options)
     with pytest.raises((RuntimeError, ValueError), match="batch_first=False|alone"):
         trained(*parts, loss=lambda out, y: LOSS(out.flatten(0, 1), y.flatten()))
 
 
-def test_examples_second_and_nobody_drawn() -> None:
-    dataset = TensorDataset(torch.randn(3, 5, 3).double(), torch.arange(3))
-    options = {"batch": 1, "batch_first": False, "poisson_sampling": True, "loading": {"collate_fn": time_first}}
-    parts = start(tagging(mean=True), dataset, "auto", **options)
-    for _ in range(4):
-        trained(*parts)
-    assert parts[0].ledger.steps == 12
+class TestAccumulation:
+    def test_a_step_in_the_middle_of_a_draw_is_refused(self) -> None:
+        given = {"batches": loader(data(48)), "accumulation_steps": 2, "poisson_sampling": True}
+        module, engine, model, optimizer, batches = begun(**given)
+        before, reader = weights_of(module), iter(batches)
+        backward(model, next(reader))
+        with pytest.raises(ValueError, match="2 batches"):
+            optimizer.step()
+        backward(model, next(reader))
+        assert torch.equal(weights_of(module), before)
+        optimizer.step()  # now it is whole
+        with pytest.raises(RuntimeError, match="accumulation_steps"):
+            engine.train_step(*next(reader))
+        assert engine.ledger.steps == 1
+
+    @pytest.mark.parametrize(
+        ("divisor", "poisson", "match"),
+        [(2, True, "accumulation_steps=2.*BatchMemoryManager"), (3, False, "0.333333 times")],
+    )
+    def test_other_accumulation_is_refused(self, divisor: int, poisson: bool, match: str) -> None:
+        *_, model, optimizer, batches = begun(poisson_sampling=poisson)
+        for _, batch in zip(range(2), batches, strict=False):
+            backward(model, batch, divisor)
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"accumulation_steps": 0}, "at least 1"),
+            ({"accumulation_steps": 9}, "data set"),
+            ({"accumulation_steps": 2, "grad_sample_mode": "hooks"}, "grad_sample_mode"),
+            ({"accumulation_steps": 2, "poisson_sampling": False}, "any number"),
+        ],
+    )
+    def test_accumulation_that_cannot_be(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            begun(**{"poisson_sampling": True, **options})
+
+    def test_the_noise_for_an_epsilon_is_that_of_whole_draws(self) -> None:
+        found = []
+        for steps, size in ((3, 16), (1, 48)):
+            module = network()
+            target = {"target_epsilon": 4.0, "target_delta": 1e-3, "epochs": 2, "accumulation_steps": steps}
+            parts = (module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(48), size))
+            made = FILPrivacyEngine().make_private_with_epsilon(*parts, **target, max_grad_norm=C)
+            found.append(made[1].noise_multiplier)
+        assert found[0] == found[1]
+
+
+def test_a_deep_copy_is_a_plain_model() -> None:
+    """As torch's averages have it: nothing of the run is copied, and passes over it are none of the run's."""
+    module, engine, model, optimizer, batches = begun()
+    average = AveragedModel(model)
+    batch = next(iter(batches))
+    backward(model, batch)
+    average(batch[0].to(DEVICE))
+    optimizer.step()
+    average.update_parameters(model)
+    assert torch.equal(weights_of(average.module), weights_of(module))
+    assert engine.ledger.steps == 1
+    assert [*average.module.state_dict()] == [*model.state_dict()] == [f"_module.{key}" for key in module.state_dict()]
+    backward(average.module, batch)
+    assert all(p.grad is not None for p in average.module.parameters())
+
+
+def test_compiled_parts_and_lbfgs_are_refused() -> None:
+    module: Any = network()
+    with pytest.raises(ValueError, match="LBFGS"):
+        begun(module, optimizer=torch.optim.LBFGS(module.parameters()))
+    module[0] = torch.compile(module[0])
+    with pytest.raises(ValueError, match="compiled"):
+        begun(module)
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    module, _, model, optimizer, batches = begun()
+    scaler, before = torch.amp.GradScaler(DEVICE), weights_of(module)
+    x, y = next(iter(batches))
+    scaler.scale(LOSS(model(x.to(DEVICE)), y.to(DEVICE))).backward()
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        scaler.step(optimizer)
+    assert torch.equal(weights_of(module), before)
+    with pytest.raises(ValueError, match="GradScaler"):
+        optimizer.step()
+
+
+def test_samplers() -> None:
+    """Poisson sampling would train on what a subset holds out; a sampler that it replaces is told, usual ones not."""
+    dataset = data(40)
+    with pytest.raises(ValueError, match="Subset"):
+        begun(batches=DataLoader(dataset, sampler=SubsetRandomSampler(range(20))), poisson_sampling=True)
+    with pytest.warns(UserWarning, match="not used"):
+        begun(batches=DataLoader(dataset, sampler=range(39, -1, -1)), poisson_sampling=True)
+    usual = [{"batch_size": 8}, {"batch_size": 8, "shuffle": True}]
+    usual += [{"batch_sampler": BatchSampler(RandomSampler(dataset), 8, False)}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = [begun(batches=DataLoader(dataset, **each), poisson_sampling=True) for each in usual]
+    assert [len(each[-1]) for each in made] == [5, 5, 5]
+    sampler = WeightedRandomSampler([1.0] * 39 + [50.0], 8, replacement=False)
+    with pytest.warns(UserWarning, match="participation"):  # each counts; nothing is taken off for chance
+        engine = begun(batches=DataLoader(dataset, batch_size=8, sampler=sampler))[1]
+    assert engine._training.run.options.amplification == NoAmplification()

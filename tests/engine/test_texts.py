@@ -17,14 +17,9 @@ from torch import Tensor, nn
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Pass, Run, clipped_and_jacobian, make, random_state, train
-from tests.engine.ways import LOSS, Calling
+from tests.engine.ways import LOSS
 from torchfil import PLIS, FILPrivacyEngine, Private
 from torchfil.attribution.plis import token_norms
-from torchfil.engine import executor as evaluation
-from torchfil.engine.replica import Replica
-from torchfil.engine.saving.data import token_ids
-from torchfil.fisher import ExampleGradients
-from torchfil.fisher.recording import Plan
 from torchfil.report import load, write_report
 
 SIGMA, C, WIDTH, LONGEST = 0.9, 0.5, 2, 5
@@ -39,20 +34,16 @@ class Reader(nn.Module):
     def __init__(self, *, careless: bool = False, padding_idx: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(9, WIDTH, padding_idx=padding_idx)
-        self.places = nn.Embedding(6, WIDTH)
-        self.hidden, self.head = nn.Linear(WIDTH, 3), nn.Linear(3, 2)
-        self.careless = careless
+        self.words, self.places = nn.Embedding(9, WIDTH, padding_idx=padding_idx), nn.Embedding(6, WIDTH)
+        self.hidden, self.head, self.careless = nn.Linear(WIDTH, 3), nn.Linear(3, 2), careless
         self.double()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = (input_ids != 0) if attention_mask is None else attention_mask
-        if self.careless:
-            mask = torch.ones_like(mask)
+        weight = (torch.ones_like(mask) if self.careless else mask).to(self.head.weight.dtype)[..., None]
         at = self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
-        weight = mask.to(self.head.weight.dtype)[..., None]
-        read: Tensor = (torch.tanh(self.hidden(self.words(input_ids) + at)) * weight).sum(dim=1) / weight.sum(dim=1)
-        return torch.as_tensor(self.head(read))
+        read = (torch.tanh(self.hidden(self.words(input_ids) + at)) * weight).sum(dim=1) / weight.sum(dim=1)
+        return self.head(read)
 
 
 def texts() -> list[tuple[Tensor, int]]:
@@ -163,46 +154,21 @@ def test_sums_by_coordinate_need_the_longest_length() -> None:
 
 
 def test_tables_run_files_averages_and_plis(tmp_path: Path) -> None:
-    run = trained()
+    run, other = trained(), trained(seed=8).engine
     engine = run.engine
     own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (traces(run) > 0).tolist(), strict=True)]
+    engine.load_state_dict(engine.state_dict())
     assert engine.leakage_columns()[1]["num_coordinates"] == own
     saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
     assert saved.columns["num_coordinates"].tolist() == own
     assert saved.about["dataset"]["most_coordinates"] == max(own)
     with pytest.raises(ValueError, match="coordinates"):
         engine.get_population_mse_bound((-1.0, 1.0))
-    other = trained(seed=8).engine
     largest = torch.maximum(engine.totals.get_num_coordinates(), other.totals.get_num_coordinates())
     assert torch.equal(FILPrivacyEngine.merge([engine, other]).get_num_coordinates(), largest)
-    before = engine.leakage_columns()[1]
-    engine.load_state_dict(engine.state_dict())
-    assert engine.leakage_columns()[1] == before
     plis = engine.plis([0, 1, 2])
     assert plis.shape == (3, 4, WIDTH)
     assert [int((~row.isnan()).all(dim=1).sum()) for row in plis] == LENGTHS[:3]
-
-
-def test_integers_beside_floats_count_as_known_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    parts = {"town": nn.Embedding(5, 2), "head": nn.Linear(5, 2)}
-    replica = Replica(Calling(lambda self, x, town: self.head(torch.cat([x, self.town(town)], dim=1).tanh()), **parts))
-    given = (torch.randn(2, 3), torch.tensor([1, 4]))
-    for _ in range(2):
-        assert replica.lay_out(given, {}, None, None).z.shape == (2, 3)
-    assert caplog.text.count("only the floating-point inputs are private") == 1
-    assert replica.lay_out(given, {}, None, Private(inputs=[0], submodule=["town"])).z.shape == (2, 5)
-
-
-def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After four lengths, those between them are taken on trust; shorter and longer ones are tried."""
-    tried: list[int] = []
-    monkeypatch.setattr(evaluation, "plan", lambda gradients: tried.append(gradients.num_coordinates) or Plan(None, 64))
-    evaluator = evaluation.Executor(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False)
-    for length in (4, 9, 6, 12, 7, 10, 5, 7, 3, 13, 8):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(length, 2))
-        x, y = torch.randn(4, length), torch.zeros(4, dtype=torch.int64)
-        assert evaluator.plan(ExampleGradients.build(model, LOSS, x, y)).fits
-    assert tried == [4, 9, 6, 12, 3, 13]
 
 
 def true_maps(module: nn.Module, row: int) -> tuple[Tensor, Tensor]:
@@ -219,8 +185,7 @@ class Tokenizer:
     """What has ``decode``, as Hugging Face's tokenizers do."""
 
     def decode(self, tokens: list[int]) -> str:
-        (token,) = tokens
-        return WORDS[token]
+        return WORDS[tokens[0]]
 
 
 STRINGS = [[WORDS[token] for token in tokens.tolist()] for tokens, _ in texts()]
@@ -228,8 +193,7 @@ BY_TOKEN = {"track": ("diagonal",), "private": Private(submodule="words", max_le
 
 
 @pytest.mark.parametrize(
-    ("given", "collate"),
-    [(STRINGS, padded), (Tokenizer(), padded), (Tokenizer().decode, padded), (Tokenizer(), padded_with_mask)],
+    ("given", "collate"), [(STRINGS, padded), (Tokenizer().decode, padded), (Tokenizer(), padded_with_mask)]
 )
 def test_maps_by_token_are_those_of_brute_force(given: Any, collate: Any, tmp_path: Path) -> None:
     """η² of a word is the mean of its coordinates' I_jj; padding is neither decoded nor shown."""
@@ -237,15 +201,13 @@ def test_maps_by_token_are_those_of_brute_force(given: Any, collate: Any, tmp_pa
     saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=given))
     maps = saved.texts
     assert maps.rows.tolist() == run.engine.get_fil().value.argsort(descending=True).tolist()[:3]  # of the one batch
-    for row, own, shown_fil, shown_plis in zip(maps.rows, maps.words, maps.fil, maps.plis, strict=True):
-        length = LENGTHS[row]
+    for row, own, *shown in zip(maps.rows, maps.words, maps.fil, maps.plis, strict=True):
         assert own == STRINGS[row]
-        assert np.allclose(shown_fil[:length], true_maps(run.plain, row)[0], rtol=1e-6)
-        assert np.allclose(shown_plis[:length], true_maps(run.module, row)[1], rtol=1e-6)
-        assert np.isnan(shown_fil[length:]).all()
-        assert np.isnan(shown_plis[length:]).all()
-    shown = write_report(saved, tmp_path / "page").read_text()
-    assert re.search(r"<section id=\"words\">.*‖PLIS‖", shown, flags=re.DOTALL)
+        for values, true in zip(shown, (true_maps(run.plain, row)[0], true_maps(run.module, row)[1]), strict=True):
+            assert np.allclose(values[: LENGTHS[row]], true, rtol=1e-6)
+            assert np.isnan(values[LENGTHS[row] :]).all()
+    page = write_report(saved, tmp_path / "page").read_text()
+    assert re.search(r"<section id=\"words\">.*‖PLIS‖", page, flags=re.DOTALL)
 
 
 def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -254,13 +216,6 @@ def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for run, given, why in ((engine, STRINGS[:-1], "7"), (engine, longer, "fit"), (untracked, STRINGS, "'diagonal'")):
         with pytest.raises(ValueError, match=why):
             run.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=given)
-    passes = engine._training.passes
-    passes.dataset = None
-    with pytest.raises(ValueError, match="stream"):
-        token_ids(passes, [0, 1])
-    passes.dataset, passes.collate_fn = [(torch.rand(4), 0) for _ in range(10)], torch.utils.data.default_collate
-    with pytest.raises(ValueError, match="integers"):
-        token_ids(passes, [0, 1])
 
 
 def test_plis_of_a_plain_model_by_token() -> None:

@@ -24,8 +24,8 @@ class Calling(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 def mlp() -> Any:
