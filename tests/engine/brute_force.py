@@ -224,7 +224,8 @@ def clipped_and_jacobian(module: nn.Module, begun: Pass, *settings: Any, **optio
     def twice(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         return (of_one(z, i),) * 2
 
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
+    # what cuDNN and fused attention compute has no second derivative
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
         pairs = [jacrev(twice, has_aux=True)(row, i) for i, row in enumerate(private)]
     jacobians, values = map(torch.stack, zip(*pairs, strict=True))
     return values.detach(), jacobians.flatten(2).detach()
@@ -300,7 +301,7 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
     ledger = engine.ledger
     assert ledger is not None
     assert_released(run, truth.sums, tolerance)
-    seen = truth.participations > 0
+    leaks = truth.trace > 0  # dropout may hide an example in every step
     assert torch.equal(ledger.sums["participations"].cpu().double(), truth.participations)
     assert ledger.steps == len(run.passes)
     assert float(truth.trace.max()) > 0
@@ -308,9 +309,9 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
         "squared_norm": (ledger.sums["squared_norm"], truth.squared_norm),
         "trace": (engine.totals.get_trace().value, truth.trace),
         "FIL": (engine.get_fil().value, (truth.trace / truth.fim.shape[1]).sqrt()),
-        "bound": (engine.get_mse_bound().value.cpu()[seen], truth.fim.shape[1] / truth.trace[seen]),
+        "bound": (engine.get_mse_bound().value.cpu()[leaks], truth.fim.shape[1] / truth.trace[leaks]),
     }
-    assert torch.isinf(engine.get_mse_bound().value.cpu()[~seen]).all()
+    assert torch.isinf(engine.get_mse_bound().value.cpu()[~leaks]).all()
     if "fim" in ledger.sums:
         largest = torch.linalg.eigvalsh(truth.fim)[:, -1].clamp(min=0).sqrt()
         expected["fim"] = ledger.sums["fim"], truth.fim

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.engine.loops import data, network
 from tests.engine.ways import start, step
@@ -69,10 +70,11 @@ def test_a_batch_is_of_its_kind_and_keeps_its_ids(batch: Any) -> None:
     tracker = BatchTracker()
     made = remembering(batch, [5, 3], tracker.token)
     assert isinstance(made, type(batch))
-    for other in (made, copy.copy(made), pickle.loads(pickle.dumps(made)), made.pin_memory()):
+    for other in (made, copy.copy(made), pickle.loads(pickle.dumps(made))):
         assert type(other) is type(made)
         assert type(plain(other)) is type(batch)
         assert tracker.ids is None
+    assert type(plain(made.pin_memory())) is type(pin_memory(batch))  # torch 2.8 makes lists of tuples
     list(made)
     assert tracker.ids == [5, 3]
     assert plain(tracker.batch) == batch
