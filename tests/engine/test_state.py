@@ -21,9 +21,6 @@ from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, data, loader, network, train
 from tests.engine.made import make
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.leakage import Leakage
-from torchfil.engine.distributed.checkpoints import write_file
-from torchfil.utils.errors import CheckpointError
 
 OPTIONS: dict[str, Any] = {
     "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "sketch"), "fil_rate": 0.7, "seed": 5,
@@ -113,21 +110,6 @@ class TestResume:
             found.append((optimizer.noise_multiplier, optimizer.max_grad_norm))
         assert found[0] == found[1] == pytest.approx((0.8 * SIGMA, 0.9 * C))
 
-    def test_a_failed_save_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine, model, *_ = start()
-        path = tmp_path / "run.pt"
-        engine.save_checkpoint(path=path, module=model)
-        old = path.read_bytes()
-
-        def full(*_args: Any, **_more: Any) -> None:
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="No space left"):
-            engine.save_checkpoint(path=path, module=model)
-        assert path.read_bytes() == old
-        assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
-
 
 def changed(state: Any, *path: str, value: Any = None) -> Any:
     """A copy with another value at this place, or without it."""
@@ -166,30 +148,6 @@ class TestAllOrNothing:
         engine.load_state_dict(earlier)
         assert same(engine.state_dict(), earlier)
 
-    def test_files_that_do_not_fit_change_nothing(self, tmp_path: Path) -> None:
-        engine, model, optimizer, private = start()
-        epochs(model, optimizer, private, 1)
-        engine.save_checkpoint(path=tmp_path / "groups.pt", module=model, optimizer=optimizer)
-        saved = torch.load(tmp_path / "groups.pt", weights_only=True)
-        saved["random_state"][0]["cpu"] = saved["random_state"][0]["cpu"][:3]
-        write_file(tmp_path / "random.pt", saved)
-        write_file(tmp_path / "other.pt", {"module_state_dict": {}})
-        write_file(tmp_path / "evil.pt", {"fil_engine_state_dict": Leakage})
-
-        other, model, optimizer, private = start(groups=True)
-        epochs(model, optimizer, private, 2)
-        parts = other.state_dict, model.state_dict, lambda: copy.deepcopy(optimizer.state_dict())
-        before = [copy.deepcopy(part()) for part in parts]
-        for name, error, noun, fitting in (
-            ("groups.pt", ValueError, "parameter groups", {"optimizer": optimizer}),
-            ("random.pt", RuntimeError, "RNG state", {}),
-            ("other.pt", ValueError, "no Fisher accounting", {}),
-            ("evil.pt", CheckpointError, "safely", {}),
-        ):
-            with pytest.raises(error, match=noun):
-                other.load_checkpoint(path=tmp_path / name, module=model, **fitting)
-            assert same([part() for part in parts], before)
-
     def test_no_state_is_loaded_within_a_logical_batch(self) -> None:
         engine, model, optimizer, private = start()
         state = engine.state_dict()
@@ -219,11 +177,9 @@ class TestPaused:
         assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
         assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
 
-    def test_pausing_from_the_first_step_and_in_a_pause(self) -> None:
+    def test_pausing_from_the_first_step(self) -> None:
         engine, model, optimizer, private = start()
         with pytest.warns(UserWarning), engine.paused():
-            with pytest.warns(UserWarning), engine.paused():
-                pass
             epochs(model, optimizer, private, 1)
         with pytest.warns(UserWarning):
             assert engine.get_fil().value.max() == 0
@@ -286,15 +242,11 @@ def check_calibration(
     assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=rtol)
 
 
+SKIPPED, OF_INPUTS = {"num_probes": 3, "fil_rate": 0.5}, {"num_probes": 2, "estimator": "input-probes"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "runs"),
-    [
-        ({"num_probes": 3}, 30),
-        ({"num_probes": 3, "fil_rate": 0.5}, 60),
-        ({"num_probes": 2, "estimator": "input-probes"}, 30),
-    ],
-)
+@pytest.mark.parametrize(("options", "runs"), [({"num_probes": 3}, 30), (SKIPPED, 60), (OF_INPUTS, 30)])
 def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str, Any], runs: int) -> None:
     check_calibration(options, runs)
 
