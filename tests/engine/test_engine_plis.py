@@ -39,15 +39,14 @@ def test_at_the_present_weights() -> None:
         FILPrivacyEngine().plis()
 
 
-@pytest.mark.parametrize("runs", [16, pytest.param(60, marks=pytest.mark.slow)])
-def test_skipped_steps_leave_it_unbiased(runs: int) -> None:
+def test_skipped_steps_leave_it_unbiased() -> None:
     """The mean over many runs of the same three steps, each measured with probability ½, is the full sum.
 
     A step is measured for all its examples or for none, so the deviations are those of three coins.
     """
     options: dict[str, Any] = {"steps": 3, "track": ("plis",)}
     full = train(data(16), **options).engine.get_plis()
-    parts = torch.stack([train(data(16), fil_rate=0.5, seed=s, **options).engine.get_plis() for s in range(runs)])
-    error = parts.std(dim=0) / runs**0.5
+    parts = torch.stack([train(data(16), fil_rate=0.5, seed=s, **options).engine.get_plis() for s in range(16)])
+    error = parts.std(dim=0) / 4
     deviation = ((parts.mean(dim=0) - full).abs() / error.clamp(min=1e-30))[full.abs() > 0]
     assert float(deviation.max()) < 4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.engine.loops import SIGMA, C, data, loader, network, train
 from tests.engine.ways import start
-from torchfil import Accounting, FILPrivacyEngine
+from torchfil import FILPrivacyEngine
 from torchfil.engine.executor import StepValues
 
 
@@ -46,10 +46,9 @@ def test_sums_stay_unbiased_and_the_exposed_are_known_better() -> None:
     assert (reported[top] > 0.8 * extra.std(dim=0)[top]).all()
 
 
-@pytest.mark.parametrize("track", [(), pytest.param(("diagonal",), marks=pytest.mark.slow)])
-def test_few_are_measured_anew_after_the_first_passes(track: tuple[str, ...]) -> None:
+def test_few_are_measured_anew_after_the_first_passes() -> None:
     """What is certain is known of several probes only: it tells who was measured anew."""
-    early, late = (frozen_run(0, steps, num_probes=1, extra_probes=4, track=track) for steps in (32, 52))
+    early, late = (frozen_run(0, steps, num_probes=1, extra_probes=4) for steps in (32, 52))
     drawn = early.ledger.sums["participations"]
     assert bool((early.ledger.sums["certain"][drawn > 0] > 0).all())
     assert bool((late.ledger.sums["variance"] > 0).all())
@@ -61,11 +60,8 @@ def test_few_are_measured_anew_after_the_first_passes(track: tuple[str, ...]) ->
     assert bool(((low <= exact.value) & (exact.value <= high)).all())
 
 
-@pytest.mark.parametrize("physical", [5, pytest.param(None, marks=pytest.mark.slow)])
-def test_every_measurement_of_the_users_loop_adds_up(physical: int | None) -> None:
-    """Whole batches, and batches cut into physical ones; all values are finite."""
-    run = train(data(40), steps=44, physical=physical, batch_size=20, num_probes=1, extra_probes=3)
-    sums = run.engine.totals.ledger.sums
+def test_every_measurement_of_physical_batches_adds_up() -> None:
+    sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
     assert torch.equal(sums["trace_measured"], sums["participations"].double())
     assert bool(sums["trace"].isfinite().all())
 
@@ -78,13 +74,3 @@ def test_a_later_measurement_takes_the_place_of_the_first() -> None:
     assert found["trace"].tolist() == [0.0, 20.0, 2.0, 10.0]
     assert found["certain"].tolist() == [0.0, 2.0, 0.0, 1.0]
     assert found["diagonal"].sum(dim=1).tolist() == [2.0, 0.0, 2.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "input-probes"}, {"track": ("sketch",)}],
-    ids=str,
-)
-def test_what_does_not_go_together_is_told(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="extra_probes"):
-        Accounting(**{"num_probes": 1, "extra_probes": 3, **options})

@@ -65,14 +65,14 @@ def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> floa
     return float(torch.stack(inside).mean())
 
 
-@pytest.mark.parametrize(("rank", "probes"), [(1, 1), (4, 1), (1, 2), (4, 2), (2, 3), (1, 8), (4, 8)])
+@pytest.mark.parametrize(("rank", "probes"), [(1, 1), (4, 1), (1, 2), (4, 2), (1, 8), (4, 8)])
 def test_intervals_cover_whatever_the_rank(rank: int, probes: int) -> None:
     """Of a single probe, whose error is reported by its upper bound, more than they say where the rank is large."""
     covered = coverage(rank, probes)
     assert 0.92 <= covered <= (0.999 if probes == 1 else 0.985)
 
 
-@pytest.mark.parametrize(("probes", "known"), [(1, 0.0), (1, 20.0), (2, 1.0), (3, 0.0), (3, 20.0)])
+@pytest.mark.parametrize(("probes", "known"), [(1, 0.0), (1, 20.0), (3, 0.0), (3, 20.0)])
 def test_intervals_of_a_single_step_cover(probes: int, known: float) -> None:
     """A small sampled part looks small by chance: what is known beside it must not hide that."""
     assert coverage(2, probes, steps=1, known=known) >= 0.92
@@ -86,7 +86,7 @@ def test_intervals_cover_where_steps_are_skipped(probes: int, rate: float) -> No
     assert 0.94 <= covered <= 0.999
 
 
-@pytest.mark.parametrize(("rank", "probes", "unevenness"), [(2, 1, 1.0), (2, 8, 0.0), (4, 1, 0.0), (4, 8, 1.0)])
+@pytest.mark.parametrize(("rank", "probes", "unevenness"), [(2, 1, 1.0), (4, 8, 1.0)])
 def test_far_out_in_the_tail_ends_still_cover(rank: int, probes: int, unevenness: float) -> None:
     """As they must for many examples together: one in 1,000 upper ends of the trace may be too low, seldom more."""
     leakage, truth = run(rank, probes, steps=40, unevenness=unevenness, n=20_000)

@@ -41,10 +41,11 @@ def test_the_numbers_are_those_of_the_readings() -> None:
     assert metrics["privacy/smallest_mse_bound"] == pytest.approx(engine.get_smallest_mse_bound()[0])
     assert set(engine.metrics(prefix="")) == {name.removeprefix("privacy/") for name in expected} - {"epsilon"}
     assert f"median {metrics['privacy/median_fil']:.3g}, largest" in repr(engine)
-    assert "D of '<member>' largest" in repr(engine.totals)
-    assert engine._repr_html_().startswith("<table><caption>FILPrivacyEngine (confidential)</caption>")
-    assert "&lt;member&gt;" in engine.totals._repr_html_()
-    assert not any("<member>" in page for page in (engine._repr_html_(), engine.totals._repr_html_()))
+    pages = engine._repr_html_(), engine.totals._repr_html_(), Estimate.exact(torch.ones(14))._repr_html_()
+    assert "confidential" in pages[0]
+    assert "&lt;member&gt;" in pages[1]
+    assert "14 in all" in pages[2]
+    assert not any("<member>" in page for page in pages)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,7 +56,7 @@ def test_where_nothing_or_everything_is_known() -> None:
     assert "call make_private" in repr(FILPrivacyEngine())
     engine, *_, loader = make(criterion=nn.CrossEntropyLoss(), noise_multiplier=1.5, max_grad_norm=0.5)
     assert engine.metrics() == {}
-    assert "σ = 1.5, C = 0.5\n  run: no step yet" in repr(engine)
+    assert "no step yet" in repr(engine)
     with engine.paused():
         for batch in loader:
             engine.train_step(*batch)
@@ -69,14 +70,3 @@ def test_where_nothing_or_everything_is_known() -> None:
         assert "lower bound" in repr(engine.totals)
     metrics = trained(noise_multiplier=0.0).metrics()
     assert (metrics["privacy/median_fil"], metrics["privacy/smallest_mse_bound"]) == (torch.inf, 0)
-
-
-def test_an_estimate_is_a_table_of_its_first_entries() -> None:
-    value = torch.arange(1.0, 15.0)
-    for estimate, text in (
-        (Estimate(value, 0.1 * value, "estimate"), "<td>0</td><td>1</td><td>± 0.1</td>"),
-        (Estimate(value, 0.1 * value, "estimate"), "14 in all"),
-        (Estimate.exact(value.reshape(7, 2)), "shape (7, 2)"),
-        (Estimate.exact(value[0]), "Estimate(1, exact)"),
-    ):
-        assert text in estimate._repr_html_()
