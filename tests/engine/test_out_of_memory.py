@@ -20,21 +20,18 @@ from tests.engine.test_state import same
 from torchfil import FILPrivacyEngine
 from torchfil.questions import Label
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "recorded": {},
     "train_step": {},
     "dropout": {"module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))},
-    "exact": {"estimator": "exact"},
+    "exact": {"estimator": "exact", "questions": {"label": Label(3)}},
     "input probes": {"estimator": "input-probes", "num_probes": 2},
     "a sketch": {"track": ("sketch",), "sketch_rank": 2, "num_probes": 2},
-    "questions": {"questions": {"label": Label(3)}},
-    "skipped steps": {"fil_rate": 0.5},
     "few anew": {"extra_probes": 4},
-    "per layer": {"clipping": "per_layer", "max_grad_norm": [0.4] * 4},
+    "per layer": {"clipping": "per_layer", "max_grad_norm": [0.05] * 4},
     "hooks": {"grad_sample_mode": "hooks"},
 }
-
-QUICK = ("recorded", "train_step", "dropout", "questions", "hooks")
+QUICK = ("dropout", "exact", "hooks")
 SLOW = pytest.mark.slow
 
 
@@ -43,7 +40,7 @@ class Run:
 
     def __init__(self, way: str = "recorded", **more: Any) -> None:
         torch.manual_seed(0)
-        options = {"noise_multiplier": 0.9, "max_grad_norm": 0.8, "seed": 3, **WAYS[way], **more}
+        options = {"noise_multiplier": 0.9, "max_grad_norm": 0.1, "seed": 3, **WAYS[way], **more}
         module = copy.deepcopy(options.pop("module", network())).double().to(DEVICE)
         self.way, self.module, self.engine = way, module, FILPrivacyEngine()
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
@@ -100,7 +97,6 @@ def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
     assert_same(cut, whole)
     (text,) = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
     assert "Execution(max_memory=" in text
-    assert "GPU 0 has" not in text, "one line"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
@@ -152,18 +148,14 @@ MODULE = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Hungry(), nn.Linear(6, 3))
     [
         ("recorded", {}, ""),
         ("hooks", {}, ""),
-        pytest.param("train_step", {}, "", marks=SLOW),
-        pytest.param("per layer", {}, "", marks=SLOW),
         ("recorded", {"module": MODULE}, "forward"),
-        ("hooks", {"module": MODULE}, "forward"),
         ("hooks", {"module": MODULE}, "backward"),
     ],
 )
 def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, options: dict[str, Any], at: str) -> None:
     """Not even one example fits, or the user's own pass fails: with memory again, it is as if nothing had been."""
     run, whole = Run(way, **options), Run(way, **options)
-    for each in (run, whole):
-        each.steps(2)
+    run.steps(1)
     batch = next(run.batches)
     before = run.state
     if at:
@@ -177,7 +169,7 @@ def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, option
     if at:
         run.module[2].at = ""
     run.step(batch)
-    run.steps(2)
+    run.steps(1)
     whole.steps(3)
     assert_same(run, whole, 1e-12)
 

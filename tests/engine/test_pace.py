@@ -23,22 +23,15 @@ from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
 
-@pytest.mark.parametrize("trend", [1.0, 0.5])
-@pytest.mark.parametrize(
-    ("target", "m", "remaining", "error"), [(0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)]
-)
-def test_the_choice_spends_just_what_is_allowed(
-    target: float, m: float, remaining: float, error: float, trend: float
-) -> None:
+def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_nothing_is_not_enough() -> None:
     """After the remaining passes at the chosen k and π, the relative variance is the target's square."""
     spread = 0.16
-    probes, rate = choose(target, error**2, m, remaining, spread, trend)
-    assert rate < 1
-    added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
-    assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(target**2)
-
-
-def test_probes_come_where_skipping_nothing_is_not_enough() -> None:
+    for target, m, remaining, error in ((0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)):
+        for trend in (1.0, 0.5):
+            probes, rate = choose(target, error**2, m, remaining, spread, trend)
+            assert rate < 1
+            added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
+            assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(target**2)
     assert choose(0.05, 0.0, 1.0, 999.0, 0.16) == (2, pytest.approx((1 + 0.08) / (1 + 0.0025 * 1000**2 / 999)))
     probes, rate = choose(0.05, 0.08, 1.0, 19.0, 0.16)
     assert probes == 4
@@ -88,15 +81,10 @@ simulated = cache(Simulated)
 
 @pytest.mark.parametrize(
     ("target", "epochs"),
-    [
-        pytest.param(0.05, 40, marks=pytest.mark.slow),
-        (0.1, 40),
-        pytest.param(0.2, 40, marks=pytest.mark.slow),
-        (0.1, None),
-    ],
+    [(0.1, 40), (0.1, None), *(pytest.param(target, 40, marks=pytest.mark.slow) for target in (0.05, 0.2))],
 )
 def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
-    runs = [simulated(target, epochs, seed) for seed in range(8)]
+    runs = [simulated(target, epochs, seed) for seed in range(6)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.8 * target < float(reached) <= target
     ratio = torch.stack([run.trace.value / run.truth for run in runs]) - 1
@@ -109,7 +97,7 @@ def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
 
 def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     """A log-normal factor of width 1: a participation's square is e times what equal ones would have."""
-    runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(4)]
+    runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(3)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.08 < float(reached) <= 0.1
 
@@ -133,8 +121,8 @@ def test_steps_without_noise_do_not_steer() -> None:
 
 
 def test_a_looser_target_costs_less() -> None:
-    costs = [simulated(target, 40, 0).probes_used for target in (0.05, 0.1, 0.2)]
-    assert costs[0] > 1.5 * costs[1] > 2 * costs[2]
+    costs = [simulated(target, 40, 0).probes_used for target in (0.1, 0.2)]
+    assert costs[0] > 4 / 3 * costs[1]
 
 
 def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
@@ -159,11 +147,10 @@ def go_on(made: Any, epochs: int, *, whole: bool = True) -> FILPrivacyEngine:
     return engine
 
 
-@pytest.mark.parametrize("runs", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_in_the_engine_the_sums_stay_unbiased(runs: int) -> None:
-    """The training does not depend on what is measured, so all runs share one truth."""
+def test_in_the_engine_the_sums_stay_unbiased() -> None:
+    """The training does not depend on what is measured, so all runs share one truth; nor does it matter who steps."""
     truth = go_on(start(estimator="exact"), 6).get_fil().value.square()
-    engines = [go_on(start(seed, rel_error=0.2, epochs=6), 6) for seed in range(runs)]
+    engines = [go_on(start(seed, rel_error=0.2, epochs=6), 6) for seed in range(4)]
     assert any(engine._training.run.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
     ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
@@ -171,14 +158,11 @@ def test_in_the_engine_the_sums_stay_unbiased(runs: int) -> None:
     assert abs(float(by_run.mean()) - 1) < 4 * float(by_run.std()) / len(engines) ** 0.5
     table = engines[0].leakage()
     assert 0.05 < float(table["rel_error"][table["fil"] > 0].median()) < 0.4
-
-
-def test_loop_and_train_step_keep_the_same_pace() -> None:
-    loop, whole = (go_on(start(3, rel_error=0.15), 3, whole=whole) for whole in (False, True))
-    paces = [engine._training.run.pace for engine in (loop, whole)]
+    loop = go_on(start(0, rel_error=0.2, epochs=6), 6, whole=False)
+    paces = [engine._training.run.pace for engine in (loop, engines[0])]
     assert paces[0].num_probes == paces[1].num_probes
     assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
-    assert torch.allclose(loop.get_fil().value, whole.get_fil().value, rtol=1e-5)
+    assert torch.allclose(loop.get_fil().value, engines[0].get_fil().value, rtol=1e-5)
 
 
 def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: Path) -> None:
