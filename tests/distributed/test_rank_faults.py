@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -154,57 +150,6 @@ def test_a_sketch_is_made_with_one_test_matrix(two_ranks: RankPool) -> None:
         fim, sketch = (each.sums[name].double().flatten(0, 1) for name in ("fim", "sketch"))
         found = torch.linalg.lstsq(fim, sketch, driver="gelsd").solution
         torch.testing.assert_close(fim @ found, sketch)
-
-
-# ------------------------------------------------------------------ messages
-
-
-@contextlib.contextmanager
-def counted_messages() -> Iterator[Counter[str]]:
-    """The bytes that this rank hands to each of torch.distributed's collectives of tensors."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, place: int) -> Any:
-        plain = getattr(dist, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            counts[name] += args[place].numel() * args[place].element_size()
-            return plain(*args, **options)
-
-        return mock.patch.object(dist, name, call)
-
-    with counting("all_reduce", 0), counting("all_gather", 1):
-        yield counts
-
-
-def messages(**options: Any) -> tuple[list[dict[str, int]], dict[str, int], int]:
-    """What this rank sends at each step, when it reads, and the bytes of a gradient; then rank 0 reads alone."""
-    made = make("digits", questions={}, **options)
-    by_step = []
-    with replaying(2 * DRAWS[dist.get_rank()]):
-        for x, y in itertools.chain(made.loader, made.loader):
-            with counted_messages() as sent:
-                take_step(made, x, y)
-            by_step.append(dict(sent))
-    with counted_messages() as sent:
-        together = made.engine.get_fil().value.tolist()
-        made.engine.get_individual_epsilon([0], delta=1e-5)
-        made.engine.leakage()
-    made.engine.gather()
-    if dist.get_rank() == 0:
-        assert made.engine.get_fil().value.tolist() == together
-    return by_step, dict(sent), sum(p.numel() * p.element_size() for p in made.module.parameters())
-
-
-def test_messages(two_ranks: RankPool) -> None:
-    """0 bytes for the trace at a step; the answers that let all ranks refuse a step together are 72."""
-    for by_step, reading, gradient in two_ranks.run(messages):
-        sent = [step["all_reduce"] - gradient for step in by_step]
-        assert sent == [72 + 2 * 8 * 61] * 14  # with a point of the timeline at every step, as a pass is so short
-        entered = [place for place, step in enumerate(by_step) if "all_gather" in step]
-        assert entered == [7]  # once a pass, whose length is 61/8 steps
-        assert by_step[7]["all_gather"] == 12 * 8 * 3  # a participation: 12 bytes
-        assert reading["all_reduce"] == 61 * 68  # the ledger's sums, for all readings together
 
 
 # ------------------------------------------------------------------ refusals

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving.build import attribute_table
 from torchfil.report import load
-from torchfil.run.baselines import counted_spread, spread_of
+from torchfil.run.baselines import spread_of
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}
@@ -157,27 +157,3 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
     with pytest.raises(kind, match=noun):
         trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_names=NAMES, **wrong)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100,000 rows: one piece is in memory at a time, and no more than the most are read."""
-    sizes = []
-
-    def recorded(pieces: Any) -> Any:
-        def noted() -> Any:
-            for piece in pieces:
-                sizes.append(piece.shape)
-                yield piece
-
-        return counted_spread(noted())
-
-    monkeypatch.setattr("torchfil.engine.saving.data.counted_spread", recorded)
-    n, x = 100_000, torch.randn(100_000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    engine = train(TensorDataset(x, torch.zeros(n, dtype=torch.long)), steps=1, batch_size=64).engine
-    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA))
-    assert run.yardsticks is not None
-    assert run.yardsticks.examples == 2**16 == sum(rows for rows, _ in sizes)
-    assert max(rows for rows, _ in sizes) <= 1024
-    truth: Tensor = x.var(dim=0, correction=0).mean().sqrt()
-    assert float(run.yardsticks.inputs.std) == pytest.approx(float(truth), rel=0.01)

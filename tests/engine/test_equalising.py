@@ -69,7 +69,7 @@ def equalise(train: Any, target: float | None = 1.0, **options: Any) -> Any:
     return torchfil.equalise(train, target=target, **{"confidence": None, **options})
 
 
-def test_a_response_of_the_square_needs_one_round(unit: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     train = Trainer(unit)
     with pytest.warns(UserWarning, match="private data"):
         result = equalise(lambda weights: (train(weights), 0.9835))
@@ -79,33 +79,26 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor, capsys: pytest.C
     spared = unit > 1 / 1.5  # the default margin
     assert torch.equal(result.weights < 1, spared)
     assert (result.num_spared, result.history[0].num_below) == (int(spared.sum()), int((unit > 1).sum()))
-    assert result.weights.min() >= 1 / 16
     assert torch.equal(result.next_weights, result.weights)
     assert [each.score for each in result.history] == [0.9835, 0.9835]
     assert all(part in str(result) for part in ("unbiased attackers", "target 1", "0.9835", "2 trainings"))
     assert result.epsilon_of_all_rounds is None
-    assert capsys.readouterr().err == ""
-    equalise(Trainer(unit), progress=True)
-    assert "rounds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("power", "options", "stopped", "rounds", "text"),
+    ("power", "options", "stopped", "rounds"),
     [
-        (1.2, {"max_rounds": 8}, "target met", range(3, 9), "the target is met"),
-        (0.0, {"max_rounds": 9}, "no further progress", [3], "two rounds in a row"),
-        (2.0, {"floor": 0.7, "max_rounds": 9}, "floor", range(1, 10), "lower floor="),
-        (2.0, {"max_rounds": 1}, "max_rounds", [1], ""),
+        (1.2, {"max_rounds": 8}, "target met", range(3, 9)),
+        (0.0, {"max_rounds": 9}, "no further progress", [3]),
+        (2.0, {"floor": 0.7, "max_rounds": 9}, "floor", range(1, 10)),
+        (2.0, {"max_rounds": 1}, "max_rounds", [1]),
     ],
     ids=["a weaker response", "weights that nobody uses", "the floor", "one round"],
 )
-def test_where_it_stops(
-    unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any, text: str
-) -> None:
+def test_where_it_stops(unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any) -> None:
     result = equalise(Trainer(unit, power=power), **options)
     assert (result.stopped, result.met) == (stopped, stopped == "target met")
     assert len(result.history) in rounds
-    assert text in str(result)
     if power == 0 or rounds == [1]:
         assert result.num_spared == 0  # the first round was no worse, and is returned
     if stopped == "floor":
@@ -138,8 +131,7 @@ def test_fresh_runs_report_what_was_not_chosen(unit: Tensor) -> None:
     assert [each.fresh for each in result.history] == [False] * (len(train.seen) - 1) + [True]
     assert torch.equal(train.seen[-1], result.weights)
     assert result.worst == result.history[-1].worst
-    assert result.met == (result.worst >= 1) == ("the target is met" in str(result))
-    assert "from 1 fresh run" in str(result)
+    assert result.met == (result.worst >= 1)
     with pytest.raises(ValueError, match="repeated a run"):
         equalise(Trainer(unit), fresh_runs=1)
 
@@ -171,8 +163,6 @@ def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
     assert len(result.weights.unique()) == 2
     assert bool((result.weights[label == 0] == 1).all())
     assert set(result.history[0].group_means) == {0, 1}
-    assert result.chosen is result.history[-1]
-    assert f"the largest mean over the smallest is {ratios[-1]:.3f}" in str(result)
     named = {i: ("f", "m")[i % 2] for i in range(2000)}
     result = equalise(Trainer(exposure), groups=named, max_rounds=6)
     assert result.met

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.engine.loops import data, loader, train
+from tests.engine.loops import data, loader
 from tests.engine.made import make, step
-from torchfil.report import load
 
 
 def train_on(made: Any) -> Any:
@@ -55,33 +51,6 @@ def test_batches_touched_by_another_thread_do_not_become_current() -> None:
     step(model, optimizer, (x, y))
     seen = engine.ledger.sums["participations"].nonzero().flatten().tolist()
     assert seen == sorted(now._ids) != sorted(later._ids)
-
-
-def test_ids_are_answered_as_asked(tmp_path: Path) -> None:
-    engine = train(data(40), steps=4).engine
-    for ids in ([40], [-1], [1.5], ["a"]):
-        with pytest.raises(KeyError, match="0 to 39"):
-            engine.get_fil(ids)
-    everything = engine.get_fil().value
-    assert torch.equal(engine.get_fil([3, 1, 3]).value, everything[[3, 1, 3]])
-    assert list(engine.leakage([3, 1, 3]).index) == [3, 1, 3]
-    assert engine.get_fil([]).value.shape == (0,)
-    sides = pandas.Series({i: "left" if i % 2 else "right" for i in range(40)})
-    assert engine.group_leakage(sides)["count"].tolist() == [20, 20]
-
-    keys, numbers = [f"patient-{i}" for i in range(40)], list(range(100, 140))
-    for id_of, names in (
-        (keys, keys),
-        (lambda i: f"patient-{i}", keys),
-        (torch.tensor(numbers), numbers),
-        (np.array(numbers), numbers),
-    ):
-        named = train(data(40), steps=4, id_of=id_of, max_grad_norm=0.01).engine
-        assert list(named.leakage().index) == names
-        assert torch.equal(named.get_fil([names[7]]).value, named.get_fil().value[[7]])
-        with pytest.raises(KeyError, match="keys of id_of"):
-            named.get_fil([7])
-    assert load(named.save_run(tmp_path / "run.parquet", delta=1e-4)).ids.dtype == np.int64
 
 
 class Bag:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,37 +175,6 @@ class TestPaused:
         assert torch.equal(engine.ledger.sums["trace"], complete)
         assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
         assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
-
-    def test_pausing_from_the_first_step(self) -> None:
-        engine, model, optimizer, private = start()
-        with pytest.warns(UserWarning), engine.paused():
-            epochs(model, optimizer, private, 1)
-        with pytest.warns(UserWarning):
-            assert engine.get_fil().value.max() == 0
-        epochs(model, optimizer, private, 1)
-        assert engine.ledger.sums["trace"].max() > 0
-        assert engine.ledger.missed_steps == len(private)
-
-
-class TestTables:
-    def test_columns_and_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = train(data(40), steps=8).engine
-        table = engine.leakage()
-        assert table.index.name == "id"
-        assert " ".join(table.columns) == (
-            "fil fil_error sampling_error fil_kind mse_bound mse_bound_low rel_error participations missed squared_norm"
-        )
-        seen = table[table.participations > 0]
-        assert (seen.mse_bound_low < seen.mse_bound).all()
-        assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
-        group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
-        row = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,)).loc["even"]
-        values = engine.get_fil(range(0, 40, 2)).value
-        expected = [values.mean(), values.max(), values.quantile(0.5), (values > 0.1).double().mean()]
-        assert row["count"] == 20
-        assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx([float(v) for v in expected])
-        monkeypatch.setitem(sys.modules, "pandas", None)
-        assert engine.leakage([2, 5])["id"] == [2, 5]
 
 
 def frozen_run(n: int, passes: int, draws: int = 2, **options: Any) -> FILPrivacyEngine:
