@@ -131,20 +131,13 @@ class TestHistory:
 
     @pytest.mark.parametrize("ratio", [0.03, 0.62, 0.999])
     def test_rounding_never_understates(self, ratio: float) -> None:
-        history = NormHistory(1)
-        for _ in range(5):
-            history.step(torch.tensor([0]), torch.tensor([ratio]), 1.2, 0.2)
-        epsilon, got = spent([1.2 / ratio] * 5, 0.2, 1e-6), individual_epsilon(history, torch.tensor([0]), 1e-6).item()
+        history, sigmas = NormHistory(1), [1.2, 1.1, 0.9, 1.3, 1.0]
+        for sigma in sigmas:
+            history.step(torch.tensor([0]), torch.tensor([ratio]), sigma, 0.2)
+        epsilon = spent([sigma / ratio for sigma in sigmas], 0.2, 1e-6)
+        got = individual_epsilon(history, torch.tensor([0]), 1e-6).item()
         assert max(epsilon, 0) <= got * (1 + 1e-9)
         assert got < 1.2 * max(epsilon, 0.05)
-
-    def test_a_changing_noise_multiplier_is_accounted_step_by_step(self) -> None:
-        history, sigmas = NormHistory(2), [1.0, 0.9, 0.8, 1.1]
-        for sigma in sigmas:
-            history.step(*NOBODY, sigma, 0.1)
-        assert history.counts_of(torch.arange(2)).sum(dim=1).tolist() == [4, 4]
-        got = individual_epsilon(history, torch.arange(2), 1e-5) / spent(sigmas, 0.1, 1e-5)
-        assert 1 - 1e-9 <= float(got.min()) <= float(got.max()) <= 1.15
 
     @pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
     def test_levels_are_those_of_the_formula(self, noise: float) -> None:
@@ -223,21 +216,6 @@ def test_many_levels_in_few_entries_lose_no_step_and_no_loss() -> None:
         assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
     together = squeezed(torch.arange(LEVELS, dtype=torch.uint8)[None], exact, ENTRIES)
     assert bool((as_table(*together).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
-
-
-def test_epsilon_of_a_wandering_norm_is_bounded_closely() -> None:
-    """Norms over a factor of five in 500 steps: against the same steps on the grid without entries."""
-    source = torch.Generator().manual_seed(3)
-    history, exact = NormHistory(1), NormHistory(1)
-    table = torch.zeros(LEVELS, dtype=torch.long)
-    for _ in range(500):
-        ratio = torch.rand(1, generator=source).mul(-math.log(5)).exp()
-        history.step(torch.tensor([0]), ratio, 1.0, 0.01)
-        table[history.levels_of(ratio)] += 1
-    exact.anchor, exact.noise_multiplier, exact.sample_rate, exact.steps = 1.0, 1.0, 0.01, 500
-    exact.counts_of = lambda rows: table[None].int()
-    found, truth = (individual_epsilon(each, torch.tensor([0]), 1e-6).item() for each in (history, exact))
-    assert truth <= found < 1.06 * truth < math.inf
 
 
 # ------------------------------------------------------------------ bounds on every attacker

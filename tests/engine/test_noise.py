@@ -114,14 +114,6 @@ class TestNothingIsRepeated:
             runs += _in_a_fork(lambda: [releases(private(), 1), releases(resumed(path), 1)])
         check_all_differ(runs)
 
-    def test_states_that_the_loop_keeps_itself(self) -> None:
-        made, again = private(), private()
-        before, state = releases(made), made[0].state_dict()
-        again[0].load_state_dict(state)
-        after = releases(again)
-        again[0].load_state_dict(state)
-        check_all_differ([before, releases(made), after, releases(again)])
-
     @pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
     @pytest.mark.parametrize("secure", [False, True])
     def test_forked_processes(self, secure: bool) -> None:

@@ -20,7 +20,6 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.pace import Pace, choose
 from torchfil.accounting.quantities import additions
-from torchfil.engine.executor import StepValues
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
@@ -102,24 +101,6 @@ def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(3)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.08 < float(reached) <= 0.1
-
-
-def test_steps_without_noise_do_not_steer() -> None:
-    """What is infinite has no error to lower: the pace is that of the other examples."""
-    plain, mixed = (Pace.steered(0.1, 40.0) for _ in range(2))
-    for pace, value in ((plain, 1.0), (mixed, math.inf)):
-        ledger, rows = Ledger(3, 1), torch.arange(3)
-        trace = torch.tensor([1.0, 1.1, value]).double()
-        error = torch.tensor([0.3, 0.3, 0.3 if value == 1 else 0.0]).double()
-        measurement = Measurement({"trace": Estimate(trace, error, "estimate", 1.0)}, trace)
-        contribution = Contribution(rows, trace, additions=additions(measurement, 1.0, skipping=False))
-        ledger.add(contribution)
-        pace.note([contribution])
-        pace.update(ledger, 1.0)
-    assert 0 < mixed.spread < math.inf
-    assert math.isfinite(mixed.level)
-    assert 0 < mixed.rate <= 1
-    assert mixed.num_probes == plain.num_probes
 
 
 def test_a_looser_target_costs_less() -> None:
@@ -233,13 +214,3 @@ def test_every_measurement_of_physical_batches_adds_up() -> None:
     sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
     assert torch.equal(sums["trace_measured"], sums["participations"].double())
     assert bool(sums["trace"].isfinite().all())
-
-
-def test_a_later_measurement_takes_the_place_of_the_first() -> None:
-    norm = torch.ones(4)
-    values = StepValues(None, norm, norm, {}, {"trace": torch.arange(4.0), "diagonal": torch.ones(4, 2)})
-    anew = {"trace": torch.tensor([10.0, 20.0]), "diagonal": torch.zeros(2, 2), "certain": torch.tensor([1.0, 2.0])}
-    found = values.measured_anew(torch.tensor([3, 1]), anew).additions
-    assert found["trace"].tolist() == [0.0, 20.0, 2.0, 10.0]
-    assert found["certain"].tolist() == [0.0, 2.0, 0.0, 1.0]
-    assert found["diagonal"].sum(dim=1).tolist() == [2.0, 0.0, 2.0, 0.0]

@@ -196,16 +196,14 @@ def test_what_is_refused(noun: str) -> None:
         made(**REFUSED[noun])
 
 
-@pytest.mark.parametrize(
-    ("end", "noun"),
-    [(0.2, "lower the learning rate"), (0.75, r"Allow more noise \(σ of about 2.6"), (0.0, "no end that holds")],
-)
-def test_ends_far_from_the_estimates_are_told_apart(end: float, noun: str) -> None:
+def test_ends_far_from_the_estimates_are_told_apart() -> None:
     target = LeakageTarget(1.0)
     pilots: Any = SimpleNamespace(epochs=20, run=lambda sigma, number: None)
-    checked: Any = SimpleNamespace(wanted=target.wanted, check=lambda run: TargetCheck(target, (0.8, end), None, 5, 5))
-    with pytest.raises(ValueError, match=noun):
-        choose_noise(pilots, checked, NoiseSearch(max_noise_multiplier=2.0))
+    for end, noun in ((0.2, "lower the learning rate"), (0.75, "σ of about 2.6"), (0.0, "no end that holds")):
+        found = TargetCheck(target, (0.8, end), None, 5, 5)
+        checked: Any = SimpleNamespace(wanted=target.wanted, check=lambda run, found=found: found)
+        with pytest.raises(ValueError, match=noun):
+            choose_noise(pilots, checked, NoiseSearch(max_noise_multiplier=2.0))
 
 
 # ------------------------------------------------------------------ the search

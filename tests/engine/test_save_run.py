@@ -21,7 +21,7 @@ from torchfil import FILPrivacyEngine
 from torchfil.accounting.ledger import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult
 from torchfil.engine.reading import epsilon_over_time
-from torchfil.engine.saving.data import as_image, data_sha256
+from torchfil.engine.saving.data import data_sha256
 from torchfil.report import load
 
 DELTA = 1e-5
@@ -164,13 +164,6 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pictures.images[0], expected)
     plis = engine.plis(pictures.rows.tolist()).sum(dim=1)
     np.testing.assert_allclose(pictures.maps, plis.detach().cpu(), rtol=1e-5, atol=1e-9)
-
-
-def test_images_of_any_range_and_size() -> None:
-    assert as_image(torch.full((1, 4, 4), 0.5)).tolist() == [[128] * 4] * 4
-    stretched = as_image(torch.tensor([[-1.0, 0.0], [1.0, 3.0]]))
-    assert stretched.tolist() == [[0, 64], [128, 255]]
-    assert as_image(torch.rand(3, 300, 200)).shape == (100, 66, 3)
 
 
 class TestTimeline:

@@ -82,17 +82,14 @@ class TestResume:
         epochs(model, optimizer, private, 1)
         after, epsilon = engine.state_dict(), engine.get_epsilon(1e-4)
         kept = copy.deepcopy(after)
-        other, *_ = start(seed=3)
-        other.load_state_dict(after)
-        assert same(other.state_dict(), after)
         epochs(model, optimizer, private, 1)
         assert same(after, kept)
-        assert other.get_epsilon(1e-4) == epsilon < engine.get_epsilon(1e-4)
+        assert epsilon < engine.get_epsilon(1e-4)
         engine.load_state_dict(after)
         assert engine.get_epsilon(1e-4) == epsilon
-        other.load_state_dict(before)
+        engine.load_state_dict(before)
         with pytest.raises(RuntimeError, match="no private step"):
-            other.get_fil()
+            engine.get_fil()
 
     def test_schedules_go_on_from_where_a_checkpoint_was_taken(self) -> None:
         found, file = [], io.BytesIO()
