@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,8 +61,8 @@ def digits_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
 def text_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     """A transformer on 23 texts."""
     torch.manual_seed(0)
-    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
-    dataset = TensorDataset(torch.randint(20, (23, 6)), torch.randint(3, (23,)))
+    module = zoo.token_transformer(3, 20, 4, width=4, depth=1, heads=2).double()
+    dataset = TensorDataset(torch.randint(20, (23, 4)), torch.randint(3, (23,)))
     return module, dataset, {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
 
 
@@ -80,10 +79,10 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def adapter_case(depth: int = 4) -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
-    """A frozen transformer of so many layers with adapters at its attention, on 23 texts."""
+def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
+    """A frozen transformer of two layers with adapters at its attention, on 23 texts."""
     torch.manual_seed(0)
-    module = zoo.token_transformer(3, 20, 6, width=8, depth=depth, heads=2).requires_grad_(False)
+    module = zoo.token_transformer(3, 20, 4, width=4, depth=2, heads=2).requires_grad_(False)
     for layer in module.encoder.layers:
         layer.queries_keys_values = LoRA(layer.queries_keys_values)
         layer.attention_output = LoRA(layer.attention_output)
@@ -95,7 +94,6 @@ CASES: dict[str, Callable[[], tuple[nn.Module, TensorDataset, dict[str, Any]]]] 
     "digits": digits_case,
     "texts": text_case,
     "adapters": adapter_case,
-    "adapters of one layer": partial(adapter_case, depth=1),
 }
 
 
@@ -146,8 +144,8 @@ def take_step(made: Made, x: Tensor, y: Tensor) -> Tensor:
 
 
 def trained(
-    case: str, folder: str, *, passes: int = 3, step: str = "loop", replayed: Any = None, reshuffled: bool = False,
-    physical: int | None = None, refreshed: bool = False, **options: Any,
+    case: str, folder: str | None = None, *, passes: int = 3, step: str = "loop", replayed: Any = None,
+    reshuffled: bool = False, physical: int | None = None, refreshed: bool = False, **options: Any,
 ) -> Outcome:  # fmt: skip
     """Train in this process, as one of several ranks where there are any, and tell all of it.
 
@@ -208,20 +206,21 @@ def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
     """All that the run says now, beside what is known of its steps; without a folder no run file is written."""
     engine = made.engine
     engine.gather()
-    timeline = {"steps": list(engine.state_dict()["run"]["timeline"]["steps"])}
+    timeline, robustness = {"steps": list(engine.state_dict()["run"]["timeline"]["steps"])}, None
     if folder is not None:
         path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.parquet"
         engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
         timeline = dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
+        robustness = engine.get_reconstruction_robustness([0, 1]).value.cpu()
     return replace(
         done,
         weights=[whole(p).cpu() for p in made.module.parameters()],
         sums={name: value.cpu() for name, value in engine.ledger.sums.items()},
         epsilon=float(engine.get_epsilon(DELTA)),
-        individual=engine.get_individual_epsilon(delta=DELTA).value.cpu(),
+        individual=engine.get_individual_epsilon(range(3), delta=DELTA).value.cpu(),  # each takes its time
         columns=engine.leakage_columns()[1],
         timeline=timeline,
-        robustness=engine.get_reconstruction_robustness([0, 1]).value.cpu(),
+        robustness=robustness,
     )
 
 
@@ -246,7 +245,8 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-6, *, m
         torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=atol, msg=name)
     assert found.epsilon == expected.epsilon
     torch.testing.assert_close(found.individual, expected.individual, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found.robustness, expected.robustness, rtol=tolerance, atol=tolerance)
+    if expected.robustness is not None:
+        torch.testing.assert_close(found.robustness, expected.robustness, rtol=tolerance, atol=tolerance)
     for name, column in expected.columns.items():
         differs = moved and name.endswith(("mse_bound_low", "true_positive_rate"))
         if not isinstance(column[0], str) and not differs:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -50,9 +49,7 @@ def as_one(parts: Sequence[Sequence[int]]) -> list[int | None]:
     return order
 
 
-def streamed(
-    folder: str, passes: Sequence[Any] = PASSES, *, resume: bool = False, save: bool = False
-) -> tuple[list[str], list[Any], Outcome]:
+def streamed(folder: str, passes: Sequence[Any] = PASSES) -> tuple[list[str], list[Any], Outcome]:
     """The errors of this rank's steps, the names, and all that the run says after these passes."""
     module, engine, several = network(), FILPrivacyEngine(), dist.is_initialized()
     wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
@@ -61,9 +58,6 @@ def streamed(
     settings |= {"noise_generator": torch.Generator().manual_seed(7), "criterion": nn.CrossEntropyLoss()}
     optimizer, accounting = torch.optim.SGD(module.parameters(), lr=0.3), Accounting(estimator="exact", seed=3)
     made = Made(engine, module, *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings))
-    state = {"path": Path(folder) / "run.pt", "module": made.model, "optimizer": made.optimizer}
-    if resume:
-        engine.load_checkpoint(**state)
     errors = []
     for parts in passes:
         made.loader.dataset.order = parts[dist.get_rank()] if several else as_one(parts)
@@ -77,8 +71,6 @@ def streamed(
                     assert all(map(torch.equal, before, module.parameters()))
         except RuntimeError as caught:  # of the loader
             errors.append(str(caught))
-        if save and parts is passes[0]:
-            engine.save_checkpoint(**state)
     if not engine.accountant.history:
         return errors, [], Outcome()
     return errors, engine.leakage_columns()[0], outcome(made, folder, Outcome())
@@ -92,20 +84,6 @@ def test_two_streams_are_one(two_ranks: RankPool, tmp_path: Path) -> None:
         assert (errors, found) == ([], names)
         assert_same(told, alone, moved=True)
     assert alone.sums["participations"].max() == 2
-
-
-@pytest.mark.slow
-def test_a_grown_ledger_goes_on_from_a_checkpoint_of_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
-    """On two ranks bit for bit, and on one."""
-    _, names, whole = two_ranks.run(streamed, str(tmp_path), save=True)[0]
-    for _, found, told in two_ranks.run(streamed, str(tmp_path), PASSES[1:], resume=True):
-        assert found == names
-        for name, value in whole.sums.items():
-            assert torch.equal(told.sums[name], value), name
-        assert told.epsilon == whole.epsilon
-    _, found, told = streamed(str(tmp_path), PASSES[1:], resume=True)
-    assert found == names
-    assert_same(told, whole, moved=True)
 
 
 def test_what_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:

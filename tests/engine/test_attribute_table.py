@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving.build import attribute_table
 from torchfil.report import load
-from torchfil.report.summary import summarise
-from torchfil.run.baselines import counted_spread, spread_of
+from torchfil.run.baselines import spread_of
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}
@@ -44,40 +43,21 @@ def trained() -> Any:
 
 
 class TestSaved:
-    def test_scales_and_levels(self, trained: Any, tmp_path: Path) -> None:
-        scales = {"age": ("years", 14.2, 51.0)}
-        plain = load(trained.engine.save_run(tmp_path / "plain.parquet", delta=DELTA, attribute_names=NAMES))
+    def test_scales_levels_and_yardsticks(self, trained: Any, tmp_path: Path) -> None:
+        scales, options = {"age": ("years", -14.2, 51.0)}, {"delta": DELTA, "attribute_names": NAMES}
         path = trained.engine.save_run(
-            tmp_path / "run.parquet",
-            delta=DELTA,
-            attribute_names=NAMES,
-            attribute_scales=scales,
-            attribute_groups=GROUPS,
+            tmp_path / "run.parquet", attribute_scales=scales, attribute_groups=GROUPS, **options
         )
         run = load(path)
-        assert plain.attributes is not None
         assert run.attributes is not None
-        assert plain.attributes.names == NAMES  # before, levels could only be attributes of their own
-        assert run.attributes.names == ["age", "a", "smokes"]
-        assert run.attributes.units == ["years", "", ""]
-        assert run.attributes.error_low is not None
-        np.testing.assert_allclose(run.attributes.error[:, 0], 14.2 * np.asarray(plain.attributes.error[:, 0]), 1e-5)
-        np.testing.assert_array_equal(run.attributes.error[:, 2], plain.attributes.error[:, 4])
-        trace = (np.asarray(plain.attributes.error[:, 1:4], dtype=float) ** -2).sum(axis=1)
+        assert (run.attributes.names, run.attributes.units) == (["age", "a", "smokes"], ["years", "", ""])
+        error, plain = np.asarray(run.attributes.error), 1 / trained.engine.get_attribute_fil().value.numpy()
+        np.testing.assert_allclose(error[:, [0, 2]], plain[:, [0, 4]] * [14.2, 1.0], 1e-5)
+        trace = (plain[:, 1:4] ** -2).sum(axis=1)
         with np.errstate(divide="ignore"):  # of those who were never drawn
-            np.testing.assert_allclose(run.attributes.error[:, 1], np.sqrt(4 / (3 * trace)), rtol=1e-5)
-        assert (np.asarray(run.attributes.error_low) <= run.attributes.error).all()
+            np.testing.assert_allclose(error[:, 1], np.sqrt(4 / (3 * trace)), rtol=1e-5)
+        assert (np.asarray(run.attributes.error_low) <= error).all()
 
-    def test_yardsticks_are_those_of_the_data(self, trained: Any, tmp_path: Path) -> None:
-        run = load(
-            trained.engine.save_run(
-                tmp_path / "run.parquet",
-                delta=DELTA,
-                attribute_names=NAMES,
-                attribute_scales={"age": ("years", -14.2, 51.0)},
-                attribute_groups=GROUPS,
-            )
-        )
         x = table_of_people().tensors[0].numpy()
         age, shares = 51 - 14.2 * x[:, 0], x[:, 1:4].mean(axis=0)
         assert run.yardsticks is not None
@@ -87,12 +67,11 @@ class TestSaved:
         np.testing.assert_allclose(known.mean[[0, 2]], [age.mean(), x[:, 4].mean()])
         np.testing.assert_allclose([known.low[0], known.high[0]], [age.min(), age.max()])
         assert run.yardsticks.examples == 60
+        assert set(run.yardsticks.levels) == {"a", "smokes"}
         assert run.yardsticks.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.yardsticks.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
-        assert "age" not in run.yardsticks.levels
         assert float(inputs.std) == pytest.approx(math.sqrt(np.mean(x.var(axis=0))))
         assert (float(inputs.low), float(inputs.high)) == pytest.approx((x.min(), x.max()))
-        assert summarise(run).exposed is not None
 
     def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
         images = torch.rand(24, 1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -108,12 +87,14 @@ class TestSaved:
         np.testing.assert_allclose(run.yardsticks.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
 
     def test_without_attributes_inputs_have_a_yardstick(self, tmp_path: Path) -> None:
-        engine = train(table_of_people(24), steps=3).engine
+        engine = train(table_of_people(24), steps=2).engine
         run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, hash_data=False))
         assert run.attributes is None
         assert run.yardsticks is not None
         assert run.yardsticks.attributes.std.shape == (0,)
         assert float(run.yardsticks.inputs.std) > 0
+        with pytest.raises(ValueError, match="not tracked"):
+            engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_groups={"a": ["coordinate 1"]})
 
 
 class TestGroups:
@@ -155,60 +136,24 @@ class TestGroups:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"attribute_scales": {"agee": ("years", 1.0)}}, ValueError, "'agee' is not an attribute; did you mean 'age'"),
-    ({"attribute_scales": {"age": ("years", 0.0)}}, ValueError, "scale must be finite and not 0"),
-    ({"attribute_scales": {"age": ("years", math.inf)}}, ValueError, "scale must be finite and not 0"),
-    ({"attribute_scales": {"age": ("years", 1.0, math.nan)}}, ValueError, "offset finite"),
-    ({"attribute_scales": {"age": 14.2}}, TypeError, r"\(unit, scale\) or \(unit, scale, offset\)"),
+    ({"attribute_scales": {"agee": ("years", 1.0)}}, ValueError, "did you mean 'age'"),
+    ({"attribute_scales": {"age": ("years", 0.0)}}, ValueError, "scale"),
+    ({"attribute_scales": {"age": ("years", math.inf)}}, ValueError, "scale"),
+    ({"attribute_scales": {"age": ("years", 1.0, math.nan)}}, ValueError, "offset"),
+    ({"attribute_scales": {"age": 14.2}}, TypeError, r"\(unit, scale\)"),
     ({"attribute_groups": {"a": "a=1"}}, ValueError, "'a' is not an attribute"),
-    ({"attribute_groups": {"a": ["a=1", "a=4"]}}, ValueError, "'a=4' is not an attribute; did you mean 'a="),
-    ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "which 'a' already has"),
-    ({"attribute_groups": {"a": ["a=1", "a=1"]}}, ValueError, "which 'a' already has"),
+    ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "already"),
     ({"attribute_groups": {"smokes": ["a=1", "a=2"]}}, ValueError, "'smokes' is named 2 times"),
-    ({"attribute_groups": {"a": ["age", "a=2"]}}, ValueError, "'age' takes more than two values"),
-    ({"attribute_groups": {"a": [*NAMES[1:4], "smokes"]}}, ValueError, r"on average 1\.\d+ of its levels hold at once"),
-    (
-        {"attribute_groups": GROUPS, "attribute_scales": {"a=1": ("", 2.0)}},
-        ValueError,
-        "it is a level of 'a', whose levels are shares",
-    ),
+    ({"attribute_groups": {"a": ["age", "a=2"]}}, ValueError, "more than two values"),
+    ({"attribute_groups": {"a": [*NAMES[1:4], "smokes"]}}, ValueError, "hold at once"),
+    ({"attribute_groups": GROUPS, "attribute_scales": {"a=1": ("", 2.0)}}, ValueError, "level of 'a'"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED)
+@pytest.mark.parametrize(("wrong", "kind", "noun"), REFUSED)
 def test_what_does_not_fit_is_refused_and_nothing_written(
-    trained: Any, tmp_path: Path, wrong: dict[str, Any], kind: type[Exception], message: str
+    trained: Any, tmp_path: Path, wrong: dict[str, Any], kind: type[Exception], noun: str
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=noun):
         trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_names=NAMES, **wrong)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_was_not_tracked_has_no_scale(tmp_path: Path) -> None:
-    engine = train(table_of_people(24), steps=2).engine
-    with pytest.raises(ValueError, match="attribute_groups were given, but attributes were not tracked"):
-        engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_groups={"a": ["coordinate 1", "coordinate 2"]})
-
-
-@pytest.mark.slow
-def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100,000 rows: one piece is in memory at a time, and no more than the most are read."""
-    sizes = []
-
-    def recorded(pieces: Any) -> Any:
-        def noted() -> Any:
-            for piece in pieces:
-                sizes.append(piece.shape)
-                yield piece
-
-        return counted_spread(noted())
-
-    monkeypatch.setattr("torchfil.engine.saving.data.counted_spread", recorded)
-    n, x = 100_000, torch.randn(100_000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    engine = train(TensorDataset(x, torch.zeros(n, dtype=torch.long)), steps=1, batch_size=64).engine
-    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA))
-    assert run.yardsticks is not None
-    assert run.yardsticks.examples == 2**16 == sum(rows for rows, _ in sizes)
-    assert max(rows for rows, _ in sizes) <= 1024
-    truth: Tensor = x.var(dim=0, correction=0).mean().sqrt()
-    assert float(run.yardsticks.inputs.std) == pytest.approx(float(truth), rel=0.01)

@@ -76,10 +76,8 @@ def test_a_network_that_runs() -> None:
     assert step.relative == pytest.approx(step.milliseconds / plain.milliseconds)
 
     found = torchfil.check(mlp(nn.ReLU()).eval(), (X, Y), LOSS, num_probes=2)
-    for part in ("one recorded pass", "d = 4", "linear, closed form", "2 probes", "1 (ReLU)", "model.train()"):
-        assert part in str(found)
-    told: dict[str, Any] = json.loads(json.dumps(found.to_dict()))
-    assert (told["runs"], told["layers"][0]["kind"], told["costs"][0]["name"]) == (True, "Linear", plain.name)
+    assert all(part in str(found) for part in ("one recorded pass", "2 probes", "1 (ReLU)", "model.train()"))
+    assert json.loads(json.dumps(found.to_dict()))["layers"][0]["kind"] == "Linear"
     assert [line.split(":")[0] for line in found.not_smooth] == ["1 (ReLU)"]
     assert any("SmoothnessValidator.fix" in line for line in found.advice)
 

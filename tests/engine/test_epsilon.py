@@ -17,11 +17,11 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy import stats
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
-from torchfil import Accounting, FILPrivacyEngine, Private, bounds
+from torchfil import FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
 from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness
@@ -70,11 +70,8 @@ class TestKnownBatches:
     """Without Poisson sampling every participation counts, however many steps a pass has."""
 
     @ACCOUNTANTS
-    def test_five_passes_are_five_gaussian_mechanisms(self, accountant: str, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level("INFO", logger="torchfil"):
-            first = train_known(2, accountant=accountant, noise_multiplier=1.0)
-        assert sum("no amplification" in record.message for record in caplog.records) == 1
-        run = train_known(0, accountant=accountant, noise_multiplier=1.0)
+    def test_five_passes_are_five_gaussian_mechanisms(self, accountant: str) -> None:
+        first, run = (train_known(passes, accountant=accountant, noise_multiplier=1.0) for passes in (2, 0))
         run.engine.load_state_dict(first.engine.state_dict())  # participations go on
         for _ in range(3):
             for x, y in run.loader:
@@ -85,18 +82,14 @@ class TestKnownBatches:
         assert found > exact - 0.05
         if accountant != "gdp":  # its formula for Poisson sampling is loose at q = 1
             assert found < exact + (0.05 if accountant == "prv" else 1.0)
-
-    @ACCOUNTANTS
-    def test_noise_for_a_target(self, accountant: str) -> None:
-        run = train_known(2, accountant=accountant, target_epsilon=8.0, target_delta=1e-5, epochs=2)
-        assert 7.9 <= run.engine.get_epsilon(1e-5) <= 8.0
-        assert exact_epsilon(2**0.5 / run.optimizer.noise_multiplier, 1e-5) <= 8.0
+        target = {"target_epsilon": 8.0, "target_delta": 1e-5, "epochs": 2}
+        aimed = train_known(2, accountant=accountant, **target)
+        assert 7.9 <= aimed.engine.get_epsilon(1e-5) <= 8.0
+        assert exact_epsilon(2**0.5 / aimed.optimizer.noise_multiplier, 1e-5) <= 8.0
 
     def test_a_sampler_that_repeats_is_counted(self) -> None:
         twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
         assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
-        again = train_known(3, twice, target_epsilon=8.0, target_delta=1e-5, epochs=3)
-        assert 7.9 <= again.engine.get_epsilon(1e-5) <= 8.0
 
     def test_individual_epsilon(self) -> None:
         """Gradients far above C: everybody's own ε is that of as many Gaussian mechanisms as it took part in."""
@@ -148,22 +141,15 @@ class TestHistory:
             assert float(value) == pytest.approx(spent([1.05**level for level in levels], 0.1, 1e-5), rel=1e-9)
         assert got[0] < got[1] < got[2]
 
-    @pytest.mark.parametrize("ratio", [0.03, 0.3, 0.62, 0.95, 0.999])
+    @pytest.mark.parametrize("ratio", [0.03, 0.62, 0.999])
     def test_rounding_never_understates(self, ratio: float) -> None:
-        history = NormHistory(1)
-        for _ in range(5):
-            history.step(torch.tensor([0]), torch.tensor([ratio]), 1.2, 0.2)
-        epsilon, got = spent([1.2 / ratio] * 5, 0.2, 1e-6), individual_epsilon(history, torch.tensor([0]), 1e-6).item()
+        history, sigmas = NormHistory(1), [1.2, 1.1, 0.9, 1.3, 1.0]
+        for sigma in sigmas:
+            history.step(torch.tensor([0]), torch.tensor([ratio]), sigma, 0.2)
+        epsilon = spent([sigma / ratio for sigma in sigmas], 0.2, 1e-6)
+        got = individual_epsilon(history, torch.tensor([0]), 1e-6).item()
         assert max(epsilon, 0) <= got * (1 + 1e-9)
         assert got < 1.2 * max(epsilon, 0.05)
-
-    def test_a_changing_noise_multiplier_is_accounted_step_by_step(self) -> None:
-        history, sigmas = NormHistory(2), [1.0, 0.9, 0.8, 1.1]
-        for sigma in sigmas:
-            history.step(*NOBODY, sigma, 0.1)
-        assert history.counts_of(torch.arange(2)).sum(dim=1).tolist() == [4, 4]
-        got = individual_epsilon(history, torch.arange(2), 1e-5) / spent(sigmas, 0.1, 1e-5)
-        assert 1 - 1e-9 <= float(got.min()) <= float(got.max()) <= 1.15
 
     @pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
     def test_levels_are_those_of_the_formula(self, noise: float) -> None:
@@ -182,22 +168,16 @@ class TestHistory:
 
 
 class TestOfRuns:
-    def test_the_worst_example_never_exceeds_the_engines_epsilon(self) -> None:
-        engine = train(data(93), steps=20).engine
-        individual = engine.get_individual_epsilon(delta=1e-5)
-        assert individual.kind == "estimate"
-        assert individual.value.min() < individual.value.max() <= engine.get_epsilon(1e-5)
-        assert engine.leakage(delta=1e-5)["individual_epsilon"].tolist() == individual.value.tolist()
-
     def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon(self) -> None:
         """A regression target far out of reach: hard clipping leaves a norm of exactly C at every step."""
         x, y = data(40).tensors[0], torch.zeros(40, 3, dtype=torch.float64)
         y[0] = 1e6
         options = {"module": nn.Linear(5, 3).double(), "loss_fn": F.mse_loss, "clip": "hard"}
         engine = train(TensorDataset(x, y), steps=10, **options).engine
-        assert engine._training.run.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
-        value = engine.get_individual_epsilon([0], delta=1e-5).value.item()
-        assert value == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+        own = engine.get_individual_epsilon([0, 1], delta=1e-5)
+        assert own.kind == "estimate"
+        assert own.value[1] < own.value[0] == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+        assert engine.leakage([0, 1], delta=1e-5)["individual_epsilon"].tolist() == own.value.tolist()
 
     def test_norm_refresh_looks_everybody_up(self) -> None:
         """Clipped softly: by hard clipping or nearly so, all norms of this model would be C."""
@@ -229,52 +209,25 @@ class TestOfRuns:
 # ------------------------------------------------------------------ levels of noise in few entries
 
 
-def dense(history_steps: list[tuple[int, int]]) -> torch.Tensor:
-    table = torch.zeros(1, LEVELS, dtype=torch.int32)
-    for level, count in history_steps:
-        table[0, level] += count
-    return table
-
-
-def kept(history_steps: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    levels, counts = torch.zeros(1, ENTRIES, dtype=torch.uint8), torch.zeros(1, ENTRIES, dtype=torch.int32)
-    for level, count in history_steps:
-        levels, counts = added(levels, counts, torch.tensor([level]), torch.tensor([count]))
-    return levels, counts
-
-
-def test_as_many_levels_as_entries_are_kept_exactly() -> None:
-    steps = [(90 - 7 * (k % ENTRIES), k) for k in range(60)]
-    assert torch.equal(as_table(*kept(steps)), dense(steps))
-
-
-def test_more_levels_lose_no_step_and_no_loss() -> None:
+def test_many_levels_in_few_entries_lose_no_step_and_no_loss() -> None:
     source = torch.Generator().manual_seed(0)
-    steps = [(int(torch.randint(LEVELS, (), generator=source)), 1 + k % 5) for k in range(300)]
-    found, exact = as_table(*kept(steps)), dense(steps)
-    assert int((found > 0).sum()) <= ENTRIES
-    assert found.sum() == exact.sum()
-    assert bool((found.cumsum(dim=1) >= exact.cumsum(dim=1)).all()), "no step counts at a level with more noise"
-    levels = torch.arange(LEVELS, dtype=torch.uint8)[None]
-    assert bool((as_table(*squeezed(levels, exact, ENTRIES)).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
-    weights = RATIO ** (-2.0 * torch.arange(LEVELS))
-    assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
-
-
-@pytest.mark.parametrize("factor", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_epsilon_of_a_wandering_norm_is_bounded_closely(factor: float) -> None:
-    """Norms over such a factor in 2,000 steps: against the same steps on the grid without entries."""
-    source = torch.Generator().manual_seed(3)
-    history, exact = NormHistory(1), NormHistory(1)
-    table = torch.zeros(LEVELS, dtype=torch.long)
-    for _ in range(2000):
-        ratio = torch.rand(1, generator=source).mul(-math.log(factor)).exp()
-        history.step(torch.tensor([0]), ratio, 1.0, 0.01)
-        table[history.levels_of(ratio)] += 1
-    exact.anchor, exact.noise_multiplier, exact.sample_rate, exact.steps = 1.0, 1.0, 0.01, 2000
-    exact.counts_of = lambda rows: table[None].int()
-    found, truth = (individual_epsilon(each, torch.tensor([0]), 1e-6).item() for each in (history, exact))
-    assert truth <= found < 1.06 * truth < math.inf
+    few = [(90 - 7 * (k % ENTRIES), k) for k in range(60)]
+    many = [(int(torch.randint(LEVELS, (), generator=source)), 1 + k % 5) for k in range(300)]
+    for steps in (few, many):
+        exact = torch.zeros(1, LEVELS, dtype=torch.int32)
+        levels, counts = torch.zeros(1, ENTRIES, dtype=torch.uint8), torch.zeros(1, ENTRIES, dtype=torch.int32)
+        for level, count in steps:
+            exact[0, level] += count
+            levels, counts = added(levels, counts, torch.tensor([level]), torch.tensor([count]))
+        found = as_table(levels, counts)
+        assert steps is many or torch.equal(found, exact)
+        assert int((found > 0).sum()) <= ENTRIES
+        assert found.sum() == exact.sum()
+        assert bool((found.cumsum(dim=1) >= exact.cumsum(dim=1)).all()), "no step counts at a level with more noise"
+        weights = RATIO ** (-2.0 * torch.arange(LEVELS))
+        assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
+    together = squeezed(torch.arange(LEVELS, dtype=torch.uint8)[None], exact, ENTRIES)
+    assert bool((as_table(*together).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
 
 
 # ------------------------------------------------------------------ bounds on every attacker
@@ -295,7 +248,7 @@ def test_robustness_by_hand() -> None:
 
 
 def test_examples_are_below_everybody_and_ordered_as_their_epsilon() -> None:
-    engine = train(data(93), steps=20, clip="gelu", norm_refresh=5).engine
+    engine = train(data(40), steps=10, clip="gelu", norm_refresh=5).engine
     own = engine.get_reconstruction_robustness(prior_success=0.01)
     everybody = everybodys_robustness(engine.accountant.history, [0.01]).high.item()
     assert own.kind == "estimate"
@@ -319,10 +272,12 @@ def test_changing_noise_and_rates_are_composed() -> None:
     got = everybodys_robustness(releases, [0.1])
     want = bounds.rero(0.1, q=[0.1, 0.1, 0.3], noise_multiplier=[1.0, 2.0, 1.0], steps=[13, 5, 1])
     assert got.high.item() == pytest.approx(want.high.item(), rel=1e-3)
-    many = [(1.0 + 0.005 * k, 0.1, 1) for k in range(60)]
+    many = [(1.0 + 0.005 * k, 0.1, 1) for k in range(36)]
     rounded = everybodys_robustness(many, [0.1])
-    less = bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in (9, 19, 29, 39, 49, 59)], steps=10)
-    more = bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in (0, 10, 20, 30, 40, 50)], steps=10)
+    less, more = (
+        bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in places], steps=9)
+        for places in ((8, 17, 26, 35), (0, 9, 18, 27))
+    )
     assert less.low.item() < rounded.high.item() < more.high.item(), "rounded down by 2 %, not by 5 %"
     assert everybodys_robustness([], [0.1]).high.tolist() == [0.1]
     assert everybodys_robustness([(0.0, 0.1, 1)], [0.1]).high.tolist() == [1.0]
@@ -390,15 +345,9 @@ def test_a_public_label_or_column_is_no_protection(public: str) -> None:
     told = 4.0 * label - 2.0 if public == "label" else column
     x = noise + told[:, None] * torch.tensor([0.0, 1.0, 1.0])
     x[:, 0] = column
-    engine = FILPrivacyEngine()
-    module, plain = Mean(), DataLoader(TensorDataset(x, label), batch_size=n)
-    options = {"noise_multiplier": 0.02, "max_grad_norm": 100.0, "criterion": lambda losses, _: losses.mean()}
-    options |= {"poisson_sampling": False, "private": Private(coordinates=[1, 2])}
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    *_, loader = engine.make_private(module, optimizer, plain, accounting=Accounting(estimator="exact"), **options)
-    for _ in range(6):
-        for inputs, targets in loader:
-            engine.train_step(inputs, targets)
+    options = {"noise_multiplier": 0.02, "max_grad_norm": 100.0, "poisson_sampling": False, "estimator": "exact"}
+    options |= {"loss_fn": lambda losses, _: losses.mean(), "private": Private(coordinates=[1, 2])}
+    engine = train(TensorDataset(x, label), steps=6, batch_size=n, module=Mean(), **options).engine
     found = engine.get_population_mse_bound()
     reached = noise[:, 1:].square().mean().item()  # by answering what is told
     assert found.prior_variance == pytest.approx(reached, rel=0.02)

@@ -69,7 +69,7 @@ def equalise(train: Any, target: float | None = 1.0, **options: Any) -> Any:
     return torchfil.equalise(train, target=target, **{"confidence": None, **options})
 
 
-def test_a_response_of_the_square_needs_one_round(unit: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     train = Trainer(unit)
     with pytest.warns(UserWarning, match="private data"):
         result = equalise(lambda weights: (train(weights), 0.9835))
@@ -79,35 +79,26 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor, capsys: pytest.C
     spared = unit > 1 / 1.5  # the default margin
     assert torch.equal(result.weights < 1, spared)
     assert (result.num_spared, result.history[0].num_below) == (int(spared.sum()), int((unit > 1).sum()))
-    assert result.weights.min() >= 1 / 16
     assert torch.equal(result.next_weights, result.weights)
     assert [each.score for each in result.history] == [0.9835, 0.9835]
-    for part in ("unbiased attackers", "target 1", "0.9835", "held fixed", "2 trainings", "as in IRFIL"):
-        assert part in str(result)
-    assert "group ratio" not in str(result)
+    assert all(part in str(result) for part in ("unbiased attackers", "target 1", "0.9835", "2 trainings"))
     assert result.epsilon_of_all_rounds is None
-    assert capsys.readouterr().err == ""
-    equalise(Trainer(unit), progress=True)
-    assert "rounds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("power", "options", "stopped", "rounds", "text"),
+    ("power", "options", "stopped", "rounds"),
     [
-        (1.2, {"max_rounds": 8}, "target met", range(3, 9), "the target is met"),
-        (0.0, {"max_rounds": 9}, "no further progress", [3], "two rounds in a row"),
-        (2.0, {"floor": 0.7, "max_rounds": 9}, "floor", range(1, 10), "lower floor="),
-        (2.0, {"max_rounds": 1}, "max_rounds", [1], ""),
+        (1.2, {"max_rounds": 8}, "target met", range(3, 9)),
+        (0.0, {"max_rounds": 9}, "no further progress", [3]),
+        (2.0, {"floor": 0.7, "max_rounds": 9}, "floor", range(1, 10)),
+        (2.0, {"max_rounds": 1}, "max_rounds", [1]),
     ],
     ids=["a weaker response", "weights that nobody uses", "the floor", "one round"],
 )
-def test_where_it_stops(
-    unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any, text: str
-) -> None:
+def test_where_it_stops(unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any) -> None:
     result = equalise(Trainer(unit, power=power), **options)
     assert (result.stopped, result.met) == (stopped, stopped == "target met")
     assert len(result.history) in rounds
-    assert text in str(result)
     if power == 0 or rounds == [1]:
         assert result.num_spared == 0  # the first round was no worse, and is returned
     if stopped == "floor":
@@ -140,8 +131,7 @@ def test_fresh_runs_report_what_was_not_chosen(unit: Tensor) -> None:
     assert [each.fresh for each in result.history] == [False] * (len(train.seen) - 1) + [True]
     assert torch.equal(train.seen[-1], result.weights)
     assert result.worst == result.history[-1].worst
-    assert result.met == (result.worst >= 1) == ("the target is met" in str(result))
-    assert "from 1 fresh run" in str(result)
+    assert result.met == (result.worst >= 1)
     with pytest.raises(ValueError, match="repeated a run"):
         equalise(Trainer(unit), fresh_runs=1)
 
@@ -173,8 +163,6 @@ def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
     assert len(result.weights.unique()) == 2
     assert bool((result.weights[label == 0] == 1).all())
     assert set(result.history[0].group_means) == {0, 1}
-    assert result.chosen is result.history[-1]
-    assert f"the largest mean over the smallest is {ratios[-1]:.3f}" in str(result)
     named = {i: ("f", "m")[i % 2] for i in range(2000)}
     result = equalise(Trainer(exposure), groups=named, max_rounds=6)
     assert result.met
@@ -214,21 +202,15 @@ def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
             equalise(train, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "noun"),
-    [
-        ({"max_rounds": 0}, "max_rounds"),
-        ({"fresh_runs": -1}, "fresh_runs"),
-        ({"floor": 0.0}, "floor"),
-        ({"margin": 0.5}, "margin"),
-        ({"delta": 1.0}, "delta"),
-        ({"weights": torch.tensor([0.5, 1.5])}, "clip_weights of example 1"),
-        ({"groups": [0, 1], "by": [0, 1, 2]}, "entry"),
-    ],
-)
-def test_options_that_are_none_are_named_before_training(options: dict[str, Any], noun: str) -> None:
-    with pytest.raises(ValueError, match=noun):
-        torchfil.equalise(lambda weights: pytest.fail("trained"), **options)
+NONE: list[dict[str, Any]] = [{"max_rounds": 0}, {"fresh_runs": -1}, {"floor": 0.0}, {"margin": 0.5}, {"delta": 1.0}]
+
+
+def test_options_that_are_none_are_named_before_training() -> None:
+    wrong = {"weights": torch.tensor([0.5, 1.5])}, {"groups": [0, 1], "by": [0, 1, 2]}
+    nouns = *(next(iter(options)) for options in NONE), "clip_weights of example 1", "entry"
+    for options, noun in zip((*NONE, *wrong), nouns, strict=True):
+        with pytest.raises(ValueError, match=noun):
+            torchfil.equalise(lambda weights: pytest.fail("trained"), **options)
 
 
 # ------------------------------------------------------------------ small runs, and what a run file keeps
@@ -238,10 +220,10 @@ SIDES = ["left" if row % 3 else "right" for row in range(40)]
 SEEDS = count()
 
 
-def train_small(weights: Tensor | None, passes: int = 3, accountant: str = "rdp") -> tuple[FILPrivacyEngine, float]:
+def train_small(weights: Tensor | None, passes: int = 3) -> tuple[FILPrivacyEngine, float]:
     """Private training of a small network on forty examples, another seed at each call."""
     torch.manual_seed(next(SEEDS))
-    module, engine = network(), FILPrivacyEngine(accountant=accountant)
+    module, engine = network(), FILPrivacyEngine()
     given = module, torch.optim.SGD(module.parameters(), lr=0.2), loader(data(40), generator=None)
     *_, private = engine.make_private(*given, criterion=nn.CrossEntropyLoss(), clip_weights=weights)
     for _ in range(passes):
@@ -250,29 +232,23 @@ def train_small(weights: Tensor | None, passes: int = 3, accountant: str = "rdp"
     return engine, 0.75
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "gdp"])
-def test_of_real_runs_epsilon_adds_up_over_rounds(accountant: str) -> None:
-    """The most exposed are spared, and what is reported is the engine's own."""
-
-    def train(weights: Tensor | None) -> Any:
-        return train_small(weights, 3, accountant)
-
-    result = equalise(train, None, share=0.05, margin=4.0, max_rounds=2, delta=1e-4)
-    assert result.worst > result.history[0].worst
-    assert result.worst == pytest.approx(result.engine.get_smallest_mse_bound()[0], rel=1e-6)
-    assert torch.equal(result.engine.clip_weights, result.weights)
-    single = result.history[0].epsilon
-    assert single == pytest.approx(float(result.engine.get_epsilon(1e-4)))
-    assert single < result.epsilon_of_all_rounds < 2 * single
-    assert f"ε of all 2 rounds together: {result.epsilon_of_all_rounds:.3g}" in str(result)
-    with pytest.raises(ValueError, match="clip_weights=weights"):
-        equalise(lambda weights: train_small(None), None, share=0.05)
-
-
 @pytest.fixture(scope="module")
 def equalised() -> Equalised:
     """Two rounds on forty examples, of which the most exposed quarter is spared."""
-    return torchfil.equalise(train_small, share=0.25, confidence=None, groups=SIDES, max_rounds=2)
+    options = {"groups": SIDES, "max_rounds": 2, "margin": 4.0, "delta": DELTA}
+    return torchfil.equalise(train_small, share=0.25, confidence=None, **options)
+
+
+def test_of_real_runs_epsilon_adds_up_over_rounds(equalised: Equalised) -> None:
+    """The most exposed are spared, and what is reported is the engine's own."""
+    assert equalised.worst > equalised.history[0].worst
+    assert equalised.worst == pytest.approx(equalised.engine.get_smallest_mse_bound()[0], rel=1e-6)
+    assert torch.equal(equalised.engine.clip_weights, equalised.weights)
+    single = equalised.history[0].epsilon
+    assert single == pytest.approx(float(equalised.engine.get_epsilon(DELTA)))
+    assert single < equalised.epsilon_of_all_rounds < 2 * single
+    with pytest.raises(ValueError, match="clip_weights=weights"):
+        equalise(lambda weights: train_small(None), None, share=0.05)
 
 
 def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path: Path) -> None:
@@ -280,16 +256,15 @@ def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path
     run = load(path)
     names = ("target", "met", "stopped", "epsilon_of_all_rounds")
     assert run.about["equalised"] == {"question": None, **{name: getattr(equalised, name) for name in names}}
-    for name in ("worst", "num_spared", "group_ratio", "score", "fresh"):
+    for name in ("worst", "num_spared", "group_ratio", "score", "fresh", "epsilon"):
         assert run.rounds[name].tolist() == [getattr(each, name) for each in equalised.history]
-    assert np.isnan(run.rounds["epsilon"]).all()  # equalise was given no δ
     assert run.rounds["num_spared"][0] == 0 < run.rounds["num_spared"][1]
     # the groups' mean FIL of the first round is that of the column
     before, sides = run.columns["fil_before"], np.asarray(SIDES)
     means = {side: np.nanmean(before[sides == side]) for side in ("left", "right")}
     assert means == pytest.approx(dict(equalised.history[0].group_means), rel=1e-6)
-    public = equalised.engine.report(tmp_path / "public", delta=DELTA, redacted=True, equalised=equalised)
-    for page in (write_report(run, tmp_path / "report"), public):
+    for redacted in (False, True):
+        page = write_report(run, tmp_path / f"{redacted}", redacted=redacted)
         assert "What equalising did" in page.read_text()
 
 
@@ -304,20 +279,3 @@ def test_another_run_is_refused(equalised: Equalised, tmp_path: Path) -> None:
     assert run.rounds == {}
     begun = torchfil.equalise(train_small, target=1e-6, confidence=None, max_rounds=1, weights=weights)
     assert begun.fil_before is None  # its rounds began with weights
-
-
-def test_pilots(tmp_path: Path) -> None:
-    module, engine = nn.Linear(5, 3).double().to(DEVICE), FILPrivacyEngine()
-    given = module, torch.optim.SGD(module.parameters(), lr=0.3), loader(data(48), 16)
-    options = {"epochs": 2, "target_mse_bound": 2.0, "criterion": nn.CrossEntropyLoss(), "of": "probes"}
-    *_, private = engine.make_private_with_bound(*given, **options)
-    for _ in range(2):
-        for x, y in private:
-            engine.train_step(x.to(DEVICE), y.to(DEVICE))
-    run, checked = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA)), engine.check_bound()
-    assert run.about["noise_choice"] == {
-        "target": "every MSE bound at least 2", "confidence": 0.95, "of": "probes",
-        "num_pilots": len(engine.pilot.pilots), "headroom": checked.headroom, "measured": checked.measured,
-    }  # fmt: skip
-    page = write_report(run, tmp_path / "report").read_text()
-    assert ("This run met it" in page) == (checked.headroom >= 1)

@@ -1,9 +1,10 @@
-"""Averages over runs: of repetitions only; who was never drawn, who was not measured."""
+"""Averages over runs, and several runs saved as one: of repetitions only; what releasing all of them would mean."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,35 +16,42 @@ from tests.engine.ways import examples, mlp, start, step
 from torchfil import FILPrivacyEngine, Private
 from torchfil.attacks import AttackResult
 from torchfil.fisher import PoissonAmplification
+from torchfil.gate.gate import notes
+from torchfil.report import load, write_report
+
+DELTA = 1e-5
 
 
 def sampled(seed: int, steps: int = 2, count: int = 24, **options: Any) -> FILPrivacyEngine:
     """Two steps of Poisson sampling: some examples are never drawn."""
     torch.manual_seed(seed)
-    options = {"poisson_sampling": True, "batch": 4, "seed": seed} | options
+    options = {"poisson_sampling": True, "batch": 4, "seed": seed, "max_grad_norm": 0.01} | options
     engine, model, optimizer, loader = start(mlp(), examples(count), **options)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for _, (x, y) in zip(range(steps), batches, strict=False):
-        step(engine, model, optimizer, x, y, "hooks")
+    while sum(taken for *_, taken in engine.accountant.history) < steps:
+        step(engine, model, optimizer, *next(iter(loader)), "hooks")
     return engine
 
 
-def test_mean_run_to_run_error_and_who_was_never_drawn() -> None:
-    engines = [sampled(seed, estimator="exact") for seed in (1, 2, 3)]
-    traces = torch.stack([engine.totals.get_trace().value for engine in engines])
-    merged = FILPrivacyEngine.merge(engines)
+@pytest.fixture(scope="module")
+def repeated() -> list[FILPrivacyEngine]:
+    return [sampled(seed, estimator="exact", track=("diagonal",)) for seed in (1, 2, 3)]
+
+
+def test_mean_run_to_run_error_and_who_was_never_drawn(repeated: list[FILPrivacyEngine]) -> None:
+    traces = torch.stack([engine.totals.get_trace().value for engine in repeated])
+    merged = FILPrivacyEngine.merge(repeated)
     trace, table = merged.get_trace(), merged.leakage()
     assert (trace.degrees_of_freedom, trace.kind) == (2, "estimate")
     assert torch.allclose(trace.value, traces.mean(dim=0))
     assert torch.allclose(trace.standard_error, traces.std(dim=0) / math.sqrt(3))
-    drawn = np.stack([engine.leakage()["participations"] for engine in engines]).sum(axis=0)
+    drawn = np.stack([engine.leakage()["participations"] for engine in repeated]).sum(axis=0)
     assert 0 < (drawn == 0).sum() < 24
     assert (np.isinf(table["sampling_error"]) == (drawn == 0)).all()
     assert ((table["participations"] == 0) == (drawn == 0)).all()
-    alone = FILPrivacyEngine.merge(engines[:1])
-    assert torch.equal(alone.get_fil().value, engines[0].get_fil().value)
+    alone = FILPrivacyEngine.merge(repeated[:1])
+    assert torch.equal(alone.get_fil().value, repeated[0].get_fil().value)
     assert alone.get_fil().kind == "exact"
-    assert alone.leakage()["sampling_error"].tolist() == engines[0].leakage()["sampling_error"].tolist()
+    assert alone.leakage()["sampling_error"].tolist() == repeated[0].leakage()["sampling_error"].tolist()
 
 
 FIRST, OTHER = (Private(coordinates=torch.tensor([True, *rest])) for rest in ((False, True), (True, False)))
@@ -56,37 +64,64 @@ FIRST, OTHER = (Private(coordinates=torch.tensor([True, *rest])) for rest in ((F
         ({}, {"steps": 3}, "3 steps"),
         ({}, {"amplification": "none"}, "amplification by"),
         ({"private": FIRST}, {"private": OTHER}, r"\[True, True, False\]"),
-        ({"private": Private(coordinates=[0])}, {"private": Private(coordinates=[1])}, "Private"),
         ({}, {"count": 25}, "data"),
+        ({"noise_multiplier": 1}, {"noise_multiplier": 1.0}, None),  # spelled differently
+        ({"private": Private(coordinates=[0, 1])}, {"private": Private(coordinates=(0, 1))}, None),
+        ({"amplification": "poisson"}, {"amplification": PoissonAmplification()}, None),
     ],
 )
-def test_runs_that_differ_are_not_averaged(first: Any, second: Any, noun: str) -> None:
+def test_only_repetitions_are_averaged(first: Any, second: Any, noun: str | None) -> None:
+    engines = [sampled(1, **first), sampled(2, **second)]
+    if noun is None:
+        assert FILPrivacyEngine.merge(engines).get_fil().value.max() > 0
+        return
     with pytest.raises(ValueError, match=noun):
-        FILPrivacyEngine.merge([sampled(1, **first), sampled(2, **second)])
-    engine = sampled(1, **second)
-    FILPrivacyEngine.merge([engine, sampled(2, **second)])
-    for wrong, noun in (([engine, engine], "twice"), ([], "at least one")):
-        with pytest.raises(ValueError, match=noun):
-            FILPrivacyEngine.merge(wrong)
+        FILPrivacyEngine.merge(engines)
 
 
-def test_repetitions_that_are_spelled_differently_are_averaged() -> None:
-    for first, second in (
-        ({"noise_multiplier": 1}, {"noise_multiplier": 1.0}),
-        ({"private": Private(coordinates=[0, 1])}, {"private": Private(coordinates=(0, 1))}),
-        ({"amplification": "poisson"}, {"amplification": PoissonAmplification()}),
+def test_what_is_none_to_merge(repeated: list[FILPrivacyEngine], tmp_path: Path) -> None:
+    path = tmp_path / "run.parquet"
+    for merge, noun in (
+        (lambda: FILPrivacyEngine.merge([]), "at least one"),
+        (lambda: FILPrivacyEngine.merge([repeated[0]] * 2), "twice"),
+        (lambda: FILPrivacyEngine.save_merged([repeated[0]] * 2, path, delta=DELTA), "twice"),
+        (lambda: FILPrivacyEngine.save_merged(repeated[:1], path, delta=DELTA), "use save_run"),
     ):
-        assert FILPrivacyEngine.merge([sampled(1, **first), sampled(2, **second)]).get_fil().value.max() > 0
+        with pytest.raises(ValueError, match=noun):
+            merge()
 
 
 def test_an_example_that_was_not_measured_has_no_bound_to_violate() -> None:
     close = {"measure": "mse", "trials": 9, "standard_error": np.full(24, 1e-12)}
     attack = AttackResult("the mean", "nothing", range(24), np.full(24, 1e-9), **close)
-    for steps in (2, 30):
-        engine = sampled(1, steps)
-        drawn = engine.leakage()["participations"]
-        for source in (engine, FILPrivacyEngine.merge([engine])):
-            assert source.was_measured().tolist() == (drawn > 0).tolist()
-            violated = torchfil.compare_with_bounds(source, attack).violated
-            assert violated.tolist() == (drawn >= 5).tolist()  # fewer do not tell how far one run is off
+    engine = sampled(1, 30)
+    drawn = engine.leakage()["participations"]
+    for source in (engine, FILPrivacyEngine.merge([engine])):
+        assert source.was_measured().tolist() == (drawn > 0).tolist()
+        violated = torchfil.compare_with_bounds(source, attack).violated
+        assert violated.tolist() == (drawn >= 5).tolist()  # fewer do not tell how far one run is off
     assert 0 < violated.sum() < 24
+
+
+def test_runs_that_are_saved_as_one(repeated: list[FILPrivacyEngine], tmp_path: Path) -> None:
+    """ε of all is that of one training three times as long; η̄ of all is √3 times the mean's."""
+    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA, title="three"))
+    columns = FILPrivacyEngine.merge(repeated).arrays()
+    for name in ("fil", "mse_bound", "mse_bound_low", "fil_error"):
+        assert np.array_equal(run.columns[name], columns[name])
+    assert run.attributes is not None
+    assert (run.about["title"], run.about["merged"]["runs"]) == ("three", 3)
+    assert "epsilon" not in run.columns  # what belongs to one run is left out
+    assert (run.history, run.about["probe_seed"], run.about["exact"]) == ({}, None, False)
+
+    longer = copy.deepcopy(repeated[0].accountant)
+    for sigma, rate, steps in repeated[0].accountant.history:
+        for _ in range(2 * steps):
+            longer.step(noise_multiplier=sigma, sample_rate=rate)
+    assert run.about["merged"]["epsilon_of_all"] == pytest.approx(longer.get_epsilon(DELTA))
+    assert run.about["epsilon"] == pytest.approx(repeated[0].get_epsilon(DELTA))
+    assert len(repeated[0].accountant.history) == 1, "the run's own accountant is left as it was"
+    text = write_report(run, tmp_path / "page").read_text()
+    assert f"{math.sqrt(3):.2f} times as large" in text
+    assert any("means over 3 runs" in note for note in notes(run))
+    assert "Several runs together" in write_report(run, tmp_path / "public", redacted=True).read_text()

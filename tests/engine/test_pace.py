@@ -1,4 +1,4 @@
-"""``rel_error``: what is chosen, that the target is met at a price, and that error bars stay true."""
+"""``rel_error`` and ``extra_probes``: targets are met at a price, error bars stay true, sums unbiased."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.cases import DEVICE, grouped
-from tests.engine.loops import data, loader
+from tests.engine import ways
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
@@ -23,22 +24,15 @@ from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
 
-@pytest.mark.parametrize("trend", [1.0, 0.5])
-@pytest.mark.parametrize(
-    ("target", "m", "remaining", "error"), [(0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)]
-)
-def test_the_choice_spends_just_what_is_allowed(
-    target: float, m: float, remaining: float, error: float, trend: float
-) -> None:
+def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_nothing_is_not_enough() -> None:
     """After the remaining passes at the chosen k and π, the relative variance is the target's square."""
     spread = 0.16
-    probes, rate = choose(target, error**2, m, remaining, spread, trend)
-    assert rate < 1
-    added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
-    assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(target**2)
-
-
-def test_probes_come_where_skipping_nothing_is_not_enough() -> None:
+    for target, m, remaining, error in ((0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)):
+        for trend in (1.0, 0.5):
+            probes, rate = choose(target, error**2, m, remaining, spread, trend)
+            assert rate < 1
+            added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
+            assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(target**2)
     assert choose(0.05, 0.0, 1.0, 999.0, 0.16) == (2, pytest.approx((1 + 0.08) / (1 + 0.0025 * 1000**2 / 999)))
     probes, rate = choose(0.05, 0.08, 1.0, 19.0, 0.16)
     assert probes == 4
@@ -88,15 +82,10 @@ simulated = cache(Simulated)
 
 @pytest.mark.parametrize(
     ("target", "epochs"),
-    [
-        pytest.param(0.05, 40, marks=pytest.mark.slow),
-        (0.1, 40),
-        pytest.param(0.2, 40, marks=pytest.mark.slow),
-        (0.1, None),
-    ],
+    [(0.1, 40), (0.1, None), *(pytest.param(target, 40, marks=pytest.mark.slow) for target in (0.05, 0.2))],
 )
 def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
-    runs = [simulated(target, epochs, seed) for seed in range(8)]
+    runs = [simulated(target, epochs, seed) for seed in range(6)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.8 * target < float(reached) <= target
     ratio = torch.stack([run.trace.value / run.truth for run in runs]) - 1
@@ -109,32 +98,14 @@ def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
 
 def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     """A log-normal factor of width 1: a participation's square is e times what equal ones would have."""
-    runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(4)]
+    runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(3)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.08 < float(reached) <= 0.1
 
 
-def test_steps_without_noise_do_not_steer() -> None:
-    """What is infinite has no error to lower: the pace is that of the other examples."""
-    plain, mixed = (Pace.steered(0.1, 40.0) for _ in range(2))
-    for pace, value in ((plain, 1.0), (mixed, math.inf)):
-        ledger, rows = Ledger(3, 1), torch.arange(3)
-        trace = torch.tensor([1.0, 1.1, value]).double()
-        error = torch.tensor([0.3, 0.3, 0.3 if value == 1 else 0.0]).double()
-        measurement = Measurement({"trace": Estimate(trace, error, "estimate", 1.0)}, trace)
-        contribution = Contribution(rows, trace, additions=additions(measurement, 1.0, skipping=False))
-        ledger.add(contribution)
-        pace.note([contribution])
-        pace.update(ledger, 1.0)
-    assert 0 < mixed.spread < math.inf
-    assert math.isfinite(mixed.level)
-    assert 0 < mixed.rate <= 1
-    assert mixed.num_probes == plain.num_probes
-
-
 def test_a_looser_target_costs_less() -> None:
-    costs = [simulated(target, 40, 0).probes_used for target in (0.05, 0.1, 0.2)]
-    assert costs[0] > 1.5 * costs[1] > 2 * costs[2]
+    costs = [simulated(target, 40, 0).probes_used for target in (0.1, 0.2)]
+    assert costs[0] > 4 / 3 * costs[1]
 
 
 def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
@@ -159,11 +130,10 @@ def go_on(made: Any, epochs: int, *, whole: bool = True) -> FILPrivacyEngine:
     return engine
 
 
-@pytest.mark.parametrize("runs", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_in_the_engine_the_sums_stay_unbiased(runs: int) -> None:
-    """The training does not depend on what is measured, so all runs share one truth."""
+def test_in_the_engine_the_sums_stay_unbiased() -> None:
+    """The training does not depend on what is measured, so all runs share one truth; nor does it matter who steps."""
     truth = go_on(start(estimator="exact"), 6).get_fil().value.square()
-    engines = [go_on(start(seed, rel_error=0.2, epochs=6), 6) for seed in range(runs)]
+    engines = [go_on(start(seed, rel_error=0.2, epochs=6), 6) for seed in range(4)]
     assert any(engine._training.run.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
     ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
@@ -171,14 +141,11 @@ def test_in_the_engine_the_sums_stay_unbiased(runs: int) -> None:
     assert abs(float(by_run.mean()) - 1) < 4 * float(by_run.std()) / len(engines) ** 0.5
     table = engines[0].leakage()
     assert 0.05 < float(table["rel_error"][table["fil"] > 0].median()) < 0.4
-
-
-def test_loop_and_train_step_keep_the_same_pace() -> None:
-    loop, whole = (go_on(start(3, rel_error=0.15), 3, whole=whole) for whole in (False, True))
-    paces = [engine._training.run.pace for engine in (loop, whole)]
+    loop = go_on(start(0, rel_error=0.2, epochs=6), 6, whole=False)
+    paces = [engine._training.run.pace for engine in (loop, engines[0])]
     assert paces[0].num_probes == paces[1].num_probes
     assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
-    assert torch.allclose(loop.get_fil().value, whole.get_fil().value, rtol=1e-5)
+    assert torch.allclose(loop.get_fil().value, engines[0].get_fil().value, rtol=1e-5)
 
 
 def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -193,3 +160,57 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
     run.pace.noted = pace.noted = None
     assert torch.equal(go_on(again, 1).get_fil().value, go_on(made, 1).get_fil().value)
     assert (pace.rate, pace.spread) == (run.pace.rate, run.pace.spread)
+
+
+# ------------------------------------------------------------------ more probes for the few that count
+
+
+def frozen_run(seed: int, steps: int = 80, **options: Any) -> FILPrivacyEngine:
+    """The same batches at the same weights (lr = 0), other probes."""
+    torch.manual_seed(0)
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": True, "seed": seed, **options}
+    engine, *_, private = ways.start(network(), loader(data(24), 12), "auto", **given)
+    while True:
+        for batch in private:
+            engine.train_step(*batch)
+            if engine.ledger.steps == steps:
+                return engine
+
+
+def traces(count: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """tr Î and its standard error over seeds, [seeds, n] each."""
+    found = [frozen_run(seed, **options).totals.get_trace() for seed in range(count)]
+    return torch.stack([each.value for each in found]), torch.stack([each.standard_error for each in found])
+
+
+@pytest.mark.long
+def test_sums_stay_unbiased_and_the_exposed_are_known_better() -> None:
+    truth = frozen_run(0, estimator="exact").totals.get_trace().value
+    plain, _ = traces(60, num_probes=1)
+    extra, errors = traces(60, num_probes=1, extra_probes=6)
+    z = (extra.mean(dim=0) - truth) / (extra.std(dim=0) / math.sqrt(60))
+    assert (z.abs() < 4).all()
+    top = truth.topk(2).indices
+    assert float((extra.std(dim=0) / plain.std(dim=0))[top].mean()) < 0.7
+    reported = errors.square().mean(dim=0).sqrt()
+    assert (reported[top] > 0.8 * extra.std(dim=0)[top]).all()
+
+
+def test_few_are_measured_anew_after_the_first_passes() -> None:
+    """What is certain is known of several probes only: it tells who was measured anew."""
+    early, late = (frozen_run(0, steps, num_probes=1, extra_probes=4) for steps in (32, 52))
+    drawn = early.ledger.sums["participations"]
+    assert bool((early.ledger.sums["certain"][drawn > 0] > 0).all())
+    assert bool((late.ledger.sums["variance"] > 0).all())
+    exact = frozen_run(0, 52, estimator="exact").totals.get_trace()
+    assert torch.allclose(late.totals.get_trace().value.sum(), exact.value.sum(), rtol=0.2)
+    added = late.ledger.sums["participations"].sum() - drawn.sum()
+    assert int(added) > 2 * (52 - 32)  # more examples than the two of a batch that are measured anew
+    low, high = late.totals.get_trace().interval(0.999, "probes")
+    assert bool(((low <= exact.value) & (exact.value <= high)).all())
+
+
+def test_every_measurement_of_physical_batches_adds_up() -> None:
+    sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
+    assert torch.equal(sums["trace_measured"], sums["participations"].double())
+    assert bool(sums["trace"].isfinite().all())

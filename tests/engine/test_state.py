@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from tests.cases import DEVICE, grouped
 from tests.engine.loops import SIGMA, C, data, loader, network, train
 from tests.engine.made import make
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.leakage import Leakage
-from torchfil.engine.distributed.checkpoints import write_file
-from torchfil.utils.errors import CheckpointError
 
 OPTIONS: dict[str, Any] = {
     "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "sketch"), "fil_rate": 0.7, "seed": 5,
@@ -86,17 +82,14 @@ class TestResume:
         epochs(model, optimizer, private, 1)
         after, epsilon = engine.state_dict(), engine.get_epsilon(1e-4)
         kept = copy.deepcopy(after)
-        other, *_ = start(seed=3)
-        other.load_state_dict(after)
-        assert same(other.state_dict(), after)
         epochs(model, optimizer, private, 1)
         assert same(after, kept)
-        assert other.get_epsilon(1e-4) == epsilon < engine.get_epsilon(1e-4)
+        assert epsilon < engine.get_epsilon(1e-4)
         engine.load_state_dict(after)
         assert engine.get_epsilon(1e-4) == epsilon
-        other.load_state_dict(before)
+        engine.load_state_dict(before)
         with pytest.raises(RuntimeError, match="no private step"):
-            other.get_fil()
+            engine.get_fil()
 
     def test_schedules_go_on_from_where_a_checkpoint_was_taken(self) -> None:
         found, file = [], io.BytesIO()
@@ -112,21 +105,6 @@ class TestResume:
             file.seek(0)
             found.append((optimizer.noise_multiplier, optimizer.max_grad_norm))
         assert found[0] == found[1] == pytest.approx((0.8 * SIGMA, 0.9 * C))
-
-    def test_a_failed_save_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine, model, *_ = start()
-        path = tmp_path / "run.pt"
-        engine.save_checkpoint(path=path, module=model)
-        old = path.read_bytes()
-
-        def full(*_args: Any, **_more: Any) -> None:
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="No space left"):
-            engine.save_checkpoint(path=path, module=model)
-        assert path.read_bytes() == old
-        assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
 
 def changed(state: Any, *path: str, value: Any = None) -> Any:
@@ -166,30 +144,6 @@ class TestAllOrNothing:
         engine.load_state_dict(earlier)
         assert same(engine.state_dict(), earlier)
 
-    def test_files_that_do_not_fit_change_nothing(self, tmp_path: Path) -> None:
-        engine, model, optimizer, private = start()
-        epochs(model, optimizer, private, 1)
-        engine.save_checkpoint(path=tmp_path / "groups.pt", module=model, optimizer=optimizer)
-        saved = torch.load(tmp_path / "groups.pt", weights_only=True)
-        saved["random_state"][0]["cpu"] = saved["random_state"][0]["cpu"][:3]
-        write_file(tmp_path / "random.pt", saved)
-        write_file(tmp_path / "other.pt", {"module_state_dict": {}})
-        write_file(tmp_path / "evil.pt", {"fil_engine_state_dict": Leakage})
-
-        other, model, optimizer, private = start(groups=True)
-        epochs(model, optimizer, private, 2)
-        parts = other.state_dict, model.state_dict, lambda: copy.deepcopy(optimizer.state_dict())
-        before = [copy.deepcopy(part()) for part in parts]
-        for name, error, noun, fitting in (
-            ("groups.pt", ValueError, "parameter groups", {"optimizer": optimizer}),
-            ("random.pt", RuntimeError, "RNG state", {}),
-            ("other.pt", ValueError, "no Fisher accounting", {}),
-            ("evil.pt", CheckpointError, "safely", {}),
-        ):
-            with pytest.raises(error, match=noun):
-                other.load_checkpoint(path=tmp_path / name, module=model, **fitting)
-            assert same([part() for part in parts], before)
-
     def test_no_state_is_loaded_within_a_logical_batch(self) -> None:
         engine, model, optimizer, private = start()
         state = engine.state_dict()
@@ -218,39 +172,6 @@ class TestPaused:
         assert torch.equal(engine.ledger.sums["trace"], complete)
         assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
         assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
-
-    def test_pausing_from_the_first_step_and_in_a_pause(self) -> None:
-        engine, model, optimizer, private = start()
-        with pytest.warns(UserWarning), engine.paused():
-            with pytest.warns(UserWarning), engine.paused():
-                pass
-            epochs(model, optimizer, private, 1)
-        with pytest.warns(UserWarning):
-            assert engine.get_fil().value.max() == 0
-        epochs(model, optimizer, private, 1)
-        assert engine.ledger.sums["trace"].max() > 0
-        assert engine.ledger.missed_steps == len(private)
-
-
-class TestTables:
-    def test_columns_and_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = train(data(40), steps=8).engine
-        table = engine.leakage()
-        assert table.index.name == "id"
-        assert " ".join(table.columns) == (
-            "fil fil_error sampling_error fil_kind mse_bound mse_bound_low rel_error participations missed squared_norm"
-        )
-        seen = table[table.participations > 0]
-        assert (seen.mse_bound_low < seen.mse_bound).all()
-        assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
-        group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
-        row = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,)).loc["even"]
-        values = engine.get_fil(range(0, 40, 2)).value
-        expected = [values.mean(), values.max(), values.quantile(0.5), (values > 0.1).double().mean()]
-        assert row["count"] == 20
-        assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx([float(v) for v in expected])
-        monkeypatch.setitem(sys.modules, "pandas", None)
-        assert engine.leakage([2, 5])["id"] == [2, 5]
 
 
 def frozen_run(n: int, passes: int, draws: int = 2, **options: Any) -> FILPrivacyEngine:
@@ -286,15 +207,11 @@ def check_calibration(
     assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=rtol)
 
 
+SKIPPED, OF_INPUTS = {"num_probes": 3, "fil_rate": 0.5}, {"num_probes": 2, "estimator": "input-probes"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "runs"),
-    [
-        ({"num_probes": 3}, 30),
-        ({"num_probes": 3, "fil_rate": 0.5}, 60),
-        ({"num_probes": 2, "estimator": "input-probes"}, 30),
-    ],
-)
+@pytest.mark.parametrize(("options", "runs"), [({"num_probes": 3}, 30), (SKIPPED, 60), (OF_INPUTS, 30)])
 def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str, Any], runs: int) -> None:
     check_calibration(options, runs)
 

@@ -1,0 +1,175 @@
+"""Checkpoints as files and as folders (of one process): what is damaged, foreign or half written is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.engine.damage import cut_short, flipped
+from tests.engine.loops import data, train
+from tests.engine.test_state import epochs, same, start
+from torchfil.cli import main
+from torchfil.engine.distributed import checkpoints
+from torchfil.engine.distributed.checkpoints import is_folder, read_folder, write_file, write_folder
+from torchfil.utils.errors import CheckpointError
+
+pytestmark = pytest.mark.torch_versions
+FULL = OSError(28, "No space left on device")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("code that runs",)
+
+
+def state_of(engine: Any, parts: dict[str, Any]) -> Any:
+    states = [dict(part.state_dict()) for part in parts.values()]
+    return copy.deepcopy([engine.state_dict(), *states, torch.get_rng_state()])
+
+
+def test_damaged_files_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    engine, model, optimizer, private = start()
+    epochs(model, optimizer, private, 1)
+    path, parts = tmp_path / "run.pt", {"module": model, "optimizer": optimizer}
+    engine.save_checkpoint(path=path, **parts)
+    whole, bare, before = path.read_bytes(), io.BytesIO(), state_of(engine, parts)
+    torch.save(torch.load(path, weights_only=True), bare)  # without a checksum, which torch does not miss
+    for content in (*flipped(whole, 150), *cut_short(whole, 30), b"", bare.getvalue()):
+        path.write_bytes(content)
+        for place in (path, io.BytesIO(content)):
+            with pytest.raises(CheckpointError, match="resume from an earlier checkpoint") as refused:
+                engine.load_checkpoint(path=place, **parts)
+            assert place is not path or str(path) in str(refused.value)
+    assert same(state_of(engine, parts), before)
+    engine.load_checkpoint(path=io.BytesIO(whole), **parts)
+    assert same(state_of(engine, parts), before)
+
+
+def test_files_that_do_not_fit_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, model, optimizer, private = start()
+    epochs(model, optimizer, private, 1)
+    engine.save_checkpoint(path=tmp_path / "groups", module=model, optimizer=optimizer)
+    saved = torch.load(tmp_path / "groups", weights_only=True)
+    write_file(tmp_path / "random", {**saved, "random_state": [{"cpu": saved["random_state"][0]["cpu"][:3]}]})
+    write_file(tmp_path / "other", {"module_state_dict": {}})
+    write_file(tmp_path / "evil", {"fil_engine_state_dict": Evil()})
+    write_file(tmp_path / "list", [1, 2])  # type: ignore[arg-type]
+
+    other, model, optimizer, private = start(groups=True)
+    epochs(model, optimizer, private, 2)
+    parts = {"module": model, "optimizer": optimizer}
+    before = state_of(other, parts)
+    for name, error, noun in (
+        ("groups", ValueError, "parameter groups"),
+        ("random", RuntimeError, "RNG state"),
+        ("other", ValueError, "no Fisher accounting"),
+        ("evil", CheckpointError, "safely"),
+        ("list", CheckpointError, "a list"),
+        ("none", FileNotFoundError, "none"),
+    ):
+        given = parts if name == "groups" else {"module": model}
+        with pytest.raises(error, match=noun):
+            other.load_checkpoint(path=tmp_path / name, **given)
+        assert same(state_of(other, parts), before)
+    assert "code that runs" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ folders
+
+
+def tree(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "weights": {"large": torch.full((3000,), value), "small": torch.full((2,), value)},
+        "state": {0: [torch.full((700, 3), value, dtype=torch.float64), (1, "text")]},
+        "nothing": None,
+    }
+
+
+def write(folder: Path, value: float = 1.0, *, asynchronous: bool = False) -> Any:
+    return write_folder(folder, tree(value), None, asynchronous=asynchronous)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_newest_replaces_the_last_and_what_a_kill_left(tmp_path: Path) -> None:
+    write(tmp_path)
+    begun = tmp_path / "checkpoint-0123456789ab"
+    begun.mkdir()
+    (begun / "0.pt").write_bytes(b"half")
+    assert same(read_folder(tmp_path), tree(1.0))
+    write(tmp_path, 2.0)
+    assert same(read_folder(tmp_path), tree(2.0))
+    assert sorted(path.name[:11] for path in tmp_path.iterdir()) == ["checkpoint-", "latest"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("checkpoint-*"))
+    paths = tmp_path, f"{tmp_path}/new/", tmp_path / "new"
+    assert [is_folder(path) for path in paths] == [True, True, False]
+
+
+@pytest.mark.parametrize("at", ["write_file", "write_bytes"])
+def test_a_failed_save_keeps_the_last_and_is_told_by_the_next(tmp_path: Path, at: str) -> None:
+    engine, model, *_ = start()
+    engine.save_checkpoint(path=f"{tmp_path}/", module=model)
+    before = files(tmp_path)
+    with mock.patch.object(checkpoints, at, side_effect=FULL):
+        saving = engine.save_checkpoint(path=f"{tmp_path}/", module=model, asynchronous=True)
+        assert "No space left" in str(saving.exception())
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_checkpoint(path=f"{tmp_path}/", module=model)
+    assert files(tmp_path) == before
+    assert "fil_engine_state_dict" in read_folder(tmp_path)
+
+
+def test_what_was_changed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bit of any file; a file that is cut; one that is gone; one that would run code."""
+    write(tmp_path)
+    for file in files(tmp_path):
+        content = file.read_bytes()
+        for spoilt in (*flipped(content, 12), *cut_short(content, 2), None):
+            file.unlink() if spoilt is None else file.write_bytes(spoilt)
+            with pytest.raises((ValueError, OSError), match=str(tmp_path)):
+                read_folder(tmp_path)
+        file.write_bytes(content)
+    assert same(read_folder(tmp_path), tree())
+    (part,) = tmp_path.glob("*/0.pt")
+    write_file(part, {"tree": Evil(), "pieces": {}, "ranks": 1})
+    with pytest.raises(CheckpointError, match="safely"):
+        read_folder(tmp_path)
+    assert "code that runs" not in capsys.readouterr().out
+
+
+def test_what_files_and_folders_cannot_do(tmp_path: Path) -> None:
+    engine, model, *_ = start()
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    for use, path, options, error, noun in (
+        (save, tmp_path / "run.pt", {"asynchronous": True}, ValueError, "folder"),
+        (save, tmp_path, {"torch_save_kwargs": {"pickle_protocol": 4}}, ValueError, "torch_save_kwargs"),
+        (save, tmp_path, {"optimiser": None}, TypeError, "optimiser"),
+        (load, tmp_path, {}, ValueError, "no complete checkpoint"),
+        (load, tmp_path, {"torch_load_kwargs": {"map_location": "cpu"}}, ValueError, "is for files"),
+    ):
+        with pytest.raises(error, match=noun):
+            use(path=str(path), module=model, **options)
+    assert not files(tmp_path)
+
+
+def test_commands_name_a_damaged_run_in_one_line(tmp_path: Path) -> None:
+    path, policy = tmp_path / "run.parquet", tmp_path / "policy.toml"
+    whole = train(data(40), steps=2, max_grad_norm=0.01).engine.save_run(path, delta=1e-5).read_bytes()
+    policy.write_text("min_mse_bound = 1e-9")
+    for command in (["inspect"], ["gate", "--policy", str(policy)], ["report", "-o", str(tmp_path / "report")]):
+        for content in (*flipped(whole, 4), *cut_short(whole, 1)):
+            path.write_bytes(content)
+            found = CliRunner().invoke(main, [command[0], str(path), *command[1:]])
+            assert (found.exit_code, found.stdout) == (2, ""), found.output
+            (line,) = found.stderr.strip().splitlines()
+            assert str(path) in line
+    assert not (tmp_path / "report").exists()

@@ -1,0 +1,169 @@
+"""What an engine answers: tables by id and by group, numbers for a log, PLIS, and what print and a notebook show."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import nn
+
+from tests.cases import DEVICE, relative_error
+from tests.engine.loops import SIGMA, C, data, network, train
+from tests.engine.made import make
+from tests.engine.ways import LOSS, step
+from torchfil import PLIS, FILPrivacyEngine, fisher
+from torchfil.fisher import Estimate
+from torchfil.questions import Absent
+from torchfil.report import load
+
+
+def test_columns_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = train(data(40), steps=8).engine
+    table = engine.leakage()
+    assert table.index.name == "id"
+    assert " ".join(table.columns) == (
+        "fil fil_error sampling_error fil_kind mse_bound mse_bound_low rel_error participations missed squared_norm"
+    )
+    seen = table[table.participations > 0]
+    assert (seen.mse_bound_low < seen.mse_bound).all()
+    assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
+    group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
+    row = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,)).loc["even"]
+    values = engine.get_fil(range(0, 40, 2)).value
+    expected = [values.mean(), values.max(), values.quantile(0.5), (values > 0.1).double().mean()]
+    assert row["count"] == 20
+    assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx([float(v) for v in expected])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert engine.leakage([2, 5])["id"] == [2, 5]
+
+
+def test_ids_are_answered_as_asked(tmp_path: Path) -> None:
+    engine = train(data(40), steps=4).engine
+    for ids in ([40], [-1], [1.5], ["a"]):
+        with pytest.raises(KeyError, match="0 to 39"):
+            engine.get_fil(ids)
+    everything = engine.get_fil().value
+    assert torch.equal(engine.get_fil([3, 1, 3]).value, everything[[3, 1, 3]])
+    assert list(engine.leakage([3, 1, 3]).index) == [3, 1, 3]
+    assert engine.get_fil([]).value.shape == (0,)
+    sides = pandas.Series({i: "left" if i % 2 else "right" for i in range(40)})
+    assert engine.group_leakage(sides)["count"].tolist() == [20, 20]
+
+    keys, numbers = [f"patient-{i}" for i in range(40)], list(range(100, 140))
+    for id_of, names in (
+        (keys, keys),
+        (lambda i: f"patient-{i}", keys),
+        (torch.tensor(numbers), numbers),
+        (np.array(numbers), numbers),
+    ):
+        named = train(data(40), steps=4, id_of=id_of, max_grad_norm=0.01).engine
+        assert list(named.leakage().index) == names
+        assert torch.equal(named.get_fil([names[7]]).value, named.get_fil().value[[7]])
+        with pytest.raises(KeyError, match="keys of id_of"):
+            named.get_fil([7])
+    assert load(named.save_run(tmp_path / "run.parquet", delta=1e-4)).ids.dtype == np.int64
+
+
+def trained(**options: Any) -> FILPrivacyEngine:
+    engine, *_, loader = make(criterion=nn.CrossEntropyLoss(), **options)
+    for batch in loader:
+        engine.train_step(*batch)
+    return engine
+
+
+def test_the_numbers_are_those_of_the_readings() -> None:
+    engine = trained(questions={"<member>": Absent()})
+    metrics, measured = engine.metrics(delta=1e-5), engine.was_measured()
+    fil, bound = engine.get_fil().value[measured], engine.get_mse_bound().value[measured]
+    expected = {
+        "privacy/steps": 5.0,
+        "privacy/measured_share": float(measured.double().mean()),
+        "privacy/median_fil": float(fil.median()),
+        "privacy/largest_fil": float(fil.max()),
+        "privacy/smallest_mse_bound": float(bound.min()),
+        "privacy/largest_divergence/<member>": float(engine.get_guess("<member>").divergence.value[measured].max()),
+        "privacy/epsilon": engine.get_epsilon(1e-5),
+    }
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert all(type(value) is float for value in metrics.values())
+    assert 0 < metrics["privacy/measured_share"] < 1
+    assert metrics["privacy/smallest_mse_bound"] == pytest.approx(engine.get_smallest_mse_bound()[0])
+    assert set(engine.metrics(prefix="")) == {name.removeprefix("privacy/") for name in expected} - {"epsilon"}
+    assert f"median {metrics['privacy/median_fil']:.3g}, largest" in repr(engine)
+    pages = engine._repr_html_(), engine.totals._repr_html_(), Estimate.exact(torch.ones(14))._repr_html_()
+    assert "confidential" in pages[0]
+    assert "&lt;member&gt;" in pages[1]
+    assert "14 in all" in pages[2]
+    assert not any("<member>" in page for page in pages)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_where_nothing_or_everything_is_known() -> None:
+    """Before the first step; where all steps were paused, or some; without noise."""
+    with pytest.raises(RuntimeError, match="make_private first"):
+        FILPrivacyEngine().metrics()
+    assert "call make_private" in repr(FILPrivacyEngine())
+    engine, *_, loader = make(criterion=nn.CrossEntropyLoss(), noise_multiplier=1.5, max_grad_norm=0.5)
+    assert engine.metrics() == {}
+    assert "no step yet" in repr(engine)
+    with engine.paused():
+        for batch in loader:
+            engine.train_step(*batch)
+    assert engine.metrics() == {"privacy/steps": 5.0, "privacy/measured_share": 0.0}
+    assert "MSE bound" not in repr(engine)
+    for batch in loader:
+        engine.train_step(*batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # reading for a text does not warn
+        assert "lower bound" in repr(engine)
+        assert "lower bound" in repr(engine.totals)
+    metrics = trained(noise_multiplier=0.0).metrics()
+    assert (metrics["privacy/median_fil"], metrics["privacy/smallest_mse_bound"]) == (torch.inf, 0)
+
+
+# ------------------------------------------------------------------ PLIS
+
+
+def test_at_the_present_weights() -> None:
+    """By id; a model that Opacus has hooked is called through a copy without hooks, with its present weights."""
+    dataset, module, plain = data(16), network(), network()
+    run = train(dataset, steps=2, module=module, id_of=[f"p{i}" for i in range(16)])
+    plain.load_state_dict(module.state_dict())
+    x, y = (tensor.to(DEVICE) for tensor in dataset.tensors)
+    mechanism: dict[str, Any] = {"noise_std": SIGMA * C, "max_grad_norm": C}
+    for private, options in ((True, mechanism), (False, {})):
+        want = PLIS(plain, LOSS, **options).attribute(x, y)
+        assert relative_error(run.engine.plis(private=private), want) < 1e-10
+        assert relative_error(run.engine.plis(["p7", "p3"], private=private), want[[7, 3]]) < 1e-10
+        for model in (run.model, module, run.model.eval()):
+            assert relative_error(PLIS(model, LOSS, **options).attribute(x, y), want) < 1e-10
+    exact: dict[str, Any] = {"max_grad_norm": C, "noise_multiplier": SIGMA, "estimator": "exact"}
+    traces = [fisher.fim_trace(model, LOSS, x, y, **exact).value for model in (run.model, plain)]
+    assert relative_error(*traces) < 1e-10
+    run.model.train()
+    step(run.engine, run.model, run.optimizer, *next(iter(run.loader)))
+    with pytest.raises(KeyError, match="unknown example ids"):
+        run.engine.plis(["nobody"])
+    with pytest.raises(ValueError, match="'plis'"):
+        run.engine.get_plis()
+    with pytest.raises(RuntimeError, match="make_private"):
+        FILPrivacyEngine().plis()
+
+
+def test_skipped_steps_leave_it_unbiased() -> None:
+    """The mean over many runs of the same three steps, each measured with probability ½, is the full sum.
+
+    A step is measured for all its examples or for none, so the deviations are those of three coins.
+    """
+    options: dict[str, Any] = {"steps": 3, "track": ("plis",)}
+    full = train(data(16), **options).engine.get_plis()
+    parts = torch.stack([train(data(16), fil_rate=0.5, seed=s, **options).engine.get_plis() for s in range(16)])
+    error = parts.std(dim=0) / 4
+    deviation = ((parts.mean(dim=0) - full).abs() / error.clamp(min=1e-30))[full.abs() > 0]
+    assert float(deviation.max()) < 4
