@@ -32,10 +32,8 @@ class TestTheorem2:
         assert bounds.mse_from_trace(torch.tensor([12.0]), 4).item() == pytest.approx(1 / 3)
 
     def test_singular_matrices_stay_lower_bounds(self) -> None:
-        rank_one = torch.ones(1, 3, 3, dtype=torch.float64)
-        bound = bounds.mse_from_fim(rank_one).item()
-        assert math.isfinite(bound)
-        assert bound > 1e10
+        bound = bounds.mse_from_fim(torch.ones(1, 3, 3, dtype=torch.float64)).item()
+        assert 1e10 < bound < math.inf
         assert bounds.mse_from_fim(torch.zeros(1, 3, 3)).item() == math.inf
         assert bounds.mse_from_fim(torch.zeros(0, 3, 3)).shape == (0,)
 
@@ -62,10 +60,6 @@ class TestTheorem2:
         assert errors.mean().item() < bounds.mse_from_fim(fim).item()
         assert abs(errors.mean().item() - biased) < 4 * errors.std().item() / math.sqrt(trials)
 
-    def test_a_constant_guess_costs_its_squared_bias_only(self) -> None:
-        bound = bounds.mse_biased(torch.zeros(1, 2, 2), torch.zeros(2, 2), torch.tensor([3.0, 4.0]))
-        assert bound.item() == pytest.approx(12.5)
-
     def test_one_attribute(self) -> None:
         """Knowing all else, an attacker guesses coordinate j with standard error 1/sqrt(I_jj), and no better."""
         fim = random_fim(1, 5)[0]
@@ -91,12 +85,12 @@ class TestTheorem2:
 
 def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:
     """One dimension, g̃(z) = z: T steps o_t = b_t z + N(0, 1), b_t ~ Bernoulli(q); the bound is 1/(T q κ∥)."""
-    z, q, steps, runs = 1.0, 0.1, 4000, 600
+    z, q, steps, runs = 1.0, 0.1, 4000, 200
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(runs, steps, generator=generator, dtype=torch.float64)
     outputs += z * (torch.rand(runs, steps, generator=generator, dtype=torch.float64) < q)
     guess = torch.full((runs,), z, dtype=torch.float64)
-    for _ in range(60):  # EM for the mixture's mean
+    for _ in range(40):  # EM for the mixture's mean
         logit = math.log(q / (1 - q)) + guess[:, None] * outputs - guess[:, None].square() / 2
         posterior = torch.sigmoid(logit)
         guess = (posterior * outputs).sum(dim=1) / posterior.sum(dim=1)

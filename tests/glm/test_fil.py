@@ -10,7 +10,7 @@ import torch
 
 from tests.glm.glm_cases import CASES, D, N, data
 from tests.refused import all_refused
-from torchfil.glm import Composition, GeneralizedLinearModel, LinearRegression, LogisticRegression, SoftmaxRegression
+from torchfil.glm import Composition, GeneralizedLinearModel, LinearRegression, SoftmaxRegression
 from torchfil.glm.fil import largest_eigenvalues
 from torchfil.glm.solver import Objective, SoftmaxLoss, minimise
 
@@ -54,77 +54,42 @@ def refitted_jacobian(
     return torch.stack(columns, dim=1).numpy()
 
 
-@pytest.fixture(params=[False, True], ids=["unweighted", "weighted"])
-def weighted(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture(params=list(CASES))
-def fitted(request: pytest.FixtureRequest, weighted: bool) -> Any:
-    X, y, weights = data(request.param, weighted)
-    model = CASES[request.param]()
-    model.tolerance = 1e-13
-    return model.fit(X, y, weights), X, y, weights
+@pytest.fixture(params=list(CASES), scope="module")
+def fitted(request: pytest.FixtureRequest) -> Any:
+    X, y, weights = data(request.param, weighted=True)
+    return CASES[request.param]().set_params(tolerance=1e-13).fit(X, y, weights), X, y, weights
 
 
 def test_jacobian_is_the_derivative_of_the_refitted_minimiser(fitted: Any) -> None:
     model, X, y, weights = fitted
-    sensitivity = model.sensitivity(X, y)
-    for i in (0, 7):
-        want = refitted_jacobian(model, X, y, weights, i)
-        got = sensitivity.jacobian(i).numpy()
-        assert np.abs(got - want).max() < 1e-7 * np.abs(want).max()
+    want = refitted_jacobian(model, X, y, weights, 7)
+    assert np.abs(model.sensitivity(X, y).jacobian(7).numpy() - want).max() < 1e-7 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("private_target", [True, False])
 def test_every_granularity_against_singular_values(fitted: Any, private_target: bool) -> None:
     model, X, y, _ = fitted
     sensitivity = model.sensitivity(X, y, private_target=private_target)
-    jacobians = np.stack([sensitivity.jacobian(i).numpy() for i in range(N)])  # [n, pK, d + t]
+    jacobians = np.stack([sensitivity.jacobian(i).numpy() for i in range(N)]) / 0.5  # [n, pK, d + t]
     options: dict[str, Any] = {"private_target": private_target, "sigma": 0.5}
     norms = np.linalg.norm(jacobians, 2, axis=(1, 2))
-    assert np.allclose(model.fil(X, y, **options), norms / 0.5, rtol=1e-9)
+    assert np.allclose(model.fil(X, y, **options), norms, rtol=1e-9)
     frobenius = np.linalg.norm(jacobians, axis=(1, 2)) / np.sqrt(coordinates(model) if private_target else D)
-    assert np.allclose(model.fil(X, y, **options, kind="trace"), frobenius / 0.5, rtol=1e-9)
+    assert np.allclose(model.fil(X, y, **options, kind="trace"), frobenius, rtol=1e-9)
 
     sets = {"one": [2], "two": [0, 3], "slice": slice(1, 4)}
-    by_attribute = model.fil(X, y, **options, attributes=sets)
-    for name, columns in sets.items():
-        part = jacobians[:, :, columns]
-        assert np.allclose(by_attribute[name], np.linalg.norm(part, 2, axis=(1, 2)) / 0.5, rtol=1e-9)
+    for name, eta in model.fil(X, y, **options, attributes=sets).items():
+        assert np.allclose(eta, np.linalg.norm(jacobians[:, :, sets[name]], 2, axis=(1, 2)), rtol=1e-9)
     tangent = np.linalg.svd(np.ones((1, 3)))[2][1:].T  # of the simplex, [3, 2]
     constrained = model.fil(X, y, **options, attributes={"race": [0, 1, 2]}, one_hot=True)["race"]
-    assert np.allclose(constrained, np.linalg.norm(jacobians[:, :, :3] @ tangent, 2, axis=(1, 2)) / 0.5, rtol=1e-9)
+    assert np.allclose(constrained, np.linalg.norm(jacobians[:, :, :3] @ tangent, 2, axis=(1, 2)), rtol=1e-9)
 
-    labels = ["a" if i % 3 else "b" for i in range(N)]
-    by_group = model.fil(X, y, **options, groups=labels)
-    for label in "ab":
-        stacked = np.concatenate([jacobians[i] for i in range(N) if labels[i] == label], axis=1)
-        assert by_group[label] == pytest.approx(np.linalg.norm(stacked, 2) / 0.5, rel=1e-9)
+    labels = np.array(["a" if i % 3 else "b" for i in range(N)])
+    for label, eta in model.fil(X, y, **options, groups=labels.tolist()).items():
+        together = np.concatenate(list(jacobians[labels == label]), axis=1)
+        assert eta == pytest.approx(np.linalg.norm(together, 2), rel=1e-9)
     everybody = model.fil(X, y, **options, groups=["all"] * N)["all"]
-    assert everybody == pytest.approx(np.linalg.norm(np.concatenate(list(jacobians), axis=1), 2) / 0.5, rel=1e-9)
-    assert everybody >= max(by_group.values()) >= (norms / 0.5).max() - 1e-12
-
-
-def test_many_columns_against_singular_values() -> None:
-    rng = np.random.default_rng(1)
-    X = rng.normal(size=(300, 60)) * np.linspace(0.01, 1, 60)
-    y = (rng.random(300) < 0.5).astype(float)
-    model = LogisticRegression(l2=1e-3).fit(X, y)
-    eta = model.fil(X, y)
-    sensitivity = model.sensitivity(X, y)
-    for i in range(0, 300, 25):
-        assert eta[i] == pytest.approx(np.linalg.norm(sensitivity.jacobian(i).numpy(), 2), rel=1e-9)
-
-
-def test_two_classes_are_a_logistic_regression() -> None:
-    """W = (−w/2, w/2): a penalty of λ on W is λ/2 on w, noise of σ on W is sqrt(2)σ on w."""
-    X, y, _ = data("logistic", False)
-    softmax = SoftmaxRegression(l2=0.1, tolerance=1e-13).fit(X, y)
-    logistic = LogisticRegression(l2=0.05, tolerance=1e-13).fit(X, y)
-    assert np.allclose(softmax.coef_[1] - softmax.coef_[0], logistic.coef_, rtol=1e-8)
-    ours = softmax.fil(X, y, private_target=False)
-    assert np.allclose(ours, logistic.fil(X, y, sigma=np.sqrt(2), private_target=False), rtol=1e-8)
+    assert everybody == pytest.approx(np.linalg.norm(np.concatenate(list(jacobians), axis=1), 2), rel=1e-9)
 
 
 def test_a_softmax_released_by_class_leaks_as_by_margin() -> None:
@@ -140,7 +105,7 @@ def test_a_softmax_released_by_class_leaks_as_by_margin() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("linear", "ridge"), ("linear with intercept", "ridge", "pseudo-huber"), ("softmax", "softmax with intercept")],
+    [("linear with intercept", "ridge", "pseudo-huber"), ("softmax", "softmax with intercept")],
 )
 @pytest.mark.parametrize("private_target", [True, False])
 def test_compositions_against_stacked_jacobians(names: tuple[str, ...], private_target: bool) -> None:
@@ -155,9 +120,6 @@ def test_compositions_against_stacked_jacobians(names: tuple[str, ...], private_
     options: dict[str, Any] = {"private_target": private_target}
     eta = whole.fil(X, y, **options)
     assert np.allclose(eta, np.linalg.norm(stacked, 2, axis=(1, 2)), rtol=1e-9)
-    singles = np.stack([m.fil(X, y, s, **options) for m, s in zip(models, scales, strict=True)])
-    assert (eta <= np.sqrt(np.square(singles).sum(axis=0)) * (1 + 1e-12)).all()
-    assert (eta >= singles.max(axis=0) * (1 - 1e-12)).all()
     trace = whole.fil(X, y, **options, kind="trace")
     assert np.allclose(trace, np.linalg.norm(stacked, axis=(1, 2)) / np.sqrt(stacked.shape[2]), rtol=1e-9)
     assert np.allclose(whole.mse_bound(X, y, **options), 1 / trace**2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
 from tests.cases import DEVICE, relative_error
+from tests.fisher.recorded_cases import Model
 from torchfil import Private, fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.gradients import ExampleGradients
@@ -22,58 +23,21 @@ from torchfil.private import Examples
 STD, C = 0.7, 0.8
 
 
-class Net(nn.Module):
+def net(run: Callable[..., Tensor], width: int, padding: int | None = None, **tables: tuple[int, int]) -> nn.Module:
     """Embeddings of these sizes and a head."""
-
-    def __init__(self, width: int, **tables: tuple[int, int]) -> None:
-        super().__init__()
-        for name, size in tables.items():
-            self.add_module(name, nn.Embedding(*size, padding_idx=self.padding))
-        self.head = nn.Linear(width, 3)
-
-    padding: int | None = None
+    made = {name: nn.Embedding(*size, padding_idx=padding) for name, size in tables.items()}
+    return Model(run, **made, head=nn.Linear(width, 3)).double()
 
 
-class Table(Net):
-    """Two categorical columns with a table each."""
-
-    def forward(self, columns: Tensor) -> Tensor:
-        return self.head(torch.cat([self.town(columns[:, 0]), self.job(columns[:, 1])], dim=1).tanh())
-
-
-class Siamese(Net):
-    """One table for two texts."""
-
-    padding = 0
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.words(left).mean(dim=1) * self.words(right).sum(dim=1)))
-
-
-class Behind(Net):
-    """Positions come first inside."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.words(tokens.t()).tanh().mean(dim=0))
-
-
-class Windowed(Net):
+def windowed(m: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """It pads texts to a multiple of 4 itself, and padding enters the loss."""
-
-    padding = 0
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % 4), value=0)
-        return self.head((self.words(padded) + 1).tanh().mean(dim=1))
+    padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % 4), value=0)
+    return m.head((m.words(padded) + 1).tanh().mean(dim=1))
 
 
-class Repeated(Net):
+def repeated(m: Any, tokens: Tensor) -> Tensor:
     """Calls its table as often as it is told."""
-
-    times = 1
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(sum(self.words(tokens).tanh().mean(dim=1) for _ in range(self.times)))
+    return m.head(sum(m.words(tokens).tanh().mean(dim=1) for _ in range(m.times)))
 
 
 def jacobian(
@@ -105,7 +69,6 @@ def check(model: nn.Module, inputs: tuple[Tensor, ...], private: Private, calls:
 
     ``calls`` tells of an example which outputs of which table are its own, in the order of its calls.
     """
-    model.double()
     y, settings = torch.randint(3, (len(inputs[0]),)), {"max_grad_norm": C, "noise_multiplier": STD / C}
     fim = fisher.exact_fim(model, nn.CrossEntropyLoss(), inputs, y, private=private, **settings)
     gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), inputs, y, private)
@@ -127,21 +90,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def shapes(examples: Examples) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(values.shape) for name, values in examples.maps(examples.z).items()}
-
-
 def test_two_categorical_columns_are_private_together() -> None:
+    model = net(lambda m, x: m.head(torch.cat([m.town(x[:, 0]), m.job(x[:, 1])], 1).tanh()), 5, town=(5, 2), job=(4, 3))
     columns = torch.stack([torch.randint(5, (4,)), torch.randint(4, (4,))], dim=1)
     own = [("town", torch.ones(2, dtype=torch.bool)), ("job", torch.ones(3, dtype=torch.bool))]
-    model = Table(5, town=(5, 2), job=(4, 3))
-    assert shapes(check(model, (columns,), Private(submodule=["town", "job"]), lambda i: own)) == {
-        "town": (4, 2),
-        "job": (4, 3),
-    }
+    check(model, (columns,), Private(submodule=["town", "job"]), lambda i: own)
 
 
 def test_a_table_is_private_at_each_of_its_calls_and_padding_is_not() -> None:
+    model = net(lambda m, a, b: m.head(torch.tanh(m.words(a).mean(dim=1) * m.words(b).sum(dim=1))), 2, 0, words=(7, 2))
     left, right = torch.randint(1, 7, (3, 4)), torch.randint(1, 7, (3, 2))
     left[1, 2:] = 0
     right[2, 1:] = 0
@@ -149,9 +106,10 @@ def test_a_table_is_private_at_each_of_its_calls_and_padding_is_not() -> None:
     def own(i: int) -> list[tuple[str, Tensor]]:
         return [("words", (text[i] != 0)[:, None].expand(-1, 2)) for text in (left, right)]
 
-    examples = check(Siamese(2, words=(7, 2)), (left, right), Private(submodule="words"), own)
+    examples = check(model, (left, right), Private(submodule="words"), own)
     assert examples.own_coordinates.tolist() == [12, 8, 10]
-    assert shapes(examples) == {"words[0]": (3, 4, 2), "words[1]": (3, 2, 2)}
+    shapes = {name: tuple(values.shape) for name, values in examples.maps(examples.z).items()}
+    assert shapes == {"words[0]": (3, 4, 2), "words[1]": (3, 2, 2)}
 
 
 @pytest.mark.parametrize("given", ["tokens", "mask", "lengths"])
@@ -161,18 +119,20 @@ def test_padding_that_the_model_adds_is_not_private(given: str) -> None:
     inputs = (tokens,) if given == "tokens" else (tokens, (tokens != 0).long())
     private = Private(submodule="words", lengths=1 if given == "lengths" else None)
     own = nn.functional.pad(tokens != 0, (0, 2))[..., None].expand(-1, -1, 2)
-    examples = check(Windowed(2, words=(7, 2)), inputs, private, lambda i: [("words", own[i])])
+    examples = check(net(windowed, 2, 0, words=(7, 2)), inputs, private, lambda i: [("words", own[i])])
     assert examples.own_coordinates.tolist() == [12, 8, 12]
 
 
 def test_outputs_with_the_positions_in_front() -> None:
-    model, own = Behind(2, words=(7, 2)), [("words", torch.ones(4, 1, 2, dtype=torch.bool))]
+    model = net(lambda m, tokens: m.head(m.words(tokens.t()).tanh().mean(dim=0)), 2, words=(7, 2))
     model.words.requires_grad_(False)
+    own = [("words", torch.ones(4, 1, 2, dtype=torch.bool))]
     check(model, (torch.randint(7, (3, 4)),), Private(submodule="words"), lambda i: own)
 
 
 def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
-    model = Repeated(2, words=(7, 2)).to(DEVICE, torch.float64)
+    model = net(repeated, 2, words=(7, 2)).to(DEVICE)
+    model.times = 1
     tokens, y = torch.randint(7, (3, 4), device=DEVICE), torch.randint(3, (3,), device=DEVICE)
     gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="words"))
     model.times = 2
@@ -183,7 +143,7 @@ def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
 
 
 def test_a_table_under_another_name_is_that_table() -> None:
-    model = Repeated(2, shared=(7, 2), words=(7, 2))
-    model.words.weight = model.shared.weight
+    model = net(repeated, 2, shared=(7, 2), words=(7, 2))
+    model.words.weight, model.times = model.shared.weight, 1
     examples = Examples.build(torch.randint(7, (3, 4)), torch.zeros(3), Private(submodule="shared"), model=model)
     assert list(examples.maps(examples.z)) == ["words"]
