@@ -97,29 +97,6 @@ class TestVariance:
         known = Leakage(ledger, ExampleIds(4), Conditions())  # the attacker knows that no batch held it
         assert known.get_mse_bound([2]).interval(0.95)[0].item() == math.inf
 
-    @pytest.mark.parametrize("times", [(1,), (1, 10, 100)], ids=["white", "flicker"])
-    def test_runs_that_wander_are_covered(self, times: tuple[int, ...]) -> None:
-        """Examples are runs: log-normal traces about a common mean, with memories of so many steps."""
-        source = torch.Generator().manual_seed(3)
-        n, steps, q = 2000, 400, 0.1
-        states = [torch.zeros(n, dtype=torch.float64) for _ in times]
-        values = []
-        for _ in range(steps):
-            for k, memory in enumerate(times):
-                kept = math.exp(-1 / memory)
-                fresh = torch.randn(n, generator=source, dtype=torch.float64)
-                states[k] = kept * states[k] + math.sqrt(1 - kept**2) * fresh
-            values.append((0.7 / math.sqrt(len(times)) * torch.stack(states).sum(dim=0)).exp())
-        drawn = torch.rand(steps, n, generator=source) < q
-        traces = torch.stack(values)
-        leakage = Leakage(booked(traces, drawn=drawn), ExampleIds(n), Conditions(sample_rate=q))
-        truth = q * traces.sum(dim=0).mean()
-        low, high = leakage.get_trace().interval(0.95)
-        assert float((truth > high).double().mean()) <= 0.04
-        assert float((truth < low).double().mean()) <= 0.04
-        of_probes = leakage.get_trace().interval(0.95, "probes")
-        assert float((truth > of_probes[1]).double().mean()) > 0.3
-
     def test_averages_over_runs_hold_it_already_and_infinite_sums_are_certain(self) -> None:
         values = torch.ones(6, 2, dtype=torch.float64)
         values[3, 0] = math.inf

@@ -94,16 +94,6 @@ def test_directions_in_which_all_agree_count_as_known() -> None:
     assert wide.variance == pytest.approx(values[:4].var(dim=0).mean().item(), rel=1e-5)
 
 
-def test_chance_in_the_covariance_lowers_the_bound_on_average() -> None:
-    generator = torch.Generator().manual_seed(3)
-    covariance = torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1], dtype=torch.float64))
-    truth = bounds.mse_van_trees(3.0, 4, 1 / covariance.diagonal()).item()
-    fitted = [
-        bounds.mse_van_trees(3.0, 4, Prior.gaussian(people(covariance, 30, generator)).information) for _ in range(100)
-    ]
-    assert 0.9 * truth < torch.stack(fitted).mean().item() < truth
-
-
 def test_the_error_is_calibrated_over_draws_of_people() -> None:
     """Traces that differ from person to person: the interval covers the bound at the population's mean trace."""
     prior = Prior.box(0.0, 1.0, num_coordinates=5)

@@ -236,8 +236,13 @@ def between(layer: nn.Module, width: int = 3) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(width, 2))
 
 
+def linear_layers(run: Callable[..., Any], **sizes: tuple[int, int]) -> Callable[[], nn.Module]:
+    """Makes a model of linear layers of these sizes."""
+    return lambda: Model(run, **{name: nn.Linear(*size) for name, size in sizes.items()})
+
+
 def tied() -> nn.Module:
-    model = Model(lambda m, x: m.second(torch.tanh(m.first(x))), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    model = linear_layers(lambda m, x: m.second(torch.tanh(m.first(x))), first=(4, 4), second=(4, 4))()
     model.second.weight = model.first.weight
     return model
 
@@ -285,40 +290,31 @@ def time_first() -> nn.Module:
     return Model(run, table=table, layer=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 2))
 
 
+def twice(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(m.layer(torch.tanh(m.layer(x)))))
+
+
+def with_and_without_the_examples(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(m.layer(x)) + m.layer(torch.eye(4)[:1].to(x)).sin()
+
+
+def behind_its_back(m: Any, x: Tensor) -> Tensor:
+    return F.linear(torch.tanh(m.layer(x)), m.layer.weight)
+
+
 MODELS: Cases = {
-    "a layer used twice": (
-        lambda: Model(
-            lambda m, x: m.head(torch.tanh(m.layer(torch.tanh(m.layer(x))))),
-            layer=nn.Linear(4, 4),
-            head=nn.Linear(4, 2),
-        ),
-        (4,),
-    ),
+    "a layer used twice": (linear_layers(twice, layer=(4, 4), head=(4, 2)), (4,)),
     "tied weights": (tied, (4,)),
-    "in-place operations": (lambda: Model(in_place, first=nn.Linear(4, 5), second=nn.Linear(5, 2)), (4,)),
-    "a layer that is never called": (
-        lambda: Model(lambda m, x: m.layer(x).tanh(), layer=nn.Linear(4, 3), never=nn.Linear(4, 3)),
-        (4,),
-    ),
+    "in-place operations": (linear_layers(in_place, first=(4, 5), second=(5, 2)), (4,)),
+    "a layer that is never called": (linear_layers(lambda m, x: m.layer(x).tanh(), layer=(4, 3), never=(4, 3)), (4,)),
     "rows of all examples as one batch": (partial(folded, True), (2, 4)),
     "positions first": (time_first, (3, 4)),
-    "a weight used behind its layer's back": (
-        lambda: Model(lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight), layer=nn.Linear(4, 4)),
-        (4,),
-    ),
-    "with and without the examples": (
-        lambda: Model(
-            lambda m, x: torch.tanh(m.layer(x)) + m.layer(torch.eye(4)[:1].to(x)).sin(), layer=nn.Linear(4, 4)
-        ),
-        (4,),
-    ),
+    "a weight used behind its layer's back": (linear_layers(behind_its_back, layer=(4, 4)), (4,)),
+    "with and without the examples": (linear_layers(with_and_without_the_examples, layer=(4, 4)), (4,)),
     "subclasses": (lambda: nn.Sequential(Dense(4, 4), nn.Tanh(), Dense(4, 2)), (4,)),
     "weight normalisation": (lambda: between(weight_norm(nn.Linear(4, 3))), (4,)),
     "weight normalisation by hooks": (lambda: between(nn.utils.weight_norm(nn.Linear(4, 3))), (4,)),
-    "spectral normalisation": (
-        lambda: nn.Sequential(spectral_norm(nn.Conv1d(2, 3, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)).eval(),
-        (2, 4),
-    ),
+    "spectral normalisation": (lambda: between(spectral_norm(nn.Linear(4, 3))).eval(), (4,)),
     "frozen first layer": (lambda: between(nn.Linear(4, 6).requires_grad_(False), 6), (4,)),
     "attention": (attends, (3, 4)),
     "attention, positions first": (partial(attends, batch_first=False), (3, 4)),
@@ -327,11 +323,7 @@ MODELS: Cases = {
     "attention, its weights asked for": (partial(attends, need_weights=True), (3, 4)),
     "attention with rows added": (partial(attends, add_bias_kv=True), (5, 4)),
     "a layer of two inputs that is given one": (
-        lambda: Model(
-            lambda m, x: m.head(torch.tanh(m.pair(*[torch.tanh(x)] * 2))),
-            pair=nn.Bilinear(3, 3, 4),
-            head=nn.Linear(4, 2),
-        ),
+        lambda: Model(lambda m, x: torch.tanh(m.pair(torch.tanh(x), torch.tanh(x))), pair=nn.Bilinear(3, 3, 4)),
         (3,),
     ),
 }

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.cases import DEVICE, SIGMA, build, relative_error
 from tests.fisher.recorded_cases import Model, close
-from torchfil import PLIS, fisher
+from torchfil import fisher
 from torchfil.fisher import PoissonAmplification, reference
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
@@ -172,20 +172,8 @@ def test_not_refused() -> None:
     dropout = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
     for model in (batch_norm(train=False, frozen=True), dropout):
         assert torch.isfinite(fisher.exact_fim(**classifier(model), **SETTINGS)).all()
-    ones: Any = ([True, False, True, True], np.int64(1), torch.tensor(1), np.array([1]))
-    assert [Examples.build(torch.ones(3, 4), Y, Private(coordinates=o)).num_coordinates for o in ones] == [3, 1, 1, 1]
-    for first in (np.int64(0), [np.int64(0)], np.array([0])):
-        assert Examples.build(X, Y, Private(inputs=first)).num_coordinates == 3  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_a_mean_weighted_by_class_is_refused(loss: type[nn.Module]) -> None:
-    model, weight = nn.Linear(3, 2), torch.tensor([1.0, 50.0])
-    with pytest.raises(ValueError, match=r"class weights.*reduction='sum'"):
-        fisher.fim_trace(model, loss(weight=weight), X, Y, **SETTINGS)
-    with pytest.raises(ValueError, match="class weights"):
-        PLIS(model, loss(weight=weight)).attribute(X, Y)
-    assert fisher.fim_trace(model, loss(weight=weight, reduction="sum"), X, Y, **SETTINGS).value.shape == (3,)
+    for one in ([False, True, False], np.int64(1), torch.tensor(1), np.array([1])):
+        assert Examples.build(X, Y, Private(coordinates=one)).num_coordinates == 1  # type: ignore[arg-type]
 
 
 def test_mean_sum_and_unreduced_losses_agree_on_one_example() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks import zoo
 from tests.cases import DEVICE, build
 from tests.fisher import recorded_cases as cases
 from tests.fisher.recorded_cases import BATCH, MECHANISM, Model, check, close, gradients_of, norms_and_slopes, state_of
-from torchfil import Private, fisher
+from torchfil import Private
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, plan
 from torchfil.fisher.recording.record import record
@@ -104,15 +105,25 @@ def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
     check(gradients_of(model, torch.randn(5, 4), torch.randint(5, (5, 3))), generic=())
 
 
-def test_a_model_that_looks_at_values() -> None:
-    """It has no vmap, but one recorded pass serves it."""
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_a_model_that_looks_at_values(batch: int) -> None:
+    """It cannot be mapped: one recorded pass serves it, and mapped products go one example after the other."""
     torch.manual_seed(8)
-    model = Model(lambda m, x: torch.tanh(m.layer(x)) if bool((x < 1e6).all()) else x, layer=nn.Linear(4, 2))
-    gradients = gradients_of(model, torch.randn(3, 4))
-    check(gradients)
-    x, y = gradients.examples.z, gradients.examples.public[2]
-    trace = fisher.fim_trace(gradients.model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=1.0)
-    assert trace.value.shape == (3,)
+
+    def run(m: Any, x: Tensor, mask: Tensor, looks: bool = True) -> Tensor:
+        hidden = m.first(x).tanh()
+        return m.second(hidden if looks and mask.all() else hidden * mask)
+
+    model, x = Model(run, first=nn.Linear(3, 4), second=nn.Linear(4, 2)), torch.randn(batch, 3)
+    mask = (torch.arange(4).expand(batch, 4) < torch.arange(2, 2 + batch)[:, None]).double()
+    ours = gradients_of(model, x, mask, private=Private(inputs=0))
+    if batch:
+        check(ours)
+    plain = replace(ours, model=Model(partial(run, looks=False), first=model.first, second=model.second))
+    u, v = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((plain.num_parameters,), (batch, 3)))
+    close(ours.vjp(u), plain.vjp(u), 1e-12)
+    close(ours.jvp(v), plain.jvp(v), 1e-12)
+    close(ours.jacobian_columns(slice(0, 3)), plain.jacobian_columns(slice(0, 3)), 1e-12)
 
 
 def test_in_place_operations_on_what_does_not_depend_on_the_private_part() -> None:

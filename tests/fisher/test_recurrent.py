@@ -89,18 +89,6 @@ def test_packed_sequences(kind: str, form: str) -> None:
     check_model(tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form]), last=not opacus), LENGTHS)
 
 
-@pytest.mark.parametrize("frozen", ["weight_ih_l0", "bias_hh_l0"])
-def test_a_frozen_parameter(frozen: str) -> None:
-    layer = nn.GRU(WIDTH, HIDDEN, batch_first=True)
-    layer.get_parameter(frozen).requires_grad_(False)
-    check_model(tagger(layer))
-
-
-def test_a_layer_that_reads_its_own_output() -> None:
-    layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-    check_model(Model(lambda m, x: m.layer(*m.layer(x))[0].flatten(1), layer=layer))
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
 @pytest.mark.parametrize(("kind", "first"), [("LSTM", True), ("GRU", False), ("RNN", True), ("DPLSTM", False)])
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
