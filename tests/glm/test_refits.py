@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import ndtr, ndtri
 
 from tests.glm.glm_cases import CODES, COLUMNS, table
 from tests.glm.glm_cases import EXACT_MODELS as MODELS
-from torchfil.glm import Absent, Label, LinearRegression, NominalAttribute, Question, Shift
+from torchfil.glm import Absent, Label, LinearRegression, NominalAttribute, Question, Shift, guess
 from torchfil.glm.guesses import ask
 from torchfil.glm.refits import GLMView, minimiser_changes
 
@@ -40,7 +41,8 @@ def test_updates_equal_refits(name: str, surrogate: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr("torchfil.glm.refits._THIRD_NUMBERS", 0)
     X, y, _ = table(name)
     weight = np.random.default_rng(5).uniform(0.2, 2.0, N)
-    view = GLMView.build(MODELS[name]().fit(X, y, sample_weight=weight), X, y)
+    model = MODELS[name]().fit(X, y, sample_weight=weight)
+    view = GLMView.build(model, X, y)
     questions: dict[str, Question] = {
         "attribute": NominalAttribute(COLUMNS, CODES),
         "label": Label(2) if name.startswith("logistic") else Shift(1.0),
@@ -50,6 +52,10 @@ def test_updates_equal_refits(name: str, surrogate: bool, monkeypatch: pytest.Mo
     for change, question in questions.items():
         asked = ask(question, view)
         moved = minimiser_changes(view, asked.alternatives, tolerance=1e-11)
+        found, distances = guess(model, X, y, question, 0.02), (moved.norm(dim=2) / 0.02).cpu().numpy()
+        assert found.divergence == pytest.approx(distances**2 / 2, rel=1e-6)
+        rates = ndtr(ndtri(0.05) + distances.max(axis=1))  # of the likelihood ratio, of the answer that is told best
+        assert found.true_positive_rate(0.05) == pytest.approx(rates, rel=1e-6)
         for row in range(0, N, 20):
             own = int(asked.truth[row])
             assert float(moved[row, own].abs().max()) == 0
