@@ -107,8 +107,7 @@ def batch_norm(train: bool = True, frozen: bool = False) -> nn.Module:
 def of(name: str, **changed: Any) -> dict[str, Any]:
     """A case of three examples with some arguments changed."""
     case = build(name, 3)
-    given = {"model": case.model, "loss_fn": case.loss_fn, "inputs": case.inputs, "targets": case.targets}
-    return {**given, **changed}
+    return {"model": case.model, "loss_fn": case.loss_fn, "inputs": case.inputs, "targets": case.targets, **changed}
 
 
 def classifier(model: nn.Module, **changed: Any) -> dict[str, Any]:

@@ -93,14 +93,10 @@ def test_masks_are_kept_as_drawn_whatever_happens_to_them() -> None:
     outputs, by_example = recorded(dropout, x)
     with replayed_masks(by_example):
         torch.testing.assert_close(dropout(x.float()), outputs.float())
-
-
-def test_nothing_is_recorded_where_nothing_is_drawn() -> None:
-    x = inputs()
-    with recorded_masks() as masks:
+    with recorded_masks() as none:
         F.dropout(x, 0.5, training=False)
         nn.Linear(3, 3, device="meta")
-    assert masks == []
+    assert none == []
 
 
 @pytest.mark.parametrize(
@@ -109,52 +105,39 @@ def test_nothing_is_recorded_where_nothing_is_drawn() -> None:
         (DRAWS["two"], 1, "more random numbers"),
         (dropout, 2, "fewer random numbers"),
         (lambda x: dropout(torch.ones(5, 7, device=DEVICE)), 1, "shape"),
-        (lambda x: F.rrelu(x, training=True), 0, "rrelu_with_noise"),  # draws slopes and gives values
     ],
 )
 def test_other_draws_are_refused(again: Any, copies: int, noun: str) -> None:
     x = inputs()
     _, masks = recorded(dropout, x)
-    with (
-        pytest.raises(UnsupportedModuleError, match=noun),
-        replayed_masks(masks * copies) if copies else recorded_masks(),
-    ):
+    with pytest.raises(UnsupportedModuleError, match=noun), replayed_masks(masks * copies):
         again(x)
+    with pytest.raises(UnsupportedModuleError, match="rrelu_with_noise"), recorded_masks():
+        F.rrelu(x, training=True)  # draws slopes and gives values
 
 
 class TestLayouts:
     """Masks need not run over the examples first."""
 
     @pytest.mark.parametrize(
-        ("shape", "of_one", "expected"),
+        ("shape", "of_one", "dim"),
         [
-            ((5, 6), (1, 6), torch.arange(30.0).reshape(5, 1, 6)),
-            ((10, 3, 3), (2, 3, 3), torch.arange(90.0).reshape(5, 2, 3, 3)),
-            *(
-                ((t, 5, 2), (t, 1, 2), torch.arange(t * 10.0).reshape(t, 5, 2).transpose(0, 1)[:, :, None])
-                for t in (3, 5)
-            ),
-            # one for all, also where it looks like one of the examples
-            *((s, s, torch.arange(float(torch.Size(s).numel())).reshape(1, *s).expand(5, *s)) for s in ((5,), (5, 6))),
-            ((), (), torch.zeros(5)),
+            *(((5, 6), (1, 6), 0), ((10, 3, 3), (2, 3, 3), 0), ((3, 5, 2), (3, 1, 2), 1), ((5, 5, 2), (5, 1, 2), 1)),
+            *((shape, shape, None) for shape in ((5,), (5, 6), ())),  # one for all, though it looks like the examples'
         ],
     )
-    def test_by_example(self, shape: tuple[int, ...], of_one: tuple[int, ...], expected: Tensor) -> None:
-        """The first example alone, run once, shows where the examples lie."""
+    def test_by_example(self, shape: tuple[int, ...], of_one: tuple[int, ...], dim: int | None) -> None:
+        """The first example alone, run once, shows where the examples lie, also in batches of other sizes."""
         layouts, seen = MaskLayouts(), []
-        mask = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        for _ in range(2):
-            (found,) = layouts.by_example([mask], 5, "kind", lambda: seen.append(torch.rand(of_one)))
-            assert torch.equal(found, expected)
-        assert len(seen) == 1
+        mask = torch.rand(shape)
+        expected = mask.expand(5, *shape) if dim is None else mask.unflatten(dim, (5, -1)).movedim(dim, 0)
+        (found,) = layouts.by_example([mask], 5, "kind", lambda: seen.append(torch.rand(of_one)))
+        assert torch.equal(found, expected)
         assert torch.equal(seen[0], expected[0]), "it gets what the batch drew for it"
-
-    def test_other_sizes_of_the_same_kind_are_known(self) -> None:
-        layouts, runs = MaskLayouts(), []
-        for batch in (4, 7, 1, 3):
-            (found,) = layouts.by_example([torch.rand(2, batch)], batch, "kind", lambda: runs.append(torch.rand(2, 1)))
-            assert found.shape == (batch, 2, 1)
-        assert len(runs) == 1
+        smaller = mask if dim is None else mask.narrow(dim, 0, 3 * shape[dim] // 5)
+        (found,) = layouts.by_example([smaller], 3, "kind", lambda: seen.append(torch.rand(of_one)))
+        assert torch.equal(found, expected[:3])
+        assert len(seen) == 1
 
     def test_what_fits_no_layout_is_refused(self) -> None:
         for run, noun in ((lambda: torch.rand(1, 7), "shape"), (lambda: None, "fewer random numbers")):
