@@ -69,7 +69,6 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert torch.equal(ours[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.product
 @pytest.mark.parametrize(
     ("where", "chosen", "track"), [("cpu", None, ()), ("cpu", [31, 4, 17], ALL), ("folder", [31, 4, 17], ALL)]
 )
@@ -168,18 +167,16 @@ def test_looks_see_the_sums_of_their_step() -> None:
     torch.testing.assert_close(later.points, now.points, rtol=1e-14, atol=0)
 
 
-READERS: list[Callable[[Ledger], Any]] = [
-    lambda ledger: ledger.sums["participations"],
-    lambda ledger: ledger.sums.at("participations", torch.arange(N)),
-    lambda ledger: ledger.state_dict()["sums"]["participations"],
-    lambda ledger: copy.deepcopy(ledger).sums["participations"],
-    lambda ledger: torch.from_numpy(Leakage(ledger, ExampleIds(N)).arrays()["participations"]),
-    lambda ledger: ledger.own_coordinates - 1,
-]
-
-
 def test_every_reader_sees_what_was_added() -> None:
-    for read in READERS:
+    readers: tuple[Callable[[Ledger], Any], ...] = (
+        lambda ledger: ledger.sums["participations"],
+        lambda ledger: ledger.sums.at("participations", torch.arange(N)),
+        lambda ledger: ledger.state_dict()["sums"]["participations"],
+        lambda ledger: copy.deepcopy(ledger).sums["participations"],
+        lambda ledger: torch.from_numpy(Leakage(ledger, ExampleIds(N)).arrays()["participations"]),
+        lambda ledger: ledger.own_coordinates - 1,
+    )
+    for read in readers:
         ledger = Ledger(N, 1)
         ledger.add(Contribution(ROWS, torch.ones(2), num_coordinates=2))
         assert read(ledger)[[7, 5, 6]].tolist() == [1, 1, 0]

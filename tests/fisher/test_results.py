@@ -49,16 +49,9 @@ def test_a_part_has_the_interval_of_the_whole(place: Any, exponent: float | None
         torch.testing.assert_close(got, want[place], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (Estimate.exact(torch.tensor([1.5, 2.0])), "Estimate([1.5, 2], exact)"),
-        (Estimate(torch.tensor(0.12345), torch.tensor(0.02), "estimate"), "Estimate(0.1235 ± 0.02, estimate)"),
-        (Estimate.exact(torch.zeros(2, 3)), "Estimate([0, 0, 0, 0, …], exact, shape (2, 3))"),
-    ],
-)
-def test_repr(found: Estimate, text: str) -> None:
-    assert repr(found) == text
+def test_repr() -> None:
+    assert repr(Estimate(torch.tensor(0.12345), torch.tensor(0.02), "estimate")) == "Estimate(0.1235 ± 0.02, estimate)"
+    assert repr(Estimate.exact(torch.zeros(2, 3))) == "Estimate([0, 0, 0, 0, …], exact, shape (2, 3))"
 
 
 def test_nothing_about_infinity_is_uncertain() -> None:
