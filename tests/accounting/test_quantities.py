@@ -17,7 +17,9 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.quantities import (
+    Asked,
     Conditions,
+    Divergence,
     Needs,
     Sum,
     TrackedQuantity,
@@ -71,6 +73,19 @@ def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Le
     ledger.add(Contribution(rows, torch.ones(2, device=omega.device), additions={k: v[rows] for k, v in added.items()}))
     conditions = Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1, test_matrix=omega)
     return Leakage(ledger, ExampleIds(4), conditions)
+
+
+def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
+    """Fisher information with its readings, products and divergences, measured in half of all steps."""
+    measurement, omega = measured(batch(), ALL)
+    leakage, rows, d = booked(batch(), ALL, rate=0.5), [0, 2], len(omega)
+    trace = 2 * measurement.estimates["trace"].value[rows].double()
+    torch.testing.assert_close(leakage.get_trace(rows).value, trace)
+    torch.testing.assert_close(leakage.get_fil(rows).value, (trace / d).sqrt())
+    torch.testing.assert_close(leakage.get_mse_bound(rows).value, d / trace)
+    torch.testing.assert_close(leakage.ledger.sums["sketch"][rows], 2 * measurement.products[rows].double())
+    added = Divergence("age", Asked(("old", "young"))).added(torch.ones(3, 2), 0.5, skipping=True)
+    assert torch.equal(added["question age"], torch.full((3, 2), 2.0))
 
 
 class TestRegistry:
