@@ -16,32 +16,20 @@ from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import (
-    Asked,
-    Conditions,
-    Divergence,
-    Needs,
-    Sum,
-    TrackedQuantity,
-    additions,
-    needs_of,
-    register_quantity,
-    tracked,
-)
 from torchfil.fisher import ExampleGradients, Mechanism
 from torchfil.fisher.batch import Measurement, PrivateBatch
 
 ALL = ("diagonal", "fim", "sketch", "plis")
 
 
-class Largest(TrackedQuantity):
+class Largest(quantities.TrackedQuantity):
     """The largest entry of the diagonal, summed over steps, and how often it was looked at."""
 
     name = "largest"
-    needs = Needs(("diagonal",))
+    needs = quantities.Needs(("diagonal",))
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        return {"largest": Sum(), "looks": Sum(dtype=torch.int64)}
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, quantities.Sum]:
+        return {"largest": quantities.Sum(), "looks": quantities.Sum(dtype=torch.int64)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         largest = measurement.estimates["diagonal"].value.double().max(dim=1).values
@@ -58,7 +46,7 @@ def batch(sigma: float = 0.9) -> PrivateBatch:
 
 
 def measured(found: PrivateBatch, track: tuple[str, ...], rank: int = 2) -> tuple[Measurement, Tensor]:
-    d, needs = found.gradients.num_coordinates, needs_of(track)
+    d, needs = found.gradients.num_coordinates, quantities.needs_of(track)
     omega = torch.eye(d, rank, dtype=found.gradients.dtype, device=found.gradients.device)
     test_matrix = omega if needs.products else None
     return found.measure(needs.quantities, "exact", test_matrix=test_matrix, susceptibility=needs.susceptibility), omega
@@ -69,9 +57,9 @@ def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Le
     measurement, omega = measured(found, track)
     rows = torch.tensor([0, 2], device=omega.device)
     ledger = Ledger(4, found.gradients.num_coordinates, track=track, sketch_rank=2, device=omega.device)
-    added = additions(measurement, rate, skipping=rate < 1, track=track)
+    added = quantities.additions(measurement, rate, skipping=rate < 1, track=track)
     ledger.add(Contribution(rows, torch.ones(2, device=omega.device), additions={k: v[rows] for k, v in added.items()}))
-    conditions = Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1, test_matrix=omega)
+    conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1, test_matrix=omega)
     return Leakage(ledger, ExampleIds(4), conditions)
 
 
@@ -84,15 +72,17 @@ def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
     torch.testing.assert_close(leakage.get_fil(rows).value, (trace / d).sqrt())
     torch.testing.assert_close(leakage.get_mse_bound(rows).value, d / trace)
     torch.testing.assert_close(leakage.ledger.sums["sketch"][rows], 2 * measurement.products[rows].double())
-    added = Divergence("age", Asked(("old", "young"))).added(torch.ones(3, 2), 0.5, skipping=True)
+    added = quantities.Divergence("age", quantities.Asked(("old", "young"))).added(torch.ones(3, 2), 0.5, skipping=True)
     assert torch.equal(added["question age"], torch.full((3, 2), 2.0))
 
 
 class TestRegistry:
     def test_the_trace_is_always_kept_and_stands_first(self) -> None:
-        assert [quantity.name for quantity in tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
+        assert [quantity.name for quantity in quantities.tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
         assert Ledger(3, 2, track=("trace",)).track == ()
-        assert needs_of(ALL) == Needs(("trace", "diagonal", "matrix"), products=True, susceptibility=True)
+        assert quantities.needs_of(ALL) == quantities.Needs(
+            ("trace", "diagonal", "matrix"), products=True, susceptibility=True
+        )
         with pytest.raises(ValueError, match="colour"):
             Ledger(3, 2, track=("colour",))
         with pytest.raises(ValueError, match="plis"):
@@ -100,7 +90,7 @@ class TestRegistry:
 
     def test_one_class_and_one_call_add_a_quantity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
-        register_quantity(Largest())
+        quantities.register_quantity(Largest())
         leakage = booked(batch(), ("largest",), rate=0.5)
         truth = measured(batch(), ("diagonal",))[0].estimates["diagonal"].value.double().max(dim=1).values
         torch.testing.assert_close(leakage.get("largest", [2, 0]), 2 * truth[[2, 0]])
@@ -111,7 +101,7 @@ class TestRegistry:
         clash.name = "clash"
         for other, noun in ((Largest(), "overwrite=True"), (clash, "looks")):
             with pytest.raises(ValueError, match=noun):
-                register_quantity(other)
+                quantities.register_quantity(other)
 
 
 class TestWithoutNoise:

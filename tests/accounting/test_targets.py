@@ -13,25 +13,16 @@ from hypothesis import strategies as st
 from tests.refused import all_refused
 from torchfil.accounting.pace import exposed_rows
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
+from torchfil.planning import equalising
 from torchfil.planning.calibration import LeakageTarget, TargetCheck
-from torchfil.planning.equalising import (
-    Exposure,
-    Goal,
-    RoundWeights,
-    group_factors,
-    group_levels,
-    lowered_weights,
-    members_of,
-    smallest_in_cell,
-)
 
 positive = st.floats(1e-6, 1e6)
 
 
-def exposed(values: Any, power: float = 0.5, measured: Any = None) -> Exposure:
+def exposed(values: Any, power: float = 0.5, measured: Any = None) -> equalising.Exposure:
     value = torch.as_tensor(values, dtype=torch.float64)
     measured = torch.ones(len(value), dtype=torch.bool) if measured is None else torch.tensor(measured)
-    return Exposure(value, value, measured, power=power)
+    return equalising.Exposure(value, value, measured, power=power)
 
 
 @settings(deadline=None)
@@ -39,7 +30,7 @@ def exposed(values: Any, power: float = 0.5, measured: Any = None) -> Exposure:
 def test_lowered_weights(values: list[float], most: float, margin: float) -> None:
     """What is foreseen meets the target with its margin, by less than a step of the grid more than needed."""
     exposure = exposed(values)
-    weights = lowered_weights(torch.ones(len(values), dtype=torch.float64), exposure, most, margin)
+    weights = equalising.lowered_weights(torch.ones(len(values), dtype=torch.float64), exposure, most, margin)
     assert bool((weights <= 1).all())
     steps = 4 * weights.log2()
     assert bool(((steps - steps.round()).abs() < 1e-6).all()), "on the grid"
@@ -52,8 +43,10 @@ def test_lowered_weights(values: list[float], most: float, margin: float) -> Non
 
 def test_weights_never_rise_and_who_was_not_measured_keeps_its_own() -> None:
     before = torch.tensor([0.5, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(lowered_weights(before, exposed([0.01, 4.0]), 1.0), before * torch.tensor([1.0, 0.5]))
-    assert lowered_weights(torch.ones(2), exposed([9.0, 9.0], measured=[True, False]), 1.0)[1] == 1
+    torch.testing.assert_close(
+        equalising.lowered_weights(before, exposed([0.01, 4.0]), 1.0), before * torch.tensor([1.0, 0.5])
+    )
+    assert equalising.lowered_weights(torch.ones(2), exposed([9.0, 9.0], measured=[True, False]), 1.0)[1] == 1
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
@@ -61,8 +54,8 @@ def test_groups_become_equal(power: float) -> None:
     """If exposure responds as ω², three steps bring the means within the ratio, each nearer."""
     torch.manual_seed(0)
     unit = torch.rand(300, dtype=torch.float64) * torch.tensor([1.0, 4.0, 9.0])[torch.arange(300) % 3]
-    following = RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
-    goal, ratios = Goal(has_groups=True), []
+    following = equalising.RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
+    goal, ratios = equalising.Goal(has_groups=True), []
     for _ in range(3):
         following = following.after(exposed(unit * following.values.square(), power), goal)
         ratios.append(following.ratio(exposed(unit * following.values.square(), power)) or 0.0)
@@ -73,23 +66,25 @@ def test_groups_become_equal(power: float) -> None:
 
 def test_factors_of_groups_and_cells() -> None:
     """A group that got too little of a weight is brought back; a group of which nobody was measured changes nothing."""
-    factors = group_factors(torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.5]), power=0.5, ratio=1.0 + 1e-9)
+    factors = equalising.group_factors(torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.5]), power=0.5, ratio=1.0 + 1e-9)
     torch.testing.assert_close(factors, torch.tensor([1.0, 0.25 * 2**0.8]), rtol=0.02, atol=0)
-    levels = group_levels(exposed([1.0, 2.0, 5.0], measured=[True, True, False]), None, torch.tensor([0, 1, 2]))
+    levels = equalising.group_levels(
+        exposed([1.0, 2.0, 5.0], measured=[True, True, False]), None, torch.tensor([0, 1, 2])
+    )
     assert math.isnan(levels[2])
-    assert group_factors(torch.ones(3), levels, power=0.5, ratio=1.05)[2] == 1
+    assert equalising.group_factors(torch.ones(3), levels, power=0.5, ratio=1.05)[2] == 1
     weights, cells = torch.tensor([0.3, 0.2, 0.5, 0.1]), torch.tensor([0, 0, 1, 1])
-    torch.testing.assert_close(smallest_in_cell(weights, cells), torch.tensor([0.2, 0.2, 0.1, 0.1]))
+    torch.testing.assert_close(equalising.smallest_in_cell(weights, cells), torch.tensor([0.2, 0.2, 0.1, 0.1]))
     with pytest.raises(ValueError, match="cut through"):
-        RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
+        equalising.RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
 
 
 def test_members() -> None:
-    numbers, labels = members_of({"x": "m", "y": "f", "z": "m"}, ["x", "y", "z"], "groups")
+    numbers, labels = equalising.members_of({"x": "m", "y": "f", "z": "m"}, ["x", "y", "z"], "groups")
     assert (numbers.tolist(), labels) == ([0, 1, 0], ("m", "f"))
     for given_labels, noun in (({"x": 1}, "no label for 1 of 2"), (["a"], "1 labels"), ([1.0, math.nan], "NaN")):
         with pytest.raises(ValueError, match=noun):
-            members_of(given_labels, ["x", "y"], "by")
+            equalising.members_of(given_labels, ["x", "y"], "by")
 
 
 def test_goals_that_are_none() -> None:
@@ -101,15 +96,15 @@ def test_goals_that_are_none() -> None:
         "confidence": {"confidence": 0.3},
         "group_ratio": {"group_ratio": 1.0},
     }
-    all_refused({noun: lambda options=options: Goal(**options) for noun, options in wrong.items()})
+    all_refused({noun: lambda options=options: equalising.Goal(**options) for noun, options in wrong.items()})
 
 
 def test_a_share_becomes_a_target() -> None:
-    goal = Goal(share=0.1).settled(exposed(torch.arange(1.0, 101.0)))
+    goal = equalising.Goal(share=0.1).settled(exposed(torch.arange(1.0, 101.0)))
     assert goal.target == pytest.approx(1 / 90)  # ten examples are above 90
-    assert Goal(has_groups=True).settled(exposed([1.0, 2.0])).target is None
+    assert equalising.Goal(has_groups=True).settled(exposed([1.0, 2.0])).target is None
     with pytest.raises(ValueError, match="only 1 of 20"):
-        Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
+        equalising.Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
 
 
 @settings(deadline=None, max_examples=20)

@@ -12,21 +12,13 @@ from torch import Tensor
 
 from tests.cases import build
 from torchfil import fisher
-from torchfil.fisher import (
-    Mechanism,
-    NoAmplification,
-    PoissonAmplification,
-    Theorem4Amplification,
-    amplification,
-    poisson_amplification,
-    reference,
-)
+from torchfil.fisher import amplification, reference
 
 
 @pytest.mark.parametrize("q", [1e-6, 0.01, 0.5, 1.0])
 def test_factors_against_two_dimensional_integration(q: float) -> None:
     for rho in (0.0, 1e-4, 0.03, 1.0, 1.9999, 5.3, 20.0, 49.9):
-        got = [factor.item() for factor in poisson_amplification(rho, q)]
+        got = [factor.item() for factor in fisher.poisson_amplification(rho, q)]
         assert got == pytest.approx(reference.poisson_amplification(rho, q), rel=1e-9)
 
 
@@ -35,32 +27,35 @@ def test_factors_against_two_dimensional_integration(q: float) -> None:
     [(0.5, 1, 0.1640, 0.3037), (1, 0.9999, 0.0257, 0.0472), (2, 0.9322, 0.0128, 0.0158), (5, 0.1534, 0.0104, 0.0108)],
 )
 def test_published_table(sigma: float, theorem4: float, perp: float, par: float) -> None:
-    assert [round(factor.item(), 4) for factor in poisson_amplification(1 / sigma, 0.01)] == [perp, par]
-    paper = Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
+    assert [round(factor.item(), 4) for factor in fisher.poisson_amplification(1 / sigma, 0.01)] == [perp, par]
+    paper = fisher.Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
     assert round(paper.kappa(0.01, sigma), 4) == theorem4
 
 
 def test_limits_shape_and_dtype() -> None:
     rho = torch.linspace(0, 80, 33, dtype=torch.float32).reshape(3, 11)
-    perp, par = poisson_amplification(rho, 0.05)
+    perp, par = fisher.poisson_amplification(rho, 0.05)
     assert perp.shape == par.shape == rho.shape
     assert perp.dtype == par.dtype == torch.float32
     assert [perp[0, 0].item(), par[0, 0].item()] == pytest.approx([0.05, 0.05], rel=1e-6)
     assert perp[-1, -1] == par[-1, -1] == 1
-    assert poisson_amplification(torch.zeros(0), 0.1)[0].shape == (0,)
+    assert fisher.poisson_amplification(torch.zeros(0), 0.1)[0].shape == (0,)
 
 
 @pytest.mark.parametrize(
     ("call", "noun"),
     [
-        *((lambda q=q: poisson_amplification(1.0, q), "q=") for q in (0.0, 1.1, math.nan)),
-        (lambda: PoissonAmplification(1.1), "q="),
-        (lambda: poisson_amplification(torch.tensor([0.5, -1.0]), 0.1), "rho"),
-        (lambda: Theorem4Amplification(0.1).epsilon(0.0), "noise_multiplier"),
-        (lambda: Theorem4Amplification(0.1, delta=0), "delta"),
-        (lambda: Theorem4Amplification(adjacency="swap"), "adjacency"),  # type: ignore[arg-type]
-        (lambda: Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.01), sample_rate=0.1), "does not fit"),
-        *((lambda a=a: Mechanism.build(1.0, 1.0, amplification=a), "unknown") for a in ("poisson", "theorem4")),
+        *((lambda q=q: fisher.poisson_amplification(1.0, q), "q=") for q in (0.0, 1.1, math.nan)),
+        (lambda: fisher.PoissonAmplification(1.1), "q="),
+        (lambda: fisher.poisson_amplification(torch.tensor([0.5, -1.0]), 0.1), "rho"),
+        (lambda: fisher.Theorem4Amplification(0.1).epsilon(0.0), "noise_multiplier"),
+        (lambda: fisher.Theorem4Amplification(0.1, delta=0), "delta"),
+        (lambda: fisher.Theorem4Amplification(adjacency="swap"), "adjacency"),  # type: ignore[arg-type]
+        (
+            lambda: fisher.Mechanism.build(1.0, 1.0, amplification=fisher.PoissonAmplification(0.01), sample_rate=0.1),
+            "does not fit",
+        ),
+        *((lambda a=a: fisher.Mechanism.build(1.0, 1.0, amplification=a), "unknown") for a in ("poisson", "theorem4")),
         (lambda: fisher.get_amplification("magic"), "none, poisson, theorem4"),
     ],
 )
@@ -70,7 +65,7 @@ def test_refusals(call: Any, noun: str) -> None:
 
 
 def test_add_remove_halves_the_sensitivity() -> None:
-    replace, remove = (Theorem4Amplification(delta=1e-6, adjacency=a) for a in ("replace-one", "add-remove"))
+    replace, remove = (fisher.Theorem4Amplification(delta=1e-6, adjacency=a) for a in ("replace-one", "add-remove"))
     assert replace.epsilon(4.0) == pytest.approx(remove.epsilon(2.0), rel=1e-12)
 
 
@@ -84,11 +79,11 @@ def test_the_analytic_epsilon_solves_its_equation(delta: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("poisson", PoissonAmplification(0.1)), ("theorem4", Theorem4Amplification(0.1))]
+    ("name", "given"), [("poisson", fisher.PoissonAmplification(0.1)), ("theorem4", fisher.Theorem4Amplification(0.1))]
 )
 def test_the_mechanisms_rate_serves_an_amplification_without_one(name: str, given: Any) -> None:
     norms = torch.tensor([0.1, 0.7], dtype=torch.float64)
-    ours, theirs = (Mechanism.build(1.0, 0.9, amplification=each, sample_rate=0.1) for each in (name, given))
+    ours, theirs = (fisher.Mechanism.build(1.0, 0.9, amplification=each, sample_rate=0.1) for each in (name, given))
     assert torch.equal(torch.stack(ours.weights(norms)), torch.stack(theirs.weights(norms)))
 
 
@@ -103,7 +98,7 @@ def test_an_amplification_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         secret_batches = False
 
     fisher.register_amplification("half", Half())
-    perp, par = Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
+    perp, par = fisher.Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
     assert (perp.item(), par.item()) == (0.125, 0.0625)
     with pytest.raises(ValueError, match="overwrite=True"):
         fisher.register_amplification("half", Half())
@@ -111,7 +106,7 @@ def test_an_amplification_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="secret_batches"):
         fisher.register_amplification("strange", strange)
     with pytest.raises(TypeError, match="secret_batches"):
-        Mechanism.build(1.0, 1.0, amplification=strange)
+        fisher.Mechanism.build(1.0, 1.0, amplification=strange)
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
@@ -135,7 +130,11 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
 
     exact, unamplified, theorem4 = (
         fisher.exact_fim(*case.arguments, **settings, amplification=each)[0].cpu()
-        for each in (PoissonAmplification(q), NoAmplification(), Theorem4Amplification(q, delta=1e-6))
+        for each in (
+            fisher.PoissonAmplification(q),
+            fisher.NoAmplification(),
+            fisher.Theorem4Amplification(q, delta=1e-6),
+        )
     )
     assert ((mean - exact).abs() < 4.5 * error).all()
     assert (mean.trace() - exact.trace()).abs() < 0.05 * exact.trace()
