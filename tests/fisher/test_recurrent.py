@@ -90,7 +90,10 @@ def test_packed_sequences(kind: str, form: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
-@pytest.mark.parametrize(("kind", "first"), [("LSTM", True), ("GRU", False), ("RNN", True), ("DPLSTM", False)])
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [("LSTM", True), ("GRU", False), ("RNN", True), ("DPLSTM", False), ("DPGRU", True), ("DPRNN", False)],
+)
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
     layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=first, dropout=0.4)
     model = tagger(layer).eval()
