@@ -149,6 +149,15 @@ def test_norm_histories_are_equal(own_steps: bool) -> None:
         assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
 
 
+def test_levels_of_noise_are_rounded_down() -> None:
+    """A norm of r times the limit under noise σ counts as a σ/r of the grid that is no larger, and the next is."""
+    history, ratio = NormHistory(N), torch.tensor([0.3, 0.7, 1.0])
+    history.step(torch.arange(3), ratio, 0.9, 0.1)
+    levels, grid = history.levels_of(ratio), torch.tensor(history.multipliers())
+    assert (grid[levels] <= 0.9 / ratio * (1 + 1e-4)).all()
+    assert (grid[levels + 1] > 0.9 / ratio * (1 - 1e-4)).all()
+
+
 def test_looks_see_the_sums_of_their_step() -> None:
     source = torch.Generator().manual_seed(2)
     ledger, plain = (Ledger(N, D, questions=ASKED) for _ in range(2))
