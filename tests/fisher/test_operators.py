@@ -38,6 +38,7 @@ _attention = F.scaled_dot_product_attention
 # Of an example's input [1, …] and one parameter: the operator, the shape of an example, and the parameter's.
 OPERATORS: dict[str, tuple[Operator, tuple[int, ...], tuple[int, ...]]] = {
     "layer_norm": (lambda x, w: F.layer_norm(x, (5,), w), (4, 5), (5,)),
+    "layer_norm over two": (lambda x, w: F.layer_norm(x, (4, 5), w), (4, 5), (4, 5)),
     "group_norm": (lambda x, w: F.group_norm(x, 2, w), (4, 3, 2), (4,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), (4, 5), (5,)),
     "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), (3, 4), (3,)),
@@ -70,7 +71,7 @@ OF_IMAGES: dict[str, Operator] = {  # of sin(x · w)
 OPERATORS |= {name: (lambda x, w, f=f: f(x @ w), (4, 5), (5, 4)) for name, f in OF_PRODUCTS.items()}
 OPERATORS |= {name: (lambda x, w, f=f: f((x * w).sin()), (4, 4, 4), (4,)) for name, f in OF_IMAGES.items()}
 _NORM = "torch's vmap of native_layer_norm_backward and native_batch_norm_backward loses the weight's derivative by x"
-WRONG = {("outside", name) for name in ("layer_norm", "instance_norm")}
+WRONG = {("outside", name) for name in ("layer_norm", "layer_norm over two", "instance_norm")}
 
 
 NESTINGS = [
