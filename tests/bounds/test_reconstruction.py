@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,10 +42,10 @@ def test_closed_form_without_subsampling(steps: int, sigma: float) -> None:
     assert torch.equal(bracket.low, bracket.high)
 
 
-@pytest.mark.parametrize("priors", [(1e-6, 0.02, 0.5), (1e-9,)])
-def test_the_grid_brackets_the_closed_form(priors: tuple[float, ...]) -> None:
+def test_the_grid_brackets_the_closed_form() -> None:
     """q = 1 on the grid, without the short cut that ``rero`` takes."""
     steps, sigma, width, start, size = 20, 5.0, 5e-4, -16_000, 32_000
+    priors = (1e-6, 0.02, 0.5)
     truth = stats.norm.sf(stats.norm.isf(priors) - math.sqrt(steps) / sigma)
     step = StepLoss(1.0, sigma, reach=9.0)
     ends = []
@@ -68,9 +69,7 @@ def test_one_subsampled_step_by_hand(q: float, prior: float) -> None:
     assert float(bracket.high) <= float(bracket.low) * (1 + 1e-4)
 
 
-@pytest.mark.parametrize(
-    "stretches", [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]]
-)
+@pytest.mark.parametrize("stretches", [[(0.3, 0.7, 5)], [(0.1, 1.0, 10), (0.2, 2.0, 20), (0.1, 1.0, 5)]])
 def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
     q, sigma, steps = (list(column) for column in zip(*stretches, strict=True))
     for prior in (0.01, 0.2):
@@ -81,9 +80,7 @@ def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("q", "sigma", "steps"), [(0.034, 1.5, 12_000), (0.001, 0.6, 60_000), (0.01, 0.3, 200), (1e-5, 1.0, 1_000_000)]
-)
+@pytest.mark.parametrize(("q", "sigma", "steps"), [(0.034, 1.5, 12_000), (0.01, 0.3, 200), (1e-5, 1.0, 1_000_000)])
 def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> None:
     bracket = bounds.rero([1e-6, 0.001, 0.1], q=q, noise_multiplier=sigma, steps=steps)
     assert (bracket.low <= bracket.high).all()
@@ -110,15 +107,15 @@ def test_many_examples_at_once() -> None:
 
 
 def test_refusals() -> None:
-    all_refused(
-        {
-            "prior_success": lambda: bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1),
-            "noise_multiplier=0 must be": lambda: bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1),
-            r"q=1.5 must lie in \(0, 1\]": lambda: bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1),
-            "steps=0 must be a whole number": lambda: bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0),
-            r"have \[2, 1, 3\] entries": lambda: bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3]),
-        }
-    )
+    wrong: dict[str, dict[str, Any]] = {
+        "prior_success": {"prior_success": 0},
+        "noise_multiplier=0": {"noise_multiplier": 0},
+        "q=1.5": {"q": 1.5},
+        "steps=0": {"steps": 0},
+        r"have \[2, 1, 3\] entries": {"q": [0.5, 0.1], "steps": [1, 2, 3]},
+    }
+    right = {"prior_success": 0.1, "q": 0.5, "noise_multiplier": 1, "steps": 1}
+    all_refused({noun: lambda options=options: bounds.rero(**{**right, **options}) for noun, options in wrong.items()})
 
 
 # --- next to no noise, whose losses no grid would hold
@@ -126,7 +123,7 @@ def test_refusals() -> None:
 PRIORS = [0.001, 0.1, 0.5]
 
 
-@pytest.mark.parametrize("sigma", [0.04, 1e-3, 1e-8, 1e-300])
+@pytest.mark.parametrize("sigma", [0.04, 1e-8, 1e-300])
 def test_a_step_that_drew_the_example_is_told(sigma: float) -> None:
     """1 − (1 − q)^T (1 − π₀): whoever was drawn is known, of others the attacker guesses."""
     for q, steps in ((0.01, 100), (0.5, 3), (0.2, 1000)):
@@ -137,21 +134,11 @@ def test_a_step_that_drew_the_example_is_told(sigma: float) -> None:
         torch.testing.assert_close(bracket.high, limit, rtol=1e-9, atol=0)
 
 
-def test_beside_steps_with_noise() -> None:
-    mixed = {"q": [0.01, 0.02], "steps": [20, 500]}
-    bare = bounds.rero(PRIORS, noise_multiplier=[1e-8, 1.0], **mixed)
-    some = bounds.rero(PRIORS, noise_multiplier=[0.06, 1.0], **mixed)  # composed on the grid
-    assert bool((bare.high >= some.low).all())
-    torch.testing.assert_close(bare.high, some.high, rtol=1e-3, atol=0)
-    torch.testing.assert_close(bare.low, some.low, rtol=1e-3, atol=0)
-
-
 def test_the_success_of_long_runs_is_no_more_than_one() -> None:
     """Losses beyond the largest exponent that float64 has."""
-    for q, steps in ((0.2, 1000), (0.5, 10**5)):
-        bracket = bounds.rero(PRIORS, q=q, noise_multiplier=0.1, steps=steps)
-        assert bool((bracket.high == 1).all())
-        assert bool((bracket.low > 1 - 1e-6).all())
+    bracket = bounds.rero(PRIORS, q=0.5, noise_multiplier=0.1, steps=10**5)
+    assert bool((bracket.high == 1).all())
+    assert bool((bracket.low > 1 - 1e-6).all())
 
 
 def test_little_noise_by_example() -> None:

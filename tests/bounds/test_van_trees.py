@@ -21,7 +21,7 @@ def people(covariance: Tensor, count: int, generator: torch.Generator) -> Tensor
     return torch.randn(count, len(covariance), generator=generator, dtype=torch.float64) @ root.T
 
 
-@pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("noise", [0.3, 5.0])
 def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) -> None:
     """z ~ N(0, Σ), o = z + N(0, s²I): the posterior mean's MSE is tr((I/s² + Σ⁻¹)⁻¹)/d, the least there is."""
     generator, trials = torch.Generator().manual_seed(0), 100_000
@@ -32,8 +32,7 @@ def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) 
     errors = (output @ gain.T - z).square().mean(dim=1)
     mse, error = errors.mean().item(), errors.std().item() / math.sqrt(trials)
 
-    trace = 3 / noise**2
-    information = torch.linalg.inv(covariance)
+    trace, information = 3 / noise**2, torch.linalg.inv(covariance)
     loose = bounds.mse_van_trees(trace, 3, information.trace()).item()
     tight = bounds.mse_van_trees(trace, 3, torch.linalg.eigvalsh(information)).item()
     assert mse + 4 * error < bounds.mse_from_trace(torch.tensor(trace), 3).item(), "biased attackers may"
@@ -42,28 +41,13 @@ def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) 
     assert mse < 1.1 * loose, "an isotropic release of nearly isotropic people: both come close"
 
 
-def test_the_worst_release_of_a_trace_attains_the_eigenvalue_form() -> None:
-    """Where the trace is spent on the directions that vary most, the posterior mean errs by exactly the bound."""
-    generator, trials = torch.Generator().manual_seed(1), 200_000
-    variances = torch.tensor([4.0, 1.0, 0.01], dtype=torch.float64)
-    level = 2.0  # of I + J, in the directions whose own information is below it
-    fim = (level - 1 / variances).clamp(min=0)
-    z = variances.sqrt() * torch.randn(trials, 3, generator=generator, dtype=torch.float64)
-    output = fim.sqrt() * z + torch.randn(trials, 3, generator=generator, dtype=torch.float64)
-    guess = fim.sqrt() * output / (fim + 1 / variances)
-    errors = (guess - z).square().mean(dim=1)
-    bound = bounds.mse_van_trees(fim.sum(), 3, 1 / variances).item()
-    assert bound == pytest.approx((2 / level + 0.01) / 3)
-    assert abs(errors.mean().item() - bound) < 4 * errors.std().item() / math.sqrt(trials)
-
-
-@pytest.mark.parametrize("noise", [0.2, 0.5, 2.0])
+@pytest.mark.parametrize("noise", [0.2, 2.0])
 def test_no_posterior_mean_beats_it_in_a_box(noise: float) -> None:
     """z with the density cos² on [−1, 1], o = z + N(0, s²), the posterior mean by summation over a grid."""
-    grid = np.linspace(-1, 1, 2001)
+    grid = np.linspace(-1, 1, 801)
     prior = np.cos(math.pi * grid / 2) ** 2
     prior /= prior.sum()
-    outputs = np.linspace(-1 - 8 * noise, 1 + 8 * noise, 4001)
+    outputs = np.linspace(-1 - 8 * noise, 1 + 8 * noise, 1601)
     likelihood = np.exp(-((outputs[:, None] - grid) ** 2) / (2 * noise**2))
     likelihood *= (outputs[1] - outputs[0]) / (noise * math.sqrt(2 * math.pi))
     joint = likelihood * prior
@@ -81,7 +65,7 @@ def test_no_posterior_mean_beats_it_in_a_box(noise: float) -> None:
 
 def test_water_filling_is_the_least_over_all_ways_to_spend_the_trace() -> None:
     information = np.array([0.2, 0.5, 3.0, 40.0])
-    for trace in (0.0, 0.1, 1.0, 30.0, 1000.0):
+    for trace in (0.0, 1.0, 1000.0):
         least = optimize.minimize(
             lambda spent: (1 / (information + spent)).mean(),
             np.full(4, trace / 4),
@@ -110,16 +94,6 @@ def test_directions_in_which_all_agree_count_as_known() -> None:
     assert wide.variance == pytest.approx(values[:4].var(dim=0).mean().item(), rel=1e-5)
 
 
-def test_chance_in_the_covariance_lowers_the_bound_on_average() -> None:
-    generator = torch.Generator().manual_seed(3)
-    covariance = torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1], dtype=torch.float64))
-    truth = bounds.mse_van_trees(3.0, 4, 1 / covariance.diagonal()).item()
-    fitted = [
-        bounds.mse_van_trees(3.0, 4, Prior.gaussian(people(covariance, 30, generator)).information) for _ in range(300)
-    ]
-    assert 0.9 * truth < torch.stack(fitted).mean().item() < truth
-
-
 def test_the_error_is_calibrated_over_draws_of_people() -> None:
     """Traces that differ from person to person: the interval covers the bound at the population's mean trace."""
     prior = Prior.box(0.0, 1.0, num_coordinates=5)
@@ -142,25 +116,27 @@ def test_what_all_examples_share_is_in_the_error() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"infinite.*torchfil.questions"):
-        bounds.mse_van_trees(1.0, 1, math.inf)
-    sex = torch.arange(40).double()[:, None] % 2
-    values = torch.cat([torch.randn(40, 2, dtype=torch.float64), sex], dim=1)
-    with pytest.raises(ValueError, match=r"coordinates 2 with 2 distinct values: discrete.*torchfil.questions"):
-        Prior.gaussian(values)
-    with pytest.raises(ValueError, match=r"dtype torch.int64: discrete"):
-        Prior.gaussian(np.arange(40)[:, None])
-    assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(values.var(dim=0).mean().item())
+    values = torch.cat([torch.randn(40, 2, dtype=torch.float64), torch.arange(40).double()[:, None] % 2], dim=1)
+    box, exact = Prior.box(0, 1, num_coordinates=3), Estimate.exact
     all_refused(
         {
+            r"infinite.*torchfil.questions": lambda: bounds.mse_van_trees(1.0, 1, math.inf),
+            r"coordinates 2 with 2 distinct values.*torchfil.questions": lambda: Prior.gaussian(values),
+            "int64: discrete": lambda: Prior.gaussian(np.arange(40)[:, None]),
             "values must be": lambda: Prior.gaussian(torch.randn(5)),
             "must lie below high": lambda: Prior.box(1.0, 0.0, num_coordinates=2),
-            "the prior has 3 coordinates": lambda: bounds.population_mse_bound(
-                Estimate.exact(torch.ones(4)), 2, Prior.box(0, 1, num_coordinates=3)
-            ),
+            "the prior has 3 coordinates": lambda: bounds.population_mse_bound(exact(torch.ones(4)), 2, box),
             "mean_trace=-1": lambda: bounds.mse_van_trees(-1, 1, 1.0),
+            "leaves nothing unknown": lambda: Prior.gaussian(values[:, :2], [torch.arange(40)]),
+            "nothing unknown": lambda: Prior.gaussian(
+                values[:, :2], [values[:, :2] @ torch.ones(2, 2).double().triu()]
+            ),
+            "prior is of 40 examples": lambda: bounds.population_mse_bound(
+                exact(torch.ones(3)), 2, Prior.gaussian(values[:, :2], [values[:, 2].long()])
+            ),
         }
     )
+    assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(values.var(dim=0).mean().item())
 
 
 def test_labels_and_known_columns_are_conditioned_on() -> None:
@@ -190,12 +166,3 @@ def test_labels_and_known_columns_are_conditioned_on() -> None:
     lonely[0] = 2
     with_one = bounds.population_mse_bound(trace, 2, Prior.gaussian(values, [lonely, column]))
     assert with_one.bound.value.item() == pytest.approx(found.bound.value.item(), rel=1e-3)
-    all_refused(
-        {
-            "leaves nothing unknown": lambda: Prior.gaussian(values, [torch.arange(count)]),
-            "nothing unknown": lambda: Prior.gaussian(
-                values, [values @ torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)]
-            ),
-            "prior is of 20000 examples": lambda: bounds.population_mse_bound(Estimate.exact(torch.ones(3)), 2, prior),
-        }
-    )

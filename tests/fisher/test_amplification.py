@@ -12,21 +12,13 @@ from torch import Tensor
 
 from tests.cases import build
 from torchfil import fisher
-from torchfil.fisher import (
-    Mechanism,
-    NoAmplification,
-    PoissonAmplification,
-    Theorem4Amplification,
-    amplification,
-    poisson_amplification,
-    reference,
-)
+from torchfil.fisher import amplification, reference
 
 
-@pytest.mark.parametrize("q", [1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("q", [1e-6, 0.01, 0.5, 1.0])
 def test_factors_against_two_dimensional_integration(q: float) -> None:
-    for rho in (0.0, 1e-4, 0.03, 0.5, 1.0, 1.9999, 3.7, 5.3, 8.0, 20.0, 49.9):
-        got = [factor.item() for factor in poisson_amplification(rho, q)]
+    for rho in (0.0, 1e-4, 0.03, 1.0, 1.9999, 5.3, 20.0, 49.9):
+        got = [factor.item() for factor in fisher.poisson_amplification(rho, q)]
         assert got == pytest.approx(reference.poisson_amplification(rho, q), rel=1e-9)
 
 
@@ -35,39 +27,35 @@ def test_factors_against_two_dimensional_integration(q: float) -> None:
     [(0.5, 1, 0.1640, 0.3037), (1, 0.9999, 0.0257, 0.0472), (2, 0.9322, 0.0128, 0.0158), (5, 0.1534, 0.0104, 0.0108)],
 )
 def test_published_table(sigma: float, theorem4: float, perp: float, par: float) -> None:
-    assert [round(factor.item(), 4) for factor in poisson_amplification(1 / sigma, 0.01)] == [perp, par]
-    paper = Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
+    assert [round(factor.item(), 4) for factor in fisher.poisson_amplification(1 / sigma, 0.01)] == [perp, par]
+    paper = fisher.Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
     assert round(paper.kappa(0.01, sigma), 4) == theorem4
 
 
-def test_limits_shape_dtype_and_order() -> None:
+def test_limits_shape_and_dtype() -> None:
     rho = torch.linspace(0, 80, 33, dtype=torch.float32).reshape(3, 11)
-    perp, par = poisson_amplification(rho, 0.05)
+    perp, par = fisher.poisson_amplification(rho, 0.05)
     assert perp.shape == par.shape == rho.shape
     assert perp.dtype == par.dtype == torch.float32
     assert [perp[0, 0].item(), par[0, 0].item()] == pytest.approx([0.05, 0.05], rel=1e-6)
     assert perp[-1, -1] == par[-1, -1] == 1
-    assert (perp.flatten().diff() >= -1e-7).all(), "κ⊥ grows with ρ"
-    everyone = poisson_amplification(rho.double(), 1.0)[0]
-    torch.testing.assert_close(everyone, torch.ones_like(everyone), rtol=1e-12, atol=0)
-    assert poisson_amplification(torch.zeros(0), 0.1)[0].shape == (0,)
+    assert fisher.poisson_amplification(torch.zeros(0), 0.1)[0].shape == (0,)
 
 
 @pytest.mark.parametrize(
     ("call", "noun"),
     [
-        *((lambda q=q: poisson_amplification(1.0, q), "q=") for q in (0.0, -0.1, 1.1, math.nan)),
-        *((lambda q=q: PoissonAmplification(q), "q=") for q in (0.0, -0.1, 1.1, math.nan)),
-        (lambda: poisson_amplification(torch.tensor([0.5, -1.0]), 0.1), "rho"),
-        (lambda: Theorem4Amplification(0.1).epsilon(0.0), "noise_multiplier"),
-        (lambda: Theorem4Amplification(0.1, delta=0), "delta"),
-        (lambda: Theorem4Amplification(adjacency="swap"), "adjacency"),  # type: ignore[arg-type]
-        (lambda: Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.01), sample_rate=0.1), "does not fit"),
-        *(
-            (lambda a=a: Mechanism.build(1.0, 1.0, amplification=a), "unknown")
-            for a in ("poisson", "theorem4", PoissonAmplification())
+        *((lambda q=q: fisher.poisson_amplification(1.0, q), "q=") for q in (0.0, 1.1, math.nan)),
+        (lambda: fisher.PoissonAmplification(1.1), "q="),
+        (lambda: fisher.poisson_amplification(torch.tensor([0.5, -1.0]), 0.1), "rho"),
+        (lambda: fisher.Theorem4Amplification(0.1).epsilon(0.0), "noise_multiplier"),
+        (lambda: fisher.Theorem4Amplification(0.1, delta=0), "delta"),
+        (lambda: fisher.Theorem4Amplification(adjacency="swap"), "adjacency"),  # type: ignore[arg-type]
+        (
+            lambda: fisher.Mechanism.build(1.0, 1.0, amplification=fisher.PoissonAmplification(0.01), sample_rate=0.1),
+            "does not fit",
         ),
-        (lambda: fisher.fim_trace(*build("mlp", 2).arguments, **SETTINGS, amplification="poisson"), "unknown"),
+        *((lambda a=a: fisher.Mechanism.build(1.0, 1.0, amplification=a), "unknown") for a in ("poisson", "theorem4")),
         (lambda: fisher.get_amplification("magic"), "none, poisson, theorem4"),
     ],
 )
@@ -76,84 +64,49 @@ def test_refusals(call: Any, noun: str) -> None:
         call()
 
 
-SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+def test_add_remove_halves_the_sensitivity() -> None:
+    replace, remove = (fisher.Theorem4Amplification(delta=1e-6, adjacency=a) for a in ("replace-one", "add-remove"))
+    assert replace.epsilon(4.0) == pytest.approx(remove.epsilon(2.0), rel=1e-12)
 
 
-class TestTheorem4:
-    @pytest.mark.parametrize("sigma", [0.5, 2.0, 5.0])
-    @pytest.mark.parametrize("q", [0.01, 0.2, 1.0])
-    def test_the_papers_formula(self, q: float, sigma: float) -> None:
-        epsilon = 2 * 1.115 * math.sqrt(2 * math.log(1.25 / 1e-6)) / sigma
-        want = q / (q + (1 - q) * math.exp(-epsilon))
-        got = Theorem4Amplification(q, 1e-6, epsilon_method="classical", norm_bound=1.115)
-        assert got.epsilon(sigma) == pytest.approx(epsilon, rel=1e-12)
-        assert got.kappa(q, sigma) == pytest.approx(want, rel=1e-12)
-        assert got.factors(torch.zeros(3), None, sigma)[1].tolist() == pytest.approx([want] * 3)
-
-    def test_add_remove_halves_the_sensitivity(self) -> None:
-        replace, remove = (Theorem4Amplification(delta=1e-6, adjacency=a) for a in ("replace-one", "add-remove"))
-        assert replace.epsilon(4.0) == pytest.approx(remove.epsilon(2.0), rel=1e-12)
-
-    @pytest.mark.parametrize("delta", [1e-12, 1e-6, 0.1])
-    def test_the_analytic_epsilon_solves_its_equation(self, delta: float) -> None:
-        for sigma in (0.05, 0.3, 1.0, 4.0, 50.0):
-            epsilon = fisher.analytic_gaussian_epsilon(sigma, delta)
-            first = stats.norm.cdf(0.5 / sigma - epsilon * sigma)
-            solved = first - math.exp(epsilon + stats.norm.logcdf(-0.5 / sigma - epsilon * sigma))
-            assert solved <= delta if epsilon == 0 else solved == pytest.approx(delta, rel=1e-6)
-
-    def test_the_classical_epsilon_is_no_bound_for_small_noise(self) -> None:
-        assert fisher.analytic_gaussian_epsilon(0.1, 1e-5) > fisher.classical_gaussian_epsilon(0.1, 1e-5)
-        assert fisher.analytic_gaussian_epsilon(5.0, 1e-5) < fisher.classical_gaussian_epsilon(5.0, 1e-5)
+@pytest.mark.parametrize("delta", [1e-12, 1e-6, 0.1])
+def test_the_analytic_epsilon_solves_its_equation(delta: float) -> None:
+    for sigma in (0.05, 0.3, 1.0, 4.0, 50.0):
+        epsilon = fisher.analytic_gaussian_epsilon(sigma, delta)
+        first = stats.norm.cdf(0.5 / sigma - epsilon * sigma)
+        solved = first - math.exp(epsilon + stats.norm.logcdf(-0.5 / sigma - epsilon * sigma))
+        assert solved <= delta if epsilon == 0 else solved == pytest.approx(delta, rel=1e-6)
 
 
-class TestMechanism:
-    """It hands in q and σ at each use."""
+@pytest.mark.parametrize(
+    ("name", "given"), [("poisson", fisher.PoissonAmplification(0.1)), ("theorem4", fisher.Theorem4Amplification(0.1))]
+)
+def test_the_mechanisms_rate_serves_an_amplification_without_one(name: str, given: Any) -> None:
+    norms = torch.tensor([0.1, 0.7], dtype=torch.float64)
+    ours, theirs = (fisher.Mechanism.build(1.0, 0.9, amplification=each, sample_rate=0.1) for each in (name, given))
+    assert torch.equal(torch.stack(ours.weights(norms)), torch.stack(theirs.weights(norms)))
 
-    @pytest.mark.parametrize(
-        ("name", "given"), [("poisson", PoissonAmplification(0.1)), ("theorem4", Theorem4Amplification(0.1))]
-    )
-    def test_its_rate_serves_an_amplification_without_one(self, name: str, given: Any) -> None:
-        norms = torch.tensor([0.1, 0.7], dtype=torch.float64)
-        mechanism = Mechanism.build(1.0, 0.9, amplification=name, sample_rate=0.1)
-        assert mechanism.sample_rate == 0.1
-        want = Mechanism.build(1.0, 0.9, amplification=given, sample_rate=0.1)
-        assert torch.equal(torch.stack(mechanism.weights(norms)), torch.stack(want.weights(norms)))
 
-    def test_factors_follow_the_noise(self) -> None:
-        theorem4, norms = Theorem4Amplification(0.01), torch.ones(1, dtype=torch.float64)
-        for sigma in (1.0, 4.0):
-            perp, _ = Mechanism.build(1.0, sigma, amplification=theorem4).weights(norms)
-            assert perp.item() * sigma**2 == pytest.approx(theorem4.kappa(0.01, sigma))
+def test_an_amplification_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amplification, "_REGISTRY", dict(amplification._REGISTRY))
 
-    def test_who_keeps_batches_secret(self) -> None:
-        secret = {name: fisher.get_amplification(name).secret_batches for name in fisher.available_amplifications()}
-        assert secret == {"none": False, "poisson": True, "theorem4": True}
+    class Silent:
+        def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
+            return 0.5 * torch.ones_like(rho), 0.25 * torch.ones_like(rho)
 
-    def test_an_amplification_of_ones_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(amplification, "_REGISTRY", dict(amplification._REGISTRY))
+    class Half(Silent):
+        secret_batches = False
 
-        class Silent:
-            def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
-                return 0.5 * torch.ones_like(rho), 0.25 * torch.ones_like(rho)
-
-        class Half(Silent):
-            secret_batches = False
-
+    fisher.register_amplification("half", Half())
+    perp, par = fisher.Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
+    assert (perp.item(), par.item()) == (0.125, 0.0625)
+    with pytest.raises(ValueError, match="overwrite=True"):
         fisher.register_amplification("half", Half())
-        assert amplification.name_of_amplification(fisher.get_amplification("half")) == "half"
-        perp, par = Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
-        assert (perp.item(), par.item()) == (0.125, 0.0625)
-        with pytest.raises(ValueError, match="overwrite=True"):
-            fisher.register_amplification("half", Half())
-        fisher.register_amplification("half", NoAmplification(), overwrite=True)
-        strange: Any
-        for strange in (Silent(), 0.5):
-            with pytest.raises(TypeError, match="secret_batches"):
-                fisher.register_amplification("strange", strange)
-            with pytest.raises(TypeError, match="secret_batches"):
-                Mechanism.build(1.0, 1.0, amplification=strange)
-        assert "strange" not in fisher.available_amplifications()
+    strange: Any = Silent()
+    with pytest.raises(TypeError, match="secret_batches"):
+        fisher.register_amplification("strange", strange)
+    with pytest.raises(TypeError, match="secret_batches"):
+        fisher.Mechanism.build(1.0, 1.0, amplification=strange)
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
@@ -162,7 +115,7 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
 
     The score is ∂/∂z log(q N(o; g̃, s²I) + (1−q) N(o; 0, s²I)); divided by q, the chance of taking part.
     """
-    case, sigma, count = build("mlp", 1), 0.9, 400_000
+    case, sigma, count = build("mlp", 1), 0.9, 200_000
     settings, s = {"max_grad_norm": case.C, "noise_multiplier": sigma}, sigma * case.C
     j = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C)[0].cpu()
     g = reference.clipped_gradients(*case.arguments, max_grad_norm=case.C)[0].cpu()
@@ -177,7 +130,11 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
 
     exact, unamplified, theorem4 = (
         fisher.exact_fim(*case.arguments, **settings, amplification=each)[0].cpu()
-        for each in (PoissonAmplification(q), NoAmplification(), Theorem4Amplification(q, delta=1e-6))
+        for each in (
+            fisher.PoissonAmplification(q),
+            fisher.NoAmplification(),
+            fisher.Theorem4Amplification(q, delta=1e-6),
+        )
     )
     assert ((mean - exact).abs() < 4.5 * error).all()
     assert (mean.trace() - exact.trace()).abs() < 0.05 * exact.trace()

@@ -1,4 +1,4 @@
-"""The divergence of one step against integration in the plane, adaptive integration, and its known limits."""
+"""The divergence of one step against integration in the plane, and its known limits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import integrate
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -52,41 +49,13 @@ def test_against_integration_in_the_plane(q: float) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-8)
 
 
-def adaptive(norm: float, other: float, cosine: float, q: float) -> float:
-    """The four means of log(1 − q + q e^…), each by adaptive integration that knows where the logarithm turns."""
-    logit = math.log(q) - math.log1p(-q)
-
-    def mean(at: float, deviation: float) -> float:
-        def integrand(xi: float) -> float:
-            z = logit + at + deviation * xi
-            log = math.log1p(-q) + max(z, 0) + math.log1p(math.exp(-abs(z)))
-            return math.exp(-(xi**2) / 2) / math.sqrt(2 * math.pi) * log
-
-        turn, width = -(logit + at) / max(deviation, 1e-9), 4 / max(deviation, 1)
-        points = sorted({0.0, *(p for p in (turn - width, turn, turn + width) if abs(p) < 12)})
-        return float(integrate.quad(integrand, -12, 12, points=points, epsabs=1e-11, epsrel=1e-11, limit=400)[0])
-
-    without = mean(-(norm**2) / 2, norm) - mean(-(other**2) / 2, other)
-    with_it = mean(norm**2 / 2, norm) - mean(norm * other * cosine - other**2 / 2, other)
-    return (1 - q) * without + q * with_it
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.floats(0, 5), st.floats(0, 5), st.floats(-1, 1), st.floats(math.log(1e-5), math.log(0.99)).map(math.exp))
-def test_against_adaptive_integration(norm: float, other: float, cosine: float, q: float) -> None:
-    assert divergence(norm, other, cosine, q) == pytest.approx(adaptive(norm, other, cosine, q), abs=1e-8)
-    for pair in ((norm * 10, other), (other, norm * 10)):  # large norms
-        assert divergence(*pair, cosine, q) == pytest.approx(adaptive(*pair, cosine, q), rel=1e-4, abs=1e-8)
-
-
-@pytest.mark.parametrize("q", [1e-5, 0.01, 0.5, 0.9])
+@pytest.mark.parametrize("q", [1e-5, 0.5])
 def test_far_apart(q: float) -> None:
     half = 50.0**2 / 2
     assert divergence(50, 0, 0, q) == pytest.approx((1 - q) * math.log1p(-q) + q * (math.log(q) + half), rel=1e-6)
     assert divergence(0, 50, 0, q) == pytest.approx(-math.log1p(-q), rel=1e-6)
     opposite = q * (math.log(q) - math.log1p(-q) + half)  # the release without the example is the nearer one
     assert divergence(50, 50, -1, q) == pytest.approx(opposite, rel=1e-6)
-    assert divergence(200, 200, -1, q) > opposite
 
 
 @pytest.mark.parametrize("q", RATES)
@@ -121,22 +90,15 @@ def test_between_zero_and_known_batches(q: float) -> None:
     assert (got <= q * known * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("q", [None, *RATES])
-def test_exactly_zero_for_the_same_gradient(q: float | None) -> None:
-    squared = torch.tensor([0.0, 1e-30, 1e-5, 0.3, 7.0, 25.0, 2500.0], dtype=torch.float32)
-    assert step_divergence(squared, squared, squared, q).tolist() == [0.0] * 7
-
-
 def test_known_batches_and_rounding() -> None:
     u, v = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     arguments = (u.square().sum(-1), v.square().sum(-1), (u * v).sum(-1))
     for q in (None, 1, 1.0):
         torch.testing.assert_close(step_divergence(*arguments, q), (u - v).square().sum(-1) / 2)
-
-    # rounding that makes ⟨u, v⟩ larger than ‖u‖‖v‖ gives no negative divergence
-    one = torch.ones(3)
-    assert step_divergence(one, one, one * (1 + 1e-6), 0.1).tolist() == [0.0] * 3
-    assert step_divergence(one, one, one * (1 + 1e-6), None).tolist() == [0.0] * 3
+    squared = torch.tensor([0.0, 1e-30, 1e-5, 0.3, 7.0, 25.0, 2500.0], dtype=torch.float32)
+    for q in (None, *RATES):  # of the same gradient, also where rounding makes ⟨u, v⟩ larger than ‖u‖‖v‖
+        for rounding in (1.0, 1 + 1e-6):
+            assert step_divergence(squared, squared, squared * rounding, q).tolist() == [0.0] * 7
 
 
 def test_shapes_and_types() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.cases import CLIPS, DEVICE, SIGMA, build, relative_error
+from tests.cases import DEVICE, SIGMA, build, relative_error
 from tests.fisher.recorded_cases import Model, close
-from torchfil import PLIS, fisher
+from torchfil import fisher
 from torchfil.fisher import PoissonAmplification, reference
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
@@ -26,25 +26,22 @@ cross_entropy = nn.CrossEntropyLoss()
 
 
 @pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.1)])
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("clip", ["smooth", "gelu"])
 def test_zero_gradient(clip: str, amplification: PoissonAmplification | None) -> None:
     """A perfect fit: g = 0, J = 2 x wᵀ, and the FIM is φ(0)² JᵀJ/s², times q where subsampled; never NaN."""
     model, x = nn.Linear(3, 1, bias=False).double(), torch.randn(4, 3).double()
     arguments: Any = (model, nn.MSELoss(), x, model(x).detach())
     settings: Any = {"max_grad_norm": 0.5, "noise_multiplier": 2.0, "clip": clip, "amplification": amplification}
     scale = 1.0
-    if clip.startswith("gelu"):  # c(0) = GELU(−1) + 1
+    if clip == "gelu":  # c(0) = GELU(−1) + 1
         scale = 1 / (1 - 0.5 * (1 + math.erf(-1 / math.sqrt(2))))
     w, factor = model.weight.detach(), 4 * scale**2 * (0.1 if amplification else 1.0)
     want = torch.stack([factor * row.square().sum() * w.mT @ w for row in x])
     torch.testing.assert_close(fisher.exact_fim(*arguments, **settings), want, rtol=1e-8, atol=0)
     trace = fisher.fim_trace(*arguments, **settings)
     assert torch.isfinite(torch.cat([trace.value, trace.standard_error])).all()
-
-
-def test_zero_loss_everywhere_gives_zero() -> None:
-    trace = fisher.fim_trace(nn.Linear(3, 2), lambda out, _: 0.0 * out.sum(), X, torch.zeros(3), **SETTINGS)
-    assert torch.equal(trace.value, torch.zeros(3))
+    nowhere = fisher.fim_trace(model, lambda out, _: 0.0 * out.sum(), x, torch.zeros(4), **settings)
+    assert torch.equal(nowhere.value, torch.zeros(4).double())
 
 
 @pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
@@ -63,15 +60,12 @@ def test_empty_batch(name: str, d: int, estimator: str) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_numbers_that_every_function_refuses(function: Callable[..., Any]) -> None:
     case = build("mlp", 6)
-    for wrong in (0.0, -1.0, BAD, math.inf):
-        for name in SETTINGS:
-            with pytest.raises(ValueError, match=f"{name}=.* must be positive and finite"):
-                function(*case.arguments, **{**SETTINGS, name: wrong})
-    for bad in (BAD, math.inf, -math.inf):
-        inputs = case.inputs.clone()
-        inputs[1, 0] = inputs[4, 2] = bad
-        with pytest.raises(ValueError, match="inputs has NaN or infinite values in 2 of 6 rows: 1, 4"):
-            function(case.model, case.loss_fn, inputs, case.targets, **SETTINGS)
+    for name, wrong in ((name, wrong) for name in SETTINGS for wrong in (0.0, BAD, math.inf)):
+        with pytest.raises(ValueError, match=f"{name}=.* must be positive"):
+            function(*case.arguments, **{**SETTINGS, name: wrong})
+    case.inputs[1, 0], case.inputs[4, 2] = BAD, -math.inf
+    with pytest.raises(ValueError, match="2 of 6 rows: 1, 4"):
+        function(*case.arguments, **SETTINGS)
 
 
 @pytest.mark.parametrize("function", [fisher.fim_trace, fisher.fim_diagonal, fisher.fim_matrix])
@@ -85,10 +79,8 @@ def test_options_of_estimators_are_checked(function: Callable[..., Any]) -> None
     with pytest.raises(ValueError, match="error bar"):
         fisher.fim_matrix(*case.arguments, **SETTINGS, estimator="weight-probes", num_probes=1)
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match="unknown"):
-        function(*case.arguments, **SETTINGS, estimator="magic")
     fisher.fim_trace(*case.arguments, **SETTINGS, estimator="exact")
-    assert torch.equal(state, torch.get_rng_state()), "neither a refused call nor an exact result draws random numbers"
+    assert torch.equal(state, torch.get_rng_state()), "an exact result draws no random numbers"
     assert all(p.grad is None for p in case.model.parameters())
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -115,8 +107,7 @@ def batch_norm(train: bool = True, frozen: bool = False) -> nn.Module:
 def of(name: str, **changed: Any) -> dict[str, Any]:
     """A case of three examples with some arguments changed."""
     case = build(name, 3)
-    given = {"model": case.model, "loss_fn": case.loss_fn, "inputs": case.inputs, "targets": case.targets}
-    return {**given, **changed}
+    return {"model": case.model, "loss_fn": case.loss_fn, "inputs": case.inputs, "targets": case.targets, **changed}
 
 
 def classifier(model: nn.Module, **changed: Any) -> dict[str, Any]:
@@ -129,60 +120,43 @@ def unused() -> nn.Module:
     return model
 
 
+def changed(**private: Any) -> dict[str, Any]:
+    """The MLP with something else private."""
+    return of("mlp", private=Private(**private))
+
+
 TWO, TARGETS = build("two_inputs", 3).inputs, build("private_target", 3).targets
-named = Model(lambda m, age: m.inner(age), inner=nn.Linear(3, 2))
+UNSUPPORTED = UnsupportedModuleError
+dropping = Model(lambda m, x: m.layer(nn.functional.dropout(x)), layer=nn.Linear(3, 2))
+running = {"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), "inputs": torch.randn(3, 2, 3)}
+named = {"model": Model(lambda m, age: m.inner(age), inner=nn.Linear(3, 2)), "inputs": {"age": X}}
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "targets": (lambda: of("private_target", targets=TARGETS * BAD), ValueError, "targets has NaN"),
     "second input": (lambda: of("two_inputs", inputs=(TWO[0], TWO[1] * BAD)), ValueError, r"inputs\[1\] has NaN"),
-    "batch norm": (lambda: classifier(batch_norm()), UnsupportedModuleError, r"1 \(BatchNorm1d\).*GroupNorm"),
-    "batch norm, eval": (lambda: classifier(batch_norm(False)), UnsupportedModuleError, "batch normalisation"),
-    "batch norm, frozen": (lambda: classifier(batch_norm(True, True)), UnsupportedModuleError, "batch normalisation"),
-    "instance norm": (
-        lambda: classifier(nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), inputs=torch.randn(3, 2, 3)),
-        UnsupportedModuleError,
-        "running statistics",
-    ),
-    "dropout": (lambda: classifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout())), UnsupportedModuleError, "dropout"),
-    "dropout, a function": (
-        lambda: classifier(Model(lambda m, x: m.layer(nn.functional.dropout(x)), layer=nn.Linear(3, 2))),
-        UnsupportedModuleError,
-        "random numbers",
-    ),
+    "batch norm": (lambda: classifier(batch_norm()), UNSUPPORTED, r"1 \(BatchNorm1d\).*GroupNorm"),
+    "batch norm, eval": (lambda: classifier(batch_norm(False)), UNSUPPORTED, "batch normalisation"),
+    "batch norm, frozen": (lambda: classifier(batch_norm(True, True)), UNSUPPORTED, "batch normalisation"),
+    "instance norm": (lambda: classifier(**running), UNSUPPORTED, "running statistics"),
+    "dropout": (lambda: classifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout())), UNSUPPORTED, "dropout"),
+    "dropout, a function": (lambda: classifier(dropping), UNSUPPORTED, "random numbers"),
     "integers": (lambda: of("transformer"), ValueError, r"Private\(submodule='embedding'\)"),
     "integers, private": (lambda: of("transformer", private=Private(inputs=0)), TypeError, "int64"),
-    "no submodule": (
-        lambda: of("transformer", private=Private(submodule="embeddings")),
-        ValueError,
-        "it has embedding, encoder",
-    ),
+    "no submodule": (lambda: of("transformer", private=Private(submodule="embeddings")), ValueError, "it has"),
     "unused submodule": (
         lambda: of("transformer", model=unused().to(DEVICE).double(), private=Private(submodule="unused")),
         ValueError,
         "not called",
     ),
-    "loss not reduced": (
-        lambda: of("private_target", loss_fn=nn.MSELoss(reduction="none")),
-        ValueError,
-        "2 numbers",
-    ),
+    "not reduced": (lambda: of("private_target", loss_fn=nn.MSELoss(reduction="none")), ValueError, "2 numbers"),
     "batch sizes": (lambda: of("mlp", targets=Y[:2]), ValueError, "disagree"),
-    "nothing trainable": (
-        lambda: of("mlp", model=build("mlp", 1).model.requires_grad_(False)),
-        ValueError,
-        "no trainable parameter",
-    ),
-    "private labels": (lambda: of("mlp", private=Private(target=True)), TypeError, "class probabilities"),
-    "long mask": (lambda: of("mlp", private=Private(coordinates=torch.ones(7).bool())), ValueError, "do not fit"),
-    "column 5": (lambda: of("mlp", private=Private(coordinates=[5])), ValueError, "do not fit"),
-    "column 2.9": (lambda: of("mlp", private=Private(coordinates=[2.9])), ValueError, "do not fit"),  # type: ignore[list-item]
-    "no column": (lambda: of("mlp", private=Private(coordinates=torch.zeros(5).bool())), ValueError, "choose nothing"),
-    "no such input": (lambda: of("mlp", private=Private(inputs="x")), ValueError, "not among the inputs"),
-    "twice": (lambda: of("mlp", private=Private(inputs=(0, 0))), ValueError, "twice"),
-    "columns of another name": (
-        lambda: classifier(named, inputs={"age": X}, private=Private(coordinates={"Age": [1]})),
-        ValueError,
-        "Age",
-    ),
+    "frozen": (lambda: of("mlp", model=build("mlp", 1).model.requires_grad_(False)), ValueError, "no trainable"),
+    "private labels": (lambda: changed(target=True), TypeError, "class probabilities"),
+    "long mask": (lambda: changed(coordinates=torch.ones(7).bool()), ValueError, "do not fit"),
+    "column 2.9": (lambda: changed(coordinates=[2.9]), ValueError, "do not fit"),
+    "no column": (lambda: changed(coordinates=torch.zeros(5).bool()), ValueError, "choose nothing"),
+    "no such input": (lambda: changed(inputs="x"), ValueError, "not among the inputs"),
+    "twice": (lambda: changed(inputs=(0, 0)), ValueError, "twice"),
+    "another name": (lambda: classifier(**named, private=Private(coordinates={"Age": [1]})), ValueError, "Age"),
 }
 
 
@@ -197,22 +171,8 @@ def test_not_refused() -> None:
     dropout = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
     for model in (batch_norm(train=False, frozen=True), dropout):
         assert torch.isfinite(fisher.exact_fim(**classifier(model), **SETTINGS)).all()
-    with pytest.raises(ValueError, match="does not occur"):
-        superpixel(torch.tensor([0, 1]), 9)
-    ones: Any = ([True, False, True, True], np.int64(1), torch.tensor(1), np.array([1]))
-    assert [Examples.build(torch.ones(3, 4), Y, Private(coordinates=o)).num_coordinates for o in ones] == [3, 1, 1, 1]
-    for first in (np.int64(0), [np.int64(0)], np.array([0])):
-        assert Examples.build(X, Y, Private(inputs=first)).num_coordinates == 3  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_a_mean_weighted_by_class_is_refused(loss: type[nn.Module]) -> None:
-    model, weight = nn.Linear(3, 2), torch.tensor([1.0, 50.0])
-    with pytest.raises(ValueError, match=r"class weights.*reduction='sum'"):
-        fisher.fim_trace(model, loss(weight=weight), X, Y, **SETTINGS)
-    with pytest.raises(ValueError, match="class weights"):
-        PLIS(model, loss(weight=weight)).attribute(X, Y)
-    assert fisher.fim_trace(model, loss(weight=weight, reduction="sum"), X, Y, **SETTINGS).value.shape == (3,)
+    for one in ([False, True, False], np.int64(1), torch.tensor(1), np.array([1])):
+        assert Examples.build(X, Y, Private(coordinates=one)).num_coordinates == 1  # type: ignore[arg-type]
 
 
 def test_mean_sum_and_unreduced_losses_agree_on_one_example() -> None:
@@ -223,89 +183,68 @@ def test_mean_sum_and_unreduced_losses_agree_on_one_example() -> None:
     assert all(torch.equal(mean, other) for other in others)
 
 
-def test_prelu_inside_the_exact_estimator() -> None:
-    """As many examples as coordinates: a rule of torch for PReLU takes one for the other."""
+def recurrent(kind: Any) -> nn.Module:
+    return Model(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=kind(3, 3, batch_first=True), head=nn.Linear(3, 2))
+
+
+def sharing() -> nn.Module:
+    a, c = nn.Linear(3, 3), nn.Linear(3, 3)
+    c.weight = a.weight
+    return Model(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))), a=a, b=a, c=c)
+
+
+# Layers that torch's vmap takes for others (as many examples as coordinates) or cannot map, and shared weights.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "prelu": (lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), (3, 3)),
+    **{kind.__name__: (lambda kind=kind: recurrent(kind), (3, 4, 3)) for kind in (nn.GRU, nn.RNN, nn.LSTM)},
+    "shared weights": (sharing, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_exact_estimator_of_models_that_are_hard_to_map(name: str) -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double().to(DEVICE)
-    x, y = torch.randn(3, 3, dtype=torch.float64, device=DEVICE), Y.to(DEVICE)
+    make, shape = MODELS[name]
+    model, x, y = make().double().to(DEVICE), torch.randn(shape, dtype=torch.float64, device=DEVICE), Y.to(DEVICE)
     truth = torch.einsum("bii->b", reference.exact_fim(model, cross_entropy, x, y, **SETTINGS))
-    for rows in (slice(None), slice(1), slice(2, 3)):
+    for rows in (slice(None), slice(2, 3)):
         got = fisher.fim_trace(model, cross_entropy, x[rows], y[rows], estimator="exact", **SETTINGS).value
         assert relative_error(got, truth[rows]) < 1e-9
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
-def test_recurrent_layers_that_cannot_be_mapped_run_one_example_after_the_other(kind: Any) -> None:
-    torch.manual_seed(0)
-    model = Model(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=kind(3, 3, batch_first=True), head=nn.Linear(3, 2))
-    arguments: Any = (model.double(), cross_entropy, torch.randn(3, 4, 3).double(), Y)
-    got = fisher.fim_trace(*arguments, estimator="exact", **SETTINGS).value
-    close(got, torch.einsum("bii->b", reference.exact_fim(*arguments, **SETTINGS)))
-
-
 @pytest.mark.parametrize("private", [Private(), Private(target=True), Private(inputs=(), target=True)])
-@pytest.mark.parametrize("estimator", ["exact", "weight-probes", "input-probes"])
-def test_one_number_per_example(private: Private, estimator: str) -> None:
+def test_one_number_per_example(private: Private) -> None:
     """Inputs and targets of shape [n] are those of shape [n, 1]."""
     inner = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     flat, x, y = Model(lambda m, x: m.inner(x.reshape(-1, 1)).squeeze(-1), inner=inner), torch.randn(5), torch.randn(5)
-    found = [
-        fisher.fim_trace(
-            model,
-            nn.MSELoss(),
-            *(value.double() for value in data),
-            private=private,
-            estimator=estimator,
-            **SETTINGS,
-            generator=torch.Generator().manual_seed(1),
-        ).value
-        for model, data in ((flat, (x, y)), (inner, (x[:, None], y[:, None])))
-    ]
-    torch.testing.assert_close(found[0], found[1])
+    pairs = (flat, (x.double(), y.double())), (inner, (x[:, None].double(), y[:, None].double()))
+    first, second = (fisher.exact_fim(model, nn.MSELoss(), *data, private=private, **SETTINGS) for model, data in pairs)
+    torch.testing.assert_close(first, second)
 
 
-class TestPrivateCoordinates:
-    """A part of what is private has a block of the full matrix."""
+ROW = superpixel(torch.arange(4).repeat_interleave(4).reshape(4, 4), 2)  # one row of every channel
 
-    ROW = superpixel(torch.arange(4).repeat_interleave(4).reshape(4, 4), 2)  # one row of every channel
 
-    @pytest.mark.parametrize(
-        ("name", "whole", "part", "index"),
-        [
-            ("groupnorm_residual", None, Private(coordinates=ROW), ROW.expand(2, 4, 4).flatten().nonzero().flatten()),
-            ("mlp", None, Private(coordinates=[0, 3]), [0, 3]),
-            ("mlp", None, Private(coordinates=slice(1, 4)), [1, 2, 3]),
-            ("mlp", None, Private(coordinates=torch.tensor([4, 1])), [1, 4]),
-            ("mlp", None, Private(coordinates=[-1]), [4]),
-            ("two_inputs", None, Private(inputs=1), [9, 10, 11]),
-            ("named", None, Private(inputs="table"), [9, 10, 11]),
-            ("named", None, Private(inputs=("image", "table"), coordinates={"table": [2]}), [*range(9), 11]),
-            ("private_target", Private(target=True), Private(inputs=(), target=True), [4, 5]),
-        ],
-    )
-    def test_blocks(self, name: str, whole: Any, part: Private, index: Any) -> None:
-        given = (
-            of("two_inputs", inputs=dict(zip(("image", "table"), TWO, strict=True))) if name == "named" else of(name)
-        )
-        full = fisher.exact_fim(**given, **SETTINGS, private=whole)
-        got = fisher.exact_fim(**given, **SETTINGS, private=part)
-        torch.testing.assert_close(got, full[:, index][:, :, index], rtol=1e-10, atol=1e-18)
+@pytest.mark.parametrize(
+    ("name", "whole", "part", "index"),
+    [
+        ("groupnorm_residual", None, Private(coordinates=ROW), ROW.expand(2, 4, 4).flatten().nonzero().flatten()),
+        ("mlp", None, Private(coordinates=slice(1, 4)), [1, 2, 3]),
+        ("mlp", None, Private(coordinates=torch.tensor([4, 1])), [1, 4]),
+        ("mlp", None, Private(coordinates=[-1]), [4]),
+        ("two_inputs", None, Private(inputs=1), [9, 10, 11]),
+        ("named", None, Private(inputs=("image", "table"), coordinates={"table": [2]}), [*range(9), 11]),
+        ("private_target", Private(target=True), Private(inputs=(), target=True), [4, 5]),
+    ],
+)
+def test_a_part_of_what_is_private_has_a_block_of_the_matrix(name: str, whole: Any, part: Private, index: Any) -> None:
+    given = of("two_inputs", inputs=dict(zip(("image", "table"), TWO, strict=True))) if name == "named" else of(name)
+    full = fisher.exact_fim(**given, **SETTINGS, private=whole)
+    got = fisher.exact_fim(**given, **SETTINGS, private=part)
+    torch.testing.assert_close(got, full[:, index][:, :, index], rtol=1e-10, atol=1e-18)
 
-    def test_probabilities_as_private_labels(self) -> None:
-        case = build("mlp", 3)
-        given = of("mlp", targets=nn.functional.one_hot(case.targets, 3).double(), private=Private(target=True))
-        close(fisher.exact_fim(**given, **SETTINGS), reference.exact_fim(**given, **SETTINGS))
 
-    def test_the_gradient_of_the_embedding_itself_counts(self) -> None:
-        """Freezing the embedding must change the FIM: its gradient is part of what is released."""
-        given = of("transformer", private=Private(submodule="embedding"))
-        trained = fisher.exact_fim(**given, **SETTINGS)
-        given["model"].embedding.requires_grad_(False)
-        assert relative_error(fisher.exact_fim(**given, **SETTINGS), trained) > 0.01
-
-    def test_maps_put_values_back_where_they_belong(self) -> None:
-        examples = Examples.build(TWO, Y, Private(coordinates={1: [0, 2]}, inputs=(1,)))
-        assert torch.equal(examples.z, TWO[1][:, [0, 2]])
-        maps: dict[Any, Tensor] = examples.maps(torch.arange(6.0).reshape(3, 2))
-        assert list(maps) == [1]
-        assert maps[1].nan_to_num(-1).tolist() == [[0, -1, 1], [2, -1, 3], [4, -1, 5]]
+def test_probabilities_as_private_labels() -> None:
+    case = build("mlp", 3)
+    given = of("mlp", targets=nn.functional.one_hot(case.targets, 3).double(), private=Private(target=True))
+    close(fisher.exact_fim(**given, **SETTINGS), reference.exact_fim(**given, **SETTINGS))

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cases import SIGMA, Case, build
+from tests.cases import SIGMA, Case
 from torchfil import fisher
-from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.clipping import DEFAULT_CLIP
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian, plan
 
-SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
 SEEDS = 250
 SETTINGS: dict[str, Any] = {
     "max_grad_norm": 1.2,
@@ -69,27 +68,24 @@ def moments(results: list[Estimate]) -> tuple[Tensor, Tensor]:
     return tuple(torch.stack([getattr(r, n) for r in results]).reshape(-1, 2) for n in ("value", "standard_error"))  # type: ignore[return-value]
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("num_probes", [3, 10])
-@pytest.mark.parametrize("estimator", SAMPLERS)
+@pytest.mark.parametrize(
+    ("estimator", "num_probes"),
+    [("coordinates", 3), *((e, k) for e in ("input-probes", "weight-probes") for k in (1, 3))],
+)
 def test_trace_is_unbiased_and_its_interval_covers(estimator: str, num_probes: int) -> None:
+    """The variance it reports is the variance it has; that of a single probe is larger, to be on the safe side."""
     case, count = copied(regression(), estimator)
     results = repeat(case, "trace", count, estimator=estimator, num_probes=num_probes)
     (values, errors), expected = moments(results), truth(regression())
-    assert ((values.mean(dim=0) - expected).abs() < 4 * values.std(dim=0) / math.sqrt(SEEDS)).all()
-    assert 0.90 <= coverage(results, expected.repeat(SEEDS // count)) <= 0.99
-    reported = errors.square().mean(dim=0).sqrt()
-    assert torch.allclose(reported, values.std(dim=0), rtol=0.2), "the variance it reports is the variance it has"
-
-
-@pytest.mark.parametrize("estimator", ["input-probes", pytest.param("weight-probes", marks=pytest.mark.slow)])
-def test_a_single_probe_reports_a_conservative_error(estimator: str) -> None:
-    case, count = copied(regression(), estimator)
-    results = repeat(case, "trace", count, estimator=estimator, num_probes=1)
-    (values, errors), expected = moments(results), truth(regression())
-    assert ((values.mean(dim=0) - expected).abs() < 4.5 * values.std(dim=0) / math.sqrt(SEEDS)).all()
-    assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()
-    assert coverage(results, expected.repeat(SEEDS // count)) >= 0.95
+    limit = 4.5 if num_probes == 1 else 4
+    assert ((values.mean(dim=0) - expected).abs() < limit * values.std(dim=0) / math.sqrt(SEEDS)).all()
+    covered, reported = coverage(results, expected.repeat(SEEDS // count)), errors.square().mean(dim=0)
+    if num_probes == 1:
+        assert (reported >= values.var(dim=0)).all()
+        assert covered >= 0.95
+    else:
+        assert 0.90 <= covered <= 0.99
+        assert torch.allclose(reported.sqrt(), values.std(dim=0), rtol=0.2)
 
 
 def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
@@ -112,7 +108,9 @@ def test_repetitions_are_those_of_the_public_functions() -> None:
     case = regression()
     for quantity, function in (("trace", fisher.fim_trace), ("diagonal", fisher.fim_diagonal)):
         public = function(*case.arguments, **SETTINGS, num_probes=3, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(repeat(case, quantity, 2, num_probes=3)[1].value, public.value)
+        first, second = repeat(case, quantity, 2, num_probes=3)
+        assert torch.equal(second.value, public.value)
+        assert not torch.equal(first.value, public.value)
 
 
 def test_all_coordinates_are_exact() -> None:
@@ -120,19 +118,6 @@ def test_all_coordinates_are_exact() -> None:
     assert result.kind == "exact"
     torch.testing.assert_close(result.value, truth(regression()), rtol=1e-10, atol=0)
     assert (result.standard_error == 0).all()
-
-
-@pytest.mark.parametrize("estimator", SAMPLERS)
-def test_a_generator_makes_results_repeatable(estimator: str) -> None:
-    first, second = (repeat(regression(), "trace", 2, estimator=estimator, num_probes=3) for _ in range(2))
-    assert torch.equal(first[1].value, second[1].value)
-    assert not torch.equal(first[0].value, first[1].value)
-
-
-def test_probes_are_drawn_afresh() -> None:
-    """Redrawing the same probe fifty times would leave the error of one."""
-    few, many = (moments(repeat(regression(), "trace", 50, num_probes=k))[0].std(dim=0).mean() for k in (2, 18))
-    assert few / many == pytest.approx(3.0, rel=0.4)
 
 
 def test_probes_are_fair_and_independent() -> None:
@@ -147,45 +132,6 @@ def test_probes_are_fair_and_independent() -> None:
         pairs = products[tuple(torch.triu_indices(*products.shape, offset=1))]
         assert float(pairs.abs().max()) < 6.5
         assert abs(float(pairs.square().mean()) - 1) < 0.01
-
-
-def small_cnn() -> Case:
-    """As the MNIST network begins, for 12 x 12 pixels."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = [nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, stride=1)]
-        model = nn.Sequential(*first, nn.Conv2d(4, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 10)).double()
-        return Case(model, nn.CrossEntropyLoss(), torch.rand(1, 1, 12, 12).double(), torch.randint(10, (1,)))
-
-
-@pytest.mark.parametrize("make", [small_cnn, pytest.param(lambda: build("mnist_cnn", 1), marks=pytest.mark.long)])
-def test_weight_probes_beat_coordinates_by_the_predicted_factor(make: Any) -> None:
-    """Variances predicted from the exact Jacobian, measured over repeated draws at equal count.
-
-    Coordinates are drawn again for every copy of the image; the spread of all probes is that of one, times √count.
-    """
-    case = replace(make(), private=None)  # all pixels
-    k, draws, d = 4, 200, case.inputs[0].numel()
-    operator = ClippedJacobian(ExampleGradients.build(*case.arguments), get_clip("smooth"), 1.0)
-    jacobian, unit = operator.gradients.jacobian_columns(slice(None))[0], operator.direction[0]
-    part = operator.clipped_norm / operator.norm * (jacobian - torch.outer(unit, unit @ jacobian))  # A = φPJ, [p, d]
-    spectrum = torch.linalg.eigvalsh(part.mT @ part)
-    coordinate_variance = d**2 * part.square().sum(dim=0).var() / k * (1 - k / d)
-    probe_variance = 2 * (spectrum.square().sum() - part.square().sum(dim=1).square().sum()) / k
-    predicted = (coordinate_variance / probe_variance).item()
-    assert predicted > 5
-
-    def trace(copies: int, **options: Any) -> Estimate:
-        inputs, targets = case.inputs.repeat(copies, 1, 1, 1), case.targets.repeat(copies)
-        options |= {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(0)}
-        return fisher.fim_trace(case.model, case.loss_fn, inputs, targets, **options)
-
-    tolerance = 4.5 * math.sqrt(2 / draws)
-    coordinates = trace(draws, estimator="coordinates", num_probes=k).value.var().item()
-    probes = draws * trace(1, estimator="weight-probes", num_probes=draws * k).standard_error.square().item()
-    assert coordinates == pytest.approx(coordinate_variance.item(), rel=tolerance)
-    assert probes == pytest.approx(probe_variance.item(), rel=tolerance)
-    assert coordinates / probes == pytest.approx(predicted, rel=2 * tolerance)
 
 
 class TestRegistered:
@@ -204,12 +150,14 @@ class TestRegistered:
 
         made, case = fisher.register_estimator("columns", columns, exact=True), regression()
         assert fisher.get_estimator("columns") is made
-        assert "columns" in fisher.available_estimators()
         for arguments in (case.arguments, (case.model, case.loss_fn, case.inputs[:0], case.targets[:0])):
             assert fisher.fim_trace(*arguments, **SETTINGS, estimator="columns").kind == "exact"
         with pytest.raises(ValueError, match="overwrite=True"):
             fisher.register_estimator("columns", columns)
-        fisher.register_estimator("columns", estimators.exact, overwrite=True)
+        with pytest.raises(ValueError, match="trace only"):
+            fisher.fim_diagonal(*case.arguments, **SETTINGS, estimator="columns")
+        with pytest.raises(ValueError, match="choose from"):
+            fisher.register_estimator("other", columns, quantities=("trace", "colour"))  # type: ignore[arg-type]
 
     def test_one_that_the_recorded_pass_serves_is_served_by_it(self) -> None:
         seen = []
@@ -224,29 +172,17 @@ class TestRegistered:
         assert seen == [ClippedJacobian, RecordedJacobian]
         torch.testing.assert_close(found[0].value, found[1].value)
 
-    def test_what_it_does_not_give_is_refused(self) -> None:
-        fisher.register_estimator("traces", estimators.exact)
-        with pytest.raises(ValueError, match="trace only"):
-            fisher.fim_diagonal(*regression().arguments, **SETTINGS, estimator="traces")
-        for wrong in (("diagonal",), ("trace", "colour")):
-            with pytest.raises(ValueError, match="choose from"):
-                fisher.register_estimator("other", estimators.exact, quantities=wrong)  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        "given",
-        [
+    def test_what_it_gives_wrongly_is_told(self) -> None:
+        for given in (
             lambda moments: {},
-            lambda moments: {"trace": moments},
-            lambda moments: moments,
             lambda moments: {"diagonal": moments.mean},
             lambda moments: {"diagonal": replace(moments, mean=moments.mean.sum(dim=1))},
             lambda moments: {"diagonal": replace(moments, variance=moments.variance[:1])},
-        ],
-    )
-    def test_what_it_gives_wrongly_is_told(self, given: Any) -> None:
-        def wrong(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
-            return given(estimators.exact(jacobian, mechanism, ("diagonal",), draws)["diagonal"])
+        ):
 
-        fisher.register_estimator("wrong", wrong, quantities=("trace", "diagonal"))
-        with pytest.raises(ValueError, match="estimator 'wrong' was asked for the diagonal"):
-            fisher.fim_diagonal(*regression().arguments, **SETTINGS, estimator="wrong")
+            def wrong(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws, given: Any = given) -> Any:
+                return given(estimators.exact(jacobian, mechanism, ("diagonal",), draws)["diagonal"])
+
+            fisher.register_estimator("wrong", wrong, quantities=("trace", "diagonal"), overwrite=True)
+            with pytest.raises(ValueError, match="estimator 'wrong' was asked for the diagonal"):
+                fisher.fim_diagonal(*regression().arguments, **SETTINGS, estimator="wrong")

@@ -11,21 +11,18 @@ An operator that torch differentiates wrongly is marked as such, strictly: a tor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
 from tests.cases import DEVICE
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.models import with_second_derivatives
-from torchfil.fisher.rules.substitutes import gram, with_substitutes
 
 pytestmark = [pytest.mark.torch_versions, pytest.mark.operators]
 BATCH = 3
@@ -58,65 +55,41 @@ OPERATORS: dict[str, tuple[Operator, tuple[int, ...], tuple[int, ...]]] = {
     "bmm": (lambda x, w: torch.bmm(x @ w, x.mT), (4, 5), (5, 5)),
     "einsum": (lambda x, w: torch.einsum("bti,ij,bsj->bts", x, w, x), (4, 5), (5, 5)),
     "prelu": (lambda x, w: F.prelu(x, w).square(), (4, 5), (4,)),
-    "prelu, one slope": (lambda x, w: F.prelu(x, w).square(), (4, 5), (1,)),
     "attention": (lambda x, w: _attention(x @ w, x, x.sin()), (2, 4, 5), (5, 5)),
-    "attention, causal": (lambda x, w: _attention(x @ w, x, x.sin(), is_causal=True), (2, 4, 5), (5, 5)),
     "attention with a bias": (lambda x, w: _attention(x, x, x.sin(), attn_mask=w), (2, 4, 5), (2, 4, 4)),
     "cat": (lambda x, w: torch.cat([x, w.expand(1, 2, 5)], dim=1).prod(dim=1), (4, 5), (2, 5)),
     "where": (lambda x, w: torch.where(x > 0, (x * w).sin(), w), (4, 5), (5,)),
     "masked_fill": (lambda x, w: (x * w).sin().masked_fill(x > 0, 0.5), (4, 5), (5,)),
     "gather": (lambda x, w: (x * w).sin().gather(2, (x > 0).long()), (4, 5), (5,)),
     "a table by index": (lambda x, w: x.sin() * w[placed(0, 1, 1, 0)].unflatten(0, (2, 2)), (2, 2, 3), (2, 3)),
-    "rsqrt": (lambda x, w: (x * w).square().mean(dim=-1, keepdim=True).add(1e-3).rsqrt() * x, (4, 5), (5,)),
     "cross_entropy": (lambda x, w: F.cross_entropy((x @ w)[0], placed(0, 2, -100, 1))[None], (4, 5), (5, 3)),
     "weight_norm": (lambda x, w: F.linear(x, torch._weight_norm(w, x.new_ones(3, 1), 0)), (4, 5), (3, 5)),
 }
 OF_PRODUCTS: dict[str, Operator] = {  # of x @ w
-    **{f.__name__: f for f in (F.gelu, F.silu, F.mish, F.elu, F.softplus, F.hardswish, torch.tanh, torch.sigmoid)},
+    **{f.__name__: f for f in (F.gelu, F.silu, F.mish, F.softplus, torch.tanh, torch.sigmoid)},
     **{f.__name__: partial(f, dim=-1) for f in (torch.softmax, torch.log_softmax, torch.logsumexp, F.glu)},
     "gelu by tanh": partial(F.gelu, approximate="tanh"),
     "relu": lambda x: F.relu(x).square(),
-    "leaky_relu": lambda x: F.leaky_relu(x).square(),
-    "erf": torch.erf,
 }
 OF_IMAGES: dict[str, Operator] = {  # of sin(x · w)
-    "avg_pool1d": lambda x: F.avg_pool1d(x[:, 0], 2),
     "avg_pool2d": lambda x: F.avg_pool2d(x, 2, stride=1),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
     "max_pool2d": lambda x: F.max_pool2d(x, 2),
-    "interpolate, nearest": lambda x: F.interpolate(x, scale_factor=2.0),
-    "interpolate, bilinear": lambda x: F.interpolate(x, size=(5, 7), mode="bilinear", align_corners=False),
-    "interpolate, bicubic": lambda x: F.interpolate(x, size=(5, 7), mode="bicubic", align_corners=False),
     "pad, reflecting": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "unfold": lambda x: F.unfold(x, 2),
-    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
-    "index_select": lambda x: x.index_select(1, placed(2, 0, 2)),
-    "roll": lambda x: torch.roll(x, (1, 2), dims=(1, 2)),
-    "cumsum": lambda x: torch.cumsum(x, dim=1),
-    "cumprod": lambda x: torch.cumprod(x.cos(), dim=1),
     "normalize": lambda x: F.normalize(x, dim=-1),
-    "prod": lambda x: torch.prod(x, dim=1),
-    "var": lambda x: x.var(dim=-1),
-    "std": lambda x: x.std(dim=-1),
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "amax": lambda x: x.amax(dim=-1).sin(),
-    "pow": lambda x: x.square().add(1).pow(1.5),
 }
 OPERATORS |= {name: (lambda x, w, f=f: f(x @ w), (4, 5), (5, 4)) for name, f in OF_PRODUCTS.items()}
 OPERATORS |= {name: (lambda x, w, f=f: f((x * w).sin()), (4, 4, 4), (4,)) for name, f in OF_IMAGES.items()}
 _NORM = "torch's vmap of native_layer_norm_backward and native_batch_norm_backward loses the weight's derivative by x"
-WRONG = {("outside", name): _NORM for name in ("layer_norm", "layer_norm over two", "instance_norm")}
+WRONG = {("outside", name) for name in ("layer_norm", "layer_norm over two", "instance_norm")}
 
 
-def nestings() -> list[Any]:
-    return [
-        pytest.param(
-            *pair, marks=pytest.mark.xfail(strict=True, reason=WRONG[pair]) if pair in WRONG else (), id=", ".join(pair)
-        )
-        for nesting in ("outside", "inside", "cotangents")
-        for name in OPERATORS
-        for pair in [(nesting, name)]
-    ]
+NESTINGS = [
+    pytest.param(*pair, marks=pytest.mark.xfail(strict=True, reason=_NORM) if pair in WRONG else (), id=", ".join(pair))
+    for pair in itertools.product(("outside", "inside", "cotangents"), OPERATORS)
+]
 
 
 def by_torch(operator: Operator, x: Tensor, delta: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +105,7 @@ def by_torch(operator: Operator, x: Tensor, delta: Tensor, w: Tensor, c: Tensor)
     return tuple(map(torch.stack, zip(*found, strict=True)))
 
 
-@pytest.mark.parametrize(("nesting", "name"), nestings())
+@pytest.mark.parametrize(("nesting", "name"), NESTINGS)
 def test_second_derivatives_under_vmap(nesting: str, name: str) -> None:
     torch.manual_seed(0)
     operator, shape, of_parameter = OPERATORS[name]
@@ -160,39 +133,3 @@ def test_second_derivatives_under_vmap(nesting: str, name: str) -> None:
             got = vmap(lambda direction: torch.autograd.grad(first, (row, back), direction, materialize_grads=True))(c)
     for fast, true in zip(got, want, strict=True):
         close(fast, true)
-
-
-# What a recorded pass puts in their place; tests/fisher/recorded_cases.py compares all of it with torch's.
-MODULES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
-    "pool": (nn.AvgPool2d(2, stride=1), (2, 3, 5, 6)),
-    "groups": (nn.GroupNorm(2, 4), (3, 4, 3, 2)),
-    "layer": (nn.LayerNorm(5), (2, 3, 5)),
-    "gram": (nn.Identity(), (2, 3, 4)),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_derivatives_are_those_of_finite_differences(name: str) -> None:
-    torch.manual_seed(0)
-    module, shape = MODULES[name]
-    module = module.double().cpu().requires_grad_(False)
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    with with_substitutes(module):
-        function = gram if name == "gram" else module
-        assert gradcheck(function, x)
-        assert gradgradcheck(function, x)
-
-
-def test_a_vision_transformers_first_layer_is_differentiated_twice_in_seconds() -> None:
-    """Torch's own takes minutes: a convolution with an image as kernel."""
-    layer, x = nn.Conv2d(3, 768, 16, 16), torch.randn(1, 3, 224, 224, requires_grad=True)
-    with with_second_derivatives(layer):
-        (gradient,) = torch.autograd.grad(layer(x).square().sum(), layer.weight, create_graph=True)
-    waiting: list[Any] = [gradient.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    assert not any("Convolution" in node.name() for node in seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchfil.engine  # noqa: F401  (registers Opacus's layers)
@@ -20,7 +17,6 @@ from tests.cases import DEVICE
 from tests.fisher.recorded_cases import Model, check, gradients_of
 from torchfil.fisher.masks import MaskLayouts, recorded_masks
 from torchfil.fisher.recording import forward_pass, plan
-from torchfil.fisher.rules.recurrent import CELLS, recurrence
 
 BATCH, TIME, WIDTH, HIDDEN = 3, 4, 3, 4
 LENGTHS = torch.tensor([2, 4, 1])
@@ -68,58 +64,35 @@ def check_model(model: nn.Module, *more: Tensor) -> None:
     check(gradients_of(model, torch.randn(BATCH, TIME, WIDTH), *more), generic=(), mapped=False)
 
 
-def quickly(pairs: Any, quick: Callable[[Any, Any], bool]) -> list[Any]:
-    """Pairs of which some are quick, and the others slow."""
-    return [pytest.param(*pair, marks=() if quick(*pair) else pytest.mark.slow) for pair in pairs]
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"),
-    quickly(itertools.product(KINDS, FORMS), lambda kind, form: kind == "LSTM" or form == "both directions"),
+    ("kind", "form"), [*(("LSTM", form) for form in FORMS), *((kind, "both directions") for kind in KINDS)]
 )
 def test_recurrent_layers(kind: str, form: str) -> None:
     check_model(tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form])))
 
 
-@pytest.mark.parametrize(
-    ("kind", "last"), quickly(itertools.product(KINDS, [True, False]), lambda kind, last: last or kind == "LSTM")
-)
+@pytest.mark.parametrize(("kind", "last"), [("LSTM", False), *((kind, True) for kind in KINDS)])
 def test_given_states(kind: str, last: bool) -> None:
     layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=True)
     check_model(tagger(layer, with_state=True, last=last))
 
 
 @pytest.mark.parametrize("form", ["batch first", "both directions"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "DPLSTM", "DPGRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "DPLSTM"])
 def test_packed_sequences(kind: str, form: str) -> None:
     opacus = kind.startswith("DP")  # whose packed layers need float32 states of their own
     check_model(tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form]), last=not opacus), LENGTHS)
 
 
-@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
-def test_a_frozen_parameter(frozen: str) -> None:
-    layer = nn.GRU(WIDTH, HIDDEN, batch_first=True)
-    layer.get_parameter(frozen).requires_grad_(False)
-    check_model(tagger(layer))
-
-
-def test_a_layer_that_reads_its_own_output() -> None:
-    layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-    check_model(Model(lambda m, x: m.layer(*m.layer(x))[0].flatten(1), layer=layer))
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
 @pytest.mark.parametrize(
     ("kind", "first"),
-    quickly(
-        itertools.product(["LSTM", "GRU", "RNN", "DPLSTM", "DPGRU", "DPRNN"], [True, False]),
-        lambda kind, first: first == (kind in ("LSTM", "DPGRU", "RNN")),
-    ),
+    [("LSTM", True), ("GRU", False), ("RNN", True), ("DPLSTM", False), ("DPGRU", True), ("DPRNN", False)],
 )
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
     layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=first, dropout=0.4)
@@ -145,19 +118,3 @@ def test_what_is_not_served_is_told(options: Any, reason: str) -> None:
     found = plan(gradients_of(model, torch.randn(BATCH, TIME, WIDTH)))
     assert not found.fits
     assert reason in str(found.reason)
-
-
-@pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.parametrize("mode", CELLS)
-def test_second_derivatives(mode: str, drops: bool) -> None:
-    cell, draw = CELLS[mode], {"dtype": torch.float64, "device": DEVICE}
-    gates = torch.randn(3, 2, cell.gates * 2, **draw, requires_grad=True)
-    start = [torch.randn(2, 2, **draw, requires_grad=True) for _ in range(1 + cell.has_memory)]
-    weight = torch.randn(cell.gates * 2, 2, **draw)
-    drop = F.dropout(torch.ones(3, 2, 2, **draw), 0.4) if drops else None
-
-    def run(gates: Tensor, h: Tensor, m: Tensor | None = None) -> tuple[Tensor, ...]:
-        return tuple(value for value in recurrence(cell, gates, h, m, weight, drop) if value is not None)
-
-    assert gradcheck(run, (gates, *start))
-    assert gradgradcheck(run, (gates, *start))

@@ -20,7 +20,6 @@ def test_resnet18_with_group_norm() -> None:
     torch.manual_seed(0)
     network = torchvision.models.resnet18(num_classes=4, norm_layer=lambda c: nn.GroupNorm(8, c))
     model = SmoothnessValidator.fix(network, activation="gelu").double()
-    assert SmoothnessValidator.is_valid(model, example_inputs=torch.randn(1, 3, 32, 32).double())
     pixels = torch.zeros(3, 32, 32, dtype=torch.bool)
     pixels[:, 10, 5:7] = True
     given: Any = (model, nn.CrossEntropyLoss(), torch.randn(2, 3, 32, 32).double(), torch.tensor([0, 3]))
@@ -30,11 +29,3 @@ def test_resnet18_with_group_norm() -> None:
     low, high = fisher.fim_trace(*given, **settings, num_probes=4).interval(0.9999)
     exact = torch.einsum("bii->b", truth)
     assert ((low <= exact) & (exact <= high)).all()
-
-
-def test_the_stock_network_is_refused_by_name() -> None:
-    network = torchvision.models.resnet18(num_classes=4)
-    assert any(str(error).startswith("maxpool (MaxPool2d)") for error in SmoothnessValidator.validate(network))
-    given: Any = (network, nn.CrossEntropyLoss(), torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"bn1 \(BatchNorm2d\)"):
-        fisher.fim_trace(*given, max_grad_norm=1.0, noise_multiplier=1.0)

@@ -32,22 +32,21 @@ N, D, CLASSES, DELTA = 31, 5, 3, 1e-3
 Found = dict[str, np.ndarray]
 
 
+def dataset(seed: int, draw: Callable[[torch.Generator], Tensor]) -> TensorDataset:
+    source = torch.Generator().manual_seed(seed)
+    return TensorDataset(draw(source), torch.randint(CLASSES, (N,), generator=source))
+
+
 def table() -> TensorDataset:
-    source = torch.Generator().manual_seed(0)
-    x = torch.randn(N, D, generator=source, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(CLASSES, (N,), generator=source))
+    return dataset(0, lambda source: torch.randn(N, D, generator=source, dtype=torch.float64))
 
 
 def images() -> TensorDataset:
-    source = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.rand(N, 1, 6, 6, generator=source, dtype=torch.float64), torch.randint(CLASSES, (N,), generator=source)
-    )
+    return dataset(1, lambda source: torch.rand(N, 1, 6, 6, generator=source, dtype=torch.float64))
 
 
 def texts() -> TensorDataset:
-    source = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randint(20, (N, 6), generator=source), torch.randint(CLASSES, (N,), generator=source))
+    return dataset(2, lambda source: torch.randint(20, (N, 6), generator=source))
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -61,19 +60,21 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    return seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
-        )
-    )
+    def make() -> nn.Module:
+        first = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh()
+        return nn.Sequential(*first, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES))
+
+    return seeded(make)
+
+
+def transformer() -> nn.Module:
+    return seeded(lambda: zoo.token_transformer(CLASSES, 20, 6, width=8, depth=1, heads=2))
 
 
 class Run:
     """A run that is ready to train, and what it has released."""
 
-    def __init__(
-        self, module: nn.Module, dataset: Any, *, batch: int = 8, optimizer: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, module: nn.Module, dataset: Any, batch: int = 8, optimizer: Any = None, **options: Any) -> None:
         given = {
             "noise_multiplier": 0.9,
             "max_grad_norm": 0.8,
@@ -198,6 +199,10 @@ QUESTIONS = {
     "first": Column(0, by=(0.5, -0.5), names=("more", "less")),
     "own": Change(lambda inputs, targets: (0.9 * inputs, targets)),
 }
+ADAM: dict[str, Any] = {"track": ("diagonal", "sketch", "plis"), "num_probes": 2}
+ADAM["optimizer"] = lambda trained: torch.optim.Adam(trained, lr=0.02)
+TEXTS: dict[str, Any] = {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
+HARD: dict[str, Any] = {"clip": "hard", "loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}
 RUNS: dict[str, Callable[[], Found]] = {
     "loop": lambda: Run(mlp(), table()).loop().loop().found(),
     "loop, loss identified": lambda: Run(mlp(), table(), criterion=None, num_probes=2).loop().found(),
@@ -216,36 +221,13 @@ RUNS: dict[str, Callable[[], Found]] = {
     "without Poisson sampling": lambda: Run(mlp(), table(), poisson_sampling=False).loop().loop().found(),
     "resumed": resumed,
     "stream": lambda: Run(mlp(), Stream(), poisson_sampling=False, id_of=2).loop().found(),
-    "Adam, all quantities": lambda: (
-        Run(
-            convolutions(),
-            images(),
-            optimizer=lambda trained: torch.optim.Adam(trained, lr=0.02),
-            track=("diagonal", "sketch", "plis"),
-            num_probes=2,
-        )
-        .loop()
-        .found()
-    ),
+    "Adam, all quantities": lambda: Run(convolutions(), images(), **ADAM).loop().found(),
     "steered": lambda: Run(mlp(), table(), rel_error=0.3, epochs=3).loop().loop().loop().found(),
     "extra probes": lambda: Run(mlp(), table(), num_probes=1, extra_probes=4).loop().loop().found(),
-    "texts": lambda: (
-        Run(
-            seeded(lambda: zoo.token_transformer(CLASSES, 20, 6, width=8, depth=1, heads=2)),
-            texts(),
-            private=Private(submodule="embedding"),
-            questions={"second": Token(1, [3, 4])},
-        )
-        .loop()
-        .found()
-    ),
+    "texts": lambda: Run(transformer(), texts(), **TEXTS).loop().found(),
     "own loss": with_its_own_loss,
     "views": lambda: Run(mlp(), table(), views=two_views).loop().found(),
-    "hard clip, sum": lambda: (
-        Run(mlp(), table(), clip="hard", loss_reduction="sum", criterion=nn.CrossEntropyLoss(reduction="sum"))
-        .whole_steps()
-        .found()
-    ),
+    "hard clip, sum": lambda: Run(mlp(), table(), **HARD).whole_steps().found(),
 }
 
 
@@ -262,15 +244,9 @@ def bert() -> Found:
     """A small Hugging Face model with padding and dropout, which computes its loss itself."""
     import transformers
 
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-        num_labels=CLASSES,
-    )
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 8, "num_labels": CLASSES}
+    config = transformers.BertConfig(**sizes)
     module = seeded(lambda: transformers.BertForSequenceClassification(config))
     words, labels = texts().tensors
     mask = (torch.arange(6)[None] < 3 + torch.arange(N)[:, None] % 4).long()
