@@ -13,21 +13,6 @@ from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-__all__ = [
-    "Keys",
-    "WebDriverWait",
-    "click",
-    "complaints",
-    "cut",
-    "cut_tables",
-    "opened",
-    "pale_texts",
-    "search",
-    "shown",
-    "started",
-    "text_of",
-]
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 ARGUMENTS = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.report.pages import files_of, summary_of
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
@@ -131,18 +130,12 @@ def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
 
     assert explained(summarise(run_of(fil, groups)).groupings, 1e-6) > 0.95
     page = write_report(run_of(fil, groups), tmp_path / "public", redacted=True)
-    data = json.loads((page.parent / "summary.json").read_text())["groupings"]
+    data = summary_of(page)["groupings"]
     assert [row["name"] for row in data] == list(groups)
-    again = [_grouping(row) for row in data]
+    again = [Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]}) for row in data]
     assert sum(bool(grouping.groups) for grouping in again) >= 1
     assert explained(again, 0.02) < 1 / SMALLEST
-    text = page.read_text(encoding="utf-8")
-    assert "Not shown: beside the groupings above" in text
-    assert "as could somebody who has another public version, with other groups or of another run" in text
-
-
-def _grouping(row: dict[str, Any]) -> Grouping:
-    return Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
+    assert "Not shown: beside the groupings above" in page.read_text(encoding="utf-8")
 
 
 class TestOutliers:
@@ -176,9 +169,8 @@ class TestOutliers:
         files = []
         for fil in (1e2, 1e4, 1e6):
             page = write_report(self.run(fil), tmp_path / f"{fil}", redacted=True)
-            files.append([path.read_bytes() for path in sorted(page.parent.iterdir())])
+            files.append(files_of(page))
         assert files[0] == files[1] == files[2]
-        assert b"ten times" in files[0][0]
         compared = [compare_runs(self.run(fil), self.run(1.0), redacted=True) for fil in (1e2, 1e4, 1e6)]
         assert repr(compared[0]) == repr(compared[1]) == repr(compared[2])
 
@@ -217,20 +209,14 @@ class TestCells:
         assert split.names == ["a"]  # b joined c, for otherwise c were everybody less a and b
         assert split.merged == 2
         assert np.bincount(split.codes).tolist() == [50, 23]
-        split = split_beside(np.array(["a"] * 4 + ["b"] * 3), 10)
-        assert (split.names, split.merged) == ([], 0)
-        assert set(split.codes) == {-1}
-        split = split_beside(labels, 1)
-        assert (split.names, split.merged) == (["a", "b", "c"], 0)
+        assert set(split_beside(np.array(["a"] * 4 + ["b"] * 3), 10).codes) == {-1}
+        assert split_beside(labels, 1).names == ["a", "b", "c"]
 
-    def test_groupings_with_large_intersections_are_all_shown(self) -> None:
+    def test_groups_are_shown_or_coarsened_where_that_helps(self) -> None:
+        """Site C has women only but for three: it goes together with others."""
         run = made_up(400, groups={"sex": np.array(["f", "m"] * 200), "site": np.repeat(["A", "B", "C", "D"], 100)})
         summary = summarise(run, redacted=True)
-        assert [len(grouping.groups) for grouping in summary.groupings] == [2, 4]
-        assert not any(grouping.withheld for grouping in summary.groupings)
-
-    def test_groups_are_coarsened_where_that_helps(self) -> None:
-        """Site C has women only but for three: it goes together with others."""
+        assert [(len(grouping.groups), grouping.withheld) for grouping in summary.groupings] == [(2, False), (4, False)]
         sex = np.array(["f", "m"] * 100 + ["f"] * 30 + ["m"] * 3)
         site = np.array(["A"] * 100 + ["B"] * 100 + ["C"] * 33)
         split = split_beside(site, 10, joined(None, split_beside(sex, 10)))
@@ -243,7 +229,6 @@ class TestCells:
                 assert value == float(f"{value:.2g}")
         assert grouping.fil == float(f"{grouping.fil:.2g}")
 
-    def test_nothing_measured(self) -> None:
         run = made_up(40)
-        run.columns["participations"] = np.zeros(40, dtype=np.int64)
+        run.columns["participations"] = np.zeros(40, dtype=np.int64)  # nothing measured
         assert [grouping.groups for grouping in summarise(run, redacted=True).groupings] == [[], []]
