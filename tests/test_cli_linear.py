@@ -190,13 +190,10 @@ INDEX = "y,nr,z\n" + "\n".join(f"{i * 7 % 5},{i},{i * 13 % 11}" for i in range(3
     ("content", "options", "message"),
     [
         (DOSES, "--target does", "did you mean 'dose'"),
-        (DOSES, "--target dose --private gen", "did you mean 'gene'"),
         (DOSES, "--target dose --group rice", "did you mean 'race'"),
         (DOSES, "--target dose --private dose", "is the target"),
         (DOSES, "--target dose --question gene+1", "is one-hot"),
         (DOSES, "--target dose --ignore race,dose", "is the target"),
-        (DOSES, "--target dose --id dose", "is the target"),
-        (DOSES, "--target dose --categorical dose", "is the target"),
         (DOSES, "--target dose --categorical age --quantity age", "cannot be a category"),
         (DOSES, "--target dose --private 'gene,\"age", "names stand between commas"),
         (DOSES, "--target dose --sigma 0", "sigma=0.0"),
@@ -208,8 +205,6 @@ INDEX = "y,nr,z\n" + "\n".join(f"{i * 7 % 5},{i},{i * 13 % 11}" for i in range(3
         (DOSES, "--target dose --encoding klingon", "is no encoding"),
         (DOSES, "--target dose --separator ~~", "must be one character"),
         ("", "", "at least one row"),
-        ("a,y\n", "", "at least one row"),
-        ("a,b\n1,2\n3\n", "", "row 2 has 1 entries for 2 columns"),
         ('a,note,y\n1,"x\ny",2\n\n2,z,3\n5,z\n', "", "line 6: row 3 has 2 entries"),
         ("a,a\n1,2\n", "", "more than once"),
         ("a,y\n1,2\n,3\n2,NA\n", "", "1 in 'a', 1 in 'y'"),
@@ -221,13 +216,11 @@ INDEX = "y,nr,z\n" + "\n".join(f"{i * 7 % 5},{i},{i * 13 % 11}" for i in range(3
         ('a,y\n"1"2,3\n', "", "quotes"),
         ("a;b,y\n1;2,3\n", "", "could be separated by"),
         ('a,note,y\n1,"x\ny",2\n\n2,z,3\n5 kg,z,1\n3,w,4\n', "", "'5 kg' in line 6"),
-        ("y,note,a\n1,x,2\n\n2,z,3\n5 kg,z,1\n3,w,4\n", "", "1 of 4 entries cannot be read as such"),  # in the target
         ("grade,y\n" + "1,2\n2,3\n3,5\n4+,1\n" * 9, "", "9 of 36 entries cannot be read as such: '4+' in line 5"),
         ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "", "can be 1234 or 1.234"),
         ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "--decimal .", "'1,234' in line 2"),
         (INDEX, "", "column 'nr' counts the rows (0, 1, …)"),
         (INDEX.replace("4,2,4", "4,2,"), "--drop-missing", "column 'nr' counts the rows"),
-        (INDEX.replace("nr", ""), "", "column 'unnamed 2' counts the rows"),
     ],
 )
 def test_mistakes(tmp_path: Path, content: str, options: str, message: str) -> None:

@@ -35,7 +35,6 @@ def acting(text: str) -> list[str]:
 
 def with_fake_names(n: int = 40) -> SavedRun:
     name, run = FAKE, made_up(n)
-    assert run.attributes is not None
     return dataclasses.replace(
         run,
         about={**run.about, "title": name, "dataset": {"data_sha256": name}, "accountant": name},
@@ -70,17 +69,11 @@ def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkey
     assert "passed" not in gated.stdout.splitlines()
     assert "\\x1b[2J" in gated.stdout, "shown, not dropped"
     assert any("\\x1b[2J" in str(case.get("name")) for case in ElementTree.parse(junit).getroot())
-    texts = [
-        gated.output,
-        call("inspect", run).stdout,
-        call("compare", run, run).stdout,
-        refused("compare", run, other),
-    ]
-    texts += [call(*command, "--json").stdout for command in (("inspect", run), ("gate", run, "--policy", policy))]
-    texts += [path.read_text(encoding="utf-8") for path in (junit, steps)]
+    texts = [gated.output, refused("compare", run, other), *(path.read_text("utf-8") for path in (junit, steps))]
+    for command in (("inspect", run), ("compare", run, run), ("gate", run, "--policy", policy)):
+        texts += [call(*command).stdout, call(*command, "--json").stdout]
     for redacted in (False, True):
-        page = write_report(with_fake_names(), tmp_path / f"report {redacted}", redacted=redacted)
-        texts.append(page.read_text(encoding="utf-8"))
+        texts.append(write_report(with_fake_names(), tmp_path / "report", redacted=redacted).read_text("utf-8"))
     for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
         texts.append(refused("gate", edited(run, facts), "--policy", policy))
     for text in texts:
@@ -100,12 +93,10 @@ class TestAbsurdNumbers:
     @pytest.mark.parametrize(
         ("part", "changes"),
         [
-            ("about", {"epsilon": -3.0}),
             ("about", {"epsilon": math.nan}),
             ("about", {"delta": 2.0}),
             ("about", {"mechanism": {"sample_rate": -1}}),
             ("pictures", {"rows": [-1, 0, 1, 2]}),
-            ("pictures", {"rows": [0, 1, 2, 30]}),
             ("pictures", {"rows": [0, 1, 2, 29]}),
         ],
         ids=str,

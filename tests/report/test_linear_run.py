@@ -55,7 +55,6 @@ def test_numbers_are_those_of_the_library_and_of_the_jacobian(case: str) -> None
     run = linear_run(model, X, y, SIGMA, scales=None)
     assert np.allclose(run.columns["fil"], model.fil(X, y, SIGMA, kind="trace"))
     assert np.allclose(run.columns["mse_bound"], model.mse_bound(X, y, SIGMA))
-    assert run.attributes is not None
     assert run.attributes.names[-1] == "target"
     bound = model.mse_bound(X, y, SIGMA, attributes={str(j): [j] for j in range(X.shape[1])})
     for j in range(X.shape[1]):
@@ -79,7 +78,6 @@ def test_attributes_of_several_columns_and_only_those_are_private(patients: Any)
     model, X, y = patients
     named = {"genotype": [1, 2]}
     run = linear_run(model, X, y, SIGMA, attributes=named, attribute_units={"genotype": "0/1"}, scales=None)
-    assert run.attributes is not None
     assert (run.attributes.names, run.attributes.units) == (["genotype"], ["0/1"])
     want = model.mse_bound(X, y, SIGMA, attributes=named)["genotype"]
     assert np.allclose(run.columns["mse_bound"], want)
@@ -165,7 +163,6 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     """In deviations it is off by 1; an attribute by its own deviation, one of several columns by theirs together."""
     model, X, y = patients
     run = linear_run(model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True)
-    assert run.yardsticks is not None
     assert blind_error_of_inputs(run) == pytest.approx(1.0)
     shares = X[:, 1:].mean(axis=0)
     want = [X[:, 0].std(), np.sqrt((shares * (1 - shares)).mean()), y.std()]
@@ -174,7 +171,6 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
     assert np.isnan(low[1])
     exposed = exposed_examples(run)
-    assert exposed is not None
     assert exposed.tolist() == (run.columns["mse_bound"] < 1).tolist()
     plain = linear_run(model, X, y, SIGMA, scales=None)
     assert blind_error_of_inputs(plain) == pytest.approx(np.sqrt(np.append(X, y[:, None], axis=1).var(axis=0).mean()))
@@ -193,7 +189,6 @@ def test_the_noise_that_the_page_suggests_keeps_the_policy_and_not_much_less_doe
 ) -> None:
     page = write_report(linear_run(*patients, 0.05, questions=ASKED), tmp_path / "page", policy=policy)
     found = re.search(r"σ = ([\d.]+)", text_of(page, "card-todo"))
-    assert found is not None
     for factor, kept in ((1.0, True), (0.98, False)):
         verdicts = check(linear_run(*patients, factor * float(found[1]), questions=ASKED), policy)
         assert all(verdict.passed for verdict in verdicts) is kept

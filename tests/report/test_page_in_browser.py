@@ -5,7 +5,6 @@ Needs Chromium and its driver (Debian: ``apt-get install chromium chromium-drive
 
 from __future__ import annotations
 
-import base64
 import re
 from pathlib import Path
 from typing import Any
@@ -146,12 +145,6 @@ def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, P
         browser.find_element("id", "detail").send_keys(Keys.ESCAPE)
     browser.execute_script("location.hash = 'example-nobody'")
     found(browser, "The table has no example of this address")
-
-
-def test_it_prints(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["table"])
-    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})["data"])
-    assert 4 <= pdf.count(b"/Type /Page\n") <= 20  # the table of all examples stays on the screen
 
 
 def test_many_rows_scroll(browser: Any, pages: dict[str, Path]) -> None:

@@ -56,7 +56,6 @@ def winsorised_mean(values: np.ndarray, factor: float) -> float:
 
 def bytes_of_examples(run: SavedRun) -> list[bytes]:
     """Ids, and every value as text and as binary numbers."""
-    assert run.attributes is not None
     wanted = [str(name).encode() for name in run.ids]
     arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
     for value in np.concatenate(arrays).tolist():
@@ -137,7 +136,6 @@ def test_the_extremes_are_those_of_many() -> None:
     assert summary.not_measured == "fewer than 12"
     assert {row.examples for row in summary.exposure} == {12}
     bins = summary.mse_histogram
-    assert bins is not None
     assert min(bins.counts) >= 12
     assert bins.edges[0] > 1e3 * 7654321.25**-2  # the bar does not reach to the outlier
     assert all(count % 12 == 0 for count in bins.counts)
@@ -161,7 +159,6 @@ def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
     run.columns["mse_bound_low"][40:52] = 1e-3 * np.arange(1, 13)
     summary = summarise(run, redacted=True)
     low = np.sort(run.columns["mse_bound_low"][np.arange(N) != 3])
-    assert summary.lowest_end is not None
     assert summary.lowest_end == pytest.approx(winsorised_mean(low[:10], 100), rel=0.05)
     assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
     text = text_of(write_report(run, tmp_path / "public", redacted=True), "findings")
@@ -197,7 +194,6 @@ def test_the_grid_of_a_public_histogram_does_not_tell_the_range() -> None:
     for largest in (0.95, 1.2, 1.5, 3.0):
         values[17] = largest
         found = histogram(values, 10, log=False, fineness=6, origin=8.0)
-        assert found is not None
         grids.append(min(b - a for a, b in itertools.pairwise(found.edges)))
     assert grids == pytest.approx([grids[0]] * 4)
 
@@ -206,17 +202,14 @@ def test_histograms_count_everybody() -> None:
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.lognormal(size=997), [0.0, np.inf, np.inf]])
     plain = histogram(values, 1)
-    assert plain is not None
     assert sum(plain.counts) == 997
     assert plain.outside == 3
     for count, low, high in zip(plain.counts, plain.edges[:-1], plain.edges[1:], strict=True):
         assert count == ((values > low * (1 - 1e-9)) & (values <= high * (1 + 1e-9))).sum()
     safe = histogram(values, 10)
-    assert safe is not None
     assert abs(sum(safe.counts) - 997) <= 5 * len(safe.counts)
     assert min(safe.counts) >= 10
     assert histogram(values[:9], 10) is None
     assert histogram(np.full(50, 2.0), 10) is None  # one bar would be the value itself
     capped = histogram(np.minimum(rng.normal(3, 0.5, 500), 3.3), 1, log=False, origin=3.3)
-    assert capped is not None
     assert capped.edges[-1] == pytest.approx(3.3)

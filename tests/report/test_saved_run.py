@@ -73,8 +73,6 @@ class TestReading:
         found = load(save(run, tmp_path / "run.parquet", rows_at_once=7))
         for rows in (slice(None), slice(5, 8), slice(9, 9), np.array([39, 0, 7, 6, 6]), np.arange(40) % 3 == 0, 20, -1):
             assert same(found.ids[rows], run.ids[rows])
-            assert found.attributes is not None
-            assert run.attributes is not None
             for columns in ((), (1,), (slice(1, 3),)):
                 assert same(found.attributes.error[(rows, *columns)], run.attributes.error[(rows, *columns)])
         assert same(found.take(np.array([0, 6, 7, 20, 39])), run.take(np.array([0, 6, 7, 20, 39])))
@@ -108,7 +106,6 @@ def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: An
         np.testing.assert_array_equal(table[column], values)
     for group, labels in run.groups.items():
         assert table[f"group_{group}"].tolist() == labels.tolist()
-    assert run.attributes is not None
     if name == "pixels":
         np.testing.assert_array_equal(np.stack(table["error_of_attributes"]), run.attributes.error)
     for j, column in enumerate(facts["attributes"]["error"] if name != "pixels" else ()):
@@ -118,7 +115,6 @@ def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: An
         for j, answer in enumerate(question.answers):
             upper = table[f"divergence_high_of_{question.name}_{answer}"]
             np.testing.assert_array_equal(upper, question.divergence_high[:, j])
-    assert run.pictures is not None
     assert [bytes(image) for image in table["picture"].dropna()] == [image.tobytes() for image in run.pictures.images]
     assert table["words"].notna().sum() == 2
 

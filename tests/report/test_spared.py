@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.refused import all_refused
 from tests.report.pages import files_of, summary_of, table_data, text_of
 from tests.report.run_cases import SPARED, made_up
 from torchfil.gate.gate import notes
@@ -40,12 +41,9 @@ CHOICE = made_up().about["noise_choice"]
     ("run", "slug", "told"),
     [
         (made_up(), "spared", "3 of 40 examples (7.5 %) were trained with a weight ω below 1"),
-        (made_up(), "spared", "of 0.1. The aim was met."),
         (about(equalised=AIMED), "spared", "“<sex>” (every attacker) of 0.05. The aim was not met."),
-        (about(equalised=AIMED), "spared", "all rounds together have ε = 7.25"),
         (made_up(), "training", "This run met it (smallest bound 0.13, at least 0.125 (95 %))."),
         (about(noise_choice=CHOICE | {"headroom": 0.8}), "training", "This run missed it by a factor of 1.25"),
-        (about(noise_choice=CHOICE | {"headroom": 0}), "training", "cannot tell whether it met it"),
     ],
 )
 def test_the_private_page_tells(tmp_path: Path, run: SavedRun, slug: str, told: str) -> None:
@@ -53,7 +51,6 @@ def test_the_private_page_tells(tmp_path: Path, run: SavedRun, slug: str, told: 
 
 
 def test_ids_and_weights_stand_in_the_private_page_the_smallest_first(tmp_path: Path) -> None:
-    """Equal weights are ordered by exposure; the unmeasured come last."""
     run = made_up(text_ids=True)
     run.columns["fil_before"][7] = math.nan
     page = write_report(run, tmp_path / "report")
@@ -69,11 +66,6 @@ def test_ids_and_weights_stand_in_the_private_page_the_smallest_first(tmp_path: 
         rows = list(csv.DictReader(file))
     assert [float(row["clip_weight"]) for row in rows] == pytest.approx(run.columns["clip_weight"], rel=1e-6)
     assert rows[7]["fil_before"] == ""
-
-    run.columns["clip_weight"][:3] = 0.5
-    run.columns["fil"][:3], run.columns["participations"][1] = (1.0, 9.0, 2.0), 0
-    section = text_of(write_report(run, tmp_path / "report"), "spared")
-    assert section.index("Zoë 2") < section.index("Zoë 0") < section.index("Zoë 1")
 
 
 def test_without_weights_there_is_no_word_of_it(tmp_path: Path) -> None:
@@ -110,7 +102,6 @@ def test_public_counts_are_rounded() -> None:
     run = made_up(240, rounds={**made_up().rounds, "num_spared": np.asarray([0, 127])})
     run.columns["clip_weight"][:127] = 0.5
     spared = summarise_spared(run, 10)
-    assert spared is not None
     assert (spared.examples, spared.smallest_weight) == (130, None)
     assert spared.rounds == {"num_spared": [0, 130], "fresh": [False, True]}
     assert [published_count(count, 10) for count in (0, 1, 9, 10)] == [0, *["fewer than 10"] * 2, 10]
@@ -132,11 +123,12 @@ def test_groups_before_and_after(redacted: bool) -> None:
     assert summarise(run, redacted=redacted).groupings[0].disparity_before is None
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"noise_choice": "three"}, {"noise_choice": {"headroom": "much"}}, {"equalised": {"met": 1}}]
-)
-def test_what_does_not_fit_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="about: '"):
-        about(**wrong)
-    with pytest.raises(ValueError, match="rounds: .* has shape"):
-        made_up(rounds={"worst": np.ones(2), "score": np.ones(3)})
+def test_what_does_not_fit_is_refused() -> None:
+    all_refused(
+        {
+            "about: 'noise_choice'": lambda: about(noise_choice="three"),
+            "about: 'noise_choice.headroom'": lambda: about(noise_choice={"headroom": "much"}),
+            "about: 'equalised.met'": lambda: about(equalised={"met": 1}),
+            "rounds: .* has shape": lambda: made_up(rounds={"worst": np.ones(2), "score": np.ones(3)}),
+        }
+    )

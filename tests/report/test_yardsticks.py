@@ -20,7 +20,7 @@ from torchfil.report import write_report
 from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run import baselines
-from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 50])
@@ -73,7 +73,6 @@ class TestOneRule:
     def told(run: SavedRun) -> set[int | str | None]:
         """By the rule, by the gate, on the page and by ``inspect``."""
         exposed = baselines.exposed_examples(run)
-        assert exposed is not None
         (verdict,) = (v for v in check(run, Policy(max_share_exposed=0.0)) if v.key == "max_share_exposed")
         data = inspected(run, 0)[1]
         return {int(exposed.sum()), verdict.offending, summarise(run).exposed, data["examples"]["exposed"]}
@@ -116,26 +115,12 @@ class TestOneRule:
 
 
 class TestPage:
-    def test_shares_of_inputs_and_attributes(self, tmp_path: Path) -> None:
-        error = np.broadcast_to([0.4, 9.0, 0.4], (40, 3))
-        run = made_up(attributes=Attributes(["age", "height", "weight"], ["years", "cm", ""], error, error))
-        run = with_yardsticks(run, [1.0, 2.0, 0.5], height={"tall": 0.25, "small": 0.75})
-        page = write_report(run, tmp_path / "report")
-        text = text_of(page, "attributes")
-        told = ("40 %", "80 %", "no better than guessing", "± 0.4 years", "small 75 %, tall 25 %")
-        assert [words for words in told if words not in text] == []
-        share = math.floor(
-            100 * math.sqrt(np.min(run.columns["mse_bound_low"])) / (baselines.blind_error_of_inputs(run) or 0)
-        )
-        assert f"{share} % of a blind guess’s error" in text_of(page, "distribution")
-
     def test_nothing_of_the_data_is_public(self, tmp_path: Path) -> None:
         """Mean, deviation, range and shares of levels; and no error beside its share, whose quotient is a deviation."""
         run = with_yardsticks(made_up(240), [1.234567, 2.345678, 0.456789], age={"PLANTED-level": 0.2718281828})
         private = b"".join(files_of(write_report(run, tmp_path / "private")).values())
         page = write_report(run, tmp_path / "public", redacted=True)
         content, summary = b"".join(files_of(page).values()), summary_of(page)
-        assert run.yardsticks is not None
         spreads = [*vars(run.yardsticks.inputs).values(), *vars(run.yardsticks.attributes).values()]
         values = [float(value) for each in spreads for value in each.flat]
         planted = {number(value) for value in values if abs(value) > 100} | {f"{value:.5g}" for value in values}
@@ -150,7 +135,6 @@ class TestPage:
 
     def test_public_shares_rest_on_many(self) -> None:
         run = with_yardsticks(made_up(240), 1.7)
-        assert run.attributes is not None
         for j, attribute in enumerate(summarise(run, redacted=True, min_group=12).attributes):
             least = np.sort(run.attributes.error[:, j])[:12]
             share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
@@ -170,7 +154,6 @@ class TestPage:
 
 def test_what_does_not_fit_is_refused() -> None:
     run = with_yardsticks(made_up())
-    assert run.attributes is not None
     pixels = dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64))
     all_refused(
         {
