@@ -132,21 +132,3 @@ DAMAGES = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_s
 def test_policies_and_runs(count: int) -> None:
     cuts = st.sampled_from([0, 0, 1, 8, 4000])
     settings(SETTINGS, max_examples=count)(given(POLICIES, DAMAGES, cuts)(gate_of))()
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.sampled_from(["gate", "glm", "inspect", "report", "compare", "--json", "-q", "--top", "-1"]),
-            st.text(max_size=6),
-        ),
-        max_size=4,
-    )
-)
-@settings(SETTINGS, max_examples=60)
-def test_any_words(words: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        found = call(*words)
-        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-        assert found.exit_code in (0, 1, 2)

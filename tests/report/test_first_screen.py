@@ -181,7 +181,10 @@ def test_the_noise_of_a_public_page_follows_from_what_is_published(tmp_path: Pat
     assert first == written(bare("same", some(2.0, 0.01, list(range(50, 70)))), tmp_path, redacted=True)
     assert f"With noise σ = {rounded_up((0.25 / 0.009) ** 0.5):g} instead of 1" in first["card-todo"]
     # the mean over ten is above a blind guess, though three of them are not: σ = 1 instead of 1 was suggested
-    few = written(of_kind("image", safe=False), tmp_path, redacted=True)["card-todo"]
-    assert "σ =" not in few
+    few = written(of_kind("table", safe=False), tmp_path, redacted=True)
+    assert "σ =" not in few["card-todo"]
+    assert "fewer than 10 of 200" in few["card-who"]
+    assert "For fewer than 10 of 200 examples, any attacker could tell “genotype”" in few["card-what"]
+    assert not re.search("Zoë|#show|3 of 200", few["first"])
     with pytest.raises(ValueError, match="single example"):  # a verdict may hang on one
         written(made_up(), tmp_path, POLICY, redacted=True)

@@ -14,7 +14,7 @@ import pytest
 from tests.report.run_cases import made_up, worrying
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
-from torchfil.gate.rules import RULES, Verdict, told_apart
+from torchfil.gate.rules import RULES, Verdict
 from torchfil.guessing import largest_true_positive_rate
 from torchfil.run.saved_run import SavedRun
 
@@ -57,6 +57,8 @@ def trained(noise: str) -> SavedRun:
 
 
 BARE = dataclasses.replace(worrying(), about={}, attributes=None, questions=[])
+UNCERTAIN = worrying(safe=True)
+UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
     participations=[0, 0] + [1] * 18, sampling_error=[np.inf] * 3 + [0.1] * 17, mse_bound_low=[np.inf] * 3 + [1.0] * 17
 )
@@ -70,9 +72,11 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("min_error_share", worrying(), 0.28, {}, True, 0, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {}, False, 1, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {"blind_error": 0.2}, True, 0, 0.02**0.5 / 0.2),
+    ("min_error_share", UNCERTAIN, 0.5, {}, False, 1, 0.2),  # the lower end
     ("min_error_share", BARE, 0, {}, False, 100, None),
     ("max_share_exposed", worrying(), 0.01, {}, True, 1, 0.01),
     ("max_share_exposed", worrying(), 0.005, {}, False, 1, 0.01),
+    ("max_share_exposed", UNCERTAIN, 0.0, {}, False, 1, 0.01),
     ("max_share_exposed", BARE, 1, {}, False, 100, None),
     ("min_attribute_error_share", worrying(), 0.5, {"attribute_spread": {"age": 0.15}}, True, 0, 0.1 / 0.15),
     ("min_attribute_error_share", worrying(), 0.5, {}, False, 1, 0.2),
@@ -147,14 +151,6 @@ def test_every_rule_has_a_case_that_holds_and_one_that_does_not() -> None:
     assert keys == {(rule.key, passed) for rule in RULES.values() if rule.find for passed in (True, False)}
 
 
-@pytest.mark.parametrize("key", ["min_error_share", "max_share_exposed"])
-def test_lower_ends_count(key: str) -> None:
-    run = worrying(safe=True)
-    run.columns["mse_bound_low"] = run.columns["mse_bound_low"].copy()
-    run.columns["mse_bound_low"][3] = 0.01
-    assert judged(run, key, {key: 0.5 if key.startswith("min") else 0.0}).rows.tolist() == [3]
-
-
 @pytest.mark.parametrize(
     ("run", "policy", "message"),
     [
@@ -169,24 +165,17 @@ def test_a_name_that_the_run_does_not_have_is_refused(run: SavedRun, policy: dic
         check(run, parse_policy(policy))
 
 
-@pytest.mark.parametrize("scale", [0.01, 100.0])
-def test_the_unit_of_the_data_does_not_matter(template_policy: Policy, scale: float) -> None:
+def test_the_unit_of_the_data_does_not_matter(template_policy: Policy) -> None:
     for run in (worrying(), worrying(safe=True)):
-        error = scale * np.asarray(run.attributes.error)
+        error = 100.0 * np.asarray(run.attributes.error)
         other = dataclasses.replace(
             run,
-            about=run.about | {"dataset": {"input_range": [0.0, scale]}},
-            columns=run.columns | {name: scale**2 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
+            about=run.about | {"dataset": {"input_range": [0.0, 100.0]}},
+            columns=run.columns | {name: 1e4 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
             attributes=dataclasses.replace(run.attributes, error=error, error_low=error),
         )
         before, after = ([(v.rule, v.passed) for v in check(each, template_policy)] for each in (run, other))
         assert before == after
-
-
-def test_ties_have_enough_digits() -> None:
-    for limit, found, shown in ((1.05, 1.0499999, ("1.05", "1.0499999")), (0.05, 0.05, ("0.05", "0.05"))):
-        assert told_apart(limit, found) == shown
-    assert len(set(told_apart(0.3, 0.1 + 0.2))) == 2
 
 
 class TestPolicies:

@@ -47,20 +47,14 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(b"max_epsilom = 1", "max_epsilon"), (b"", "limits nothing"), ("max_epsilon = 8".encode("utf-16"), "TOML")],
-)
-def test_bad_input_is_not_a_failed_gate(run: Path, policy: Path, text: bytes, message: str) -> None:
-    policy.write_bytes(text)
-    assert message in refused("gate", run, "--policy", policy)
-
-
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
+    """A mistake is not a failed gate."""
     bare, before = run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}), run.read_bytes()
-    lost, used = tmp_path / "none" / "policy.toml", ("--policy", policy)
+    lost, used, wrong = tmp_path / "none" / "policy.toml", ("--policy", policy), tmp_path / "wrong.toml"
+    wrong.write_bytes("max_epsilon = 8".encode("utf-16"))
     for args, message in (
         ((run, "--policy", tmp_path), "TOML"),
+        ((run, "--policy", wrong), "TOML"),
         ((run, "--policy", lost), "no policy"),
         (used, "name a saved run"),
         (("--init", *used), "is not overwritten"),
@@ -106,10 +100,7 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
     data = json.loads(found.stdout)
     assert json.loads(as_json.read_text(encoding="utf-8")) == data
     assert set(data["rules"][0]) == {"rule", "passed", "limit", "found", "offending", "detail"}
-    assert {rule["rule"]: rule["passed"] for rule in data["rules"]} == {
-        "min_mse_bound": False,
-        **dict.fromkeys(("max_epsilon", "max_violated_bounds", "max_share_not_measured", "max_examples_missed"), True),
-    }
+    assert [rule["rule"] for rule in data["rules"] if not rule["passed"]] == ["min_mse_bound"]
 
     lines = summary.read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: 1 rule broken"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 from scipy.special import erf
 
 from tests.glm.glm_cases import CASES, CODES, data
-from tests.report.pages import files_of, summary_of, text_of
+from tests.report.pages import files_of, summary_of
 
 pytest.importorskip("sklearn")
 
-from torchfil.gate.gate import check
-from torchfil.gate.policy import Policy
 from torchfil.glm import (
     Absent,
     Composition,
@@ -146,19 +143,6 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
     assert summarise(run, redacted=True).about["mechanism"] == {"sigma": 0.05, "l2": 0.01, "releases": 1}
 
 
-def test_the_gate_judges_it_as_any_run(patients: Any) -> None:
-    run = linear_run(*patients, SIGMA, questions={"there": Absent()})
-    least, gain = float(run.columns["mse_bound"].min()), float(run.questions[0].success().max()) - 0.5
-    for policy, passed in (
-        (Policy(min_mse_bound=0.99 * least), True),
-        (Policy(min_mse_bound=1.01 * least), False),
-        (Policy(max_gain_over_guessing=gain + 1e-6), True),
-        (Policy(max_gain_over_guessing=gain - 1e-6), False),
-        (Policy(max_epsilon=3.0), False),  # a linear model's release has no accountant's ε
-    ):
-        assert all(verdict.passed for verdict in check(run, policy)) is passed
-
-
 def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     """In deviations it is off by 1; an attribute by its own deviation, one of several columns by theirs together."""
     model, X, y = patients
@@ -174,24 +158,6 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     assert exposed.tolist() == (run.columns["mse_bound"] < 1).tolist()
     plain = linear_run(model, X, y, SIGMA, scales=None)
     assert blind_error_of_inputs(plain) == pytest.approx(np.sqrt(np.append(X, y[:, None], axis=1).var(axis=0).mean()))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(max_gain_over_guessing=0.1),
-        Policy(max_true_positive_rate={"there": 0.05}),
-        Policy(min_mse_bound=2.0, min_error_share=0.9),
-    ],
-)
-def test_the_noise_that_the_page_suggests_keeps_the_policy_and_not_much_less_does(
-    patients: Any, tmp_path: Path, policy: Policy
-) -> None:
-    page = write_report(linear_run(*patients, 0.05, questions=ASKED), tmp_path / "page", policy=policy)
-    found = re.search(r"σ = ([\d.]+)", text_of(page, "card-todo"))
-    for factor, kept in ((1.0, True), (0.98, False)):
-        verdicts = check(linear_run(*patients, factor * float(found[1]), questions=ASKED), policy)
-        assert all(verdict.passed for verdict in verdicts) is kept
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,6 @@ def test_nothing_is_cut_at_400_pixels(narrow: Any, pages: dict[str, Path]) -> No
         opened(narrow, pages[name])
         assert narrow.execute_script("return document.documentElement.scrollWidth") <= 400, name
         assert in_browser.cut(narrow) == [], name
-        assert in_browser.cut_tables(narrow) == [], name
-
-
-def test_texts_stand_out_in_light_and_dark(browser: Any, pages: dict[str, Path], request: Any) -> None:
-    for theme in ("browser", "dark"):
-        driver = request.getfixturevalue(theme)
-        for name in ("public", "text", "compared"):
-            assert in_browser.pale_texts(opened(driver, pages[name])) == []
 
 
 def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any, pages: dict[str, Path]) -> None:

@@ -16,9 +16,7 @@ import pytest
 from tests.report.pages import files_of, summary_of, text_of
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
-from torchfil.report.formats import number
 from torchfil.report.summary import summarise
-from torchfil.run.saved_run import QuestionRecord
 from torchfil.run.statistics import histogram, windows
 
 N = 240
@@ -67,7 +65,10 @@ def bytes_of_examples(run: SavedRun) -> list[bytes]:
 def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     run = planted()
     wanted = bytes_of_examples(run)
-    public = b"\n".join(files_of(write_report(run, tmp_path / "public", redacted=True)).values())
+    page = write_report(run, tmp_path / "public", redacted=True, pictures=True)
+    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
+    assert set(files_of(page)) == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
+    public = b"\n".join(files_of(page).values())
     private = b"\n".join(files_of(write_report(run, tmp_path / "private")).values())
     names = [b"PLANTED", b"feedc0de", b"918273645"]
     assert all(name in private for name in names)  # the search can find them
@@ -77,35 +78,9 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     assert [item for item in wanted if item in public] == []
     assert not re.search(rb"data-row=.\d|id=.spec|<img|base64|rare-", public)
 
-
-def test_the_cards_count_in_tens_and_name_nobody(tmp_path: Path) -> None:
-    """Three are exposed by their inputs, five by a question; the private page says so, with whom."""
-    bound = np.full(N, 4.0)
-    bound[[17, 18, 19]] = 1e-3
-    divergence = np.where(np.arange(N) < 5, 1.0, 1e-4)[:, None]
-    run = planted(questions=[QuestionRecord("smokes", ["no"], False, divergence, divergence)])
-    run.columns["mse_bound"][:] = run.columns["mse_bound_low"][:] = bound
-    run.columns["fil"][:] = bound**-0.5
-    private = text_of(write_report(run, tmp_path / "private"), "first")
-    public = text_of(write_report(run, tmp_path / "public", redacted=True), "first")
-    assert "3 of 239" in private
-    assert "For 4 of 239 examples, any attacker could guess “smokes”" in private  # one of the five was not measured
-    assert public.count("ewer than 10 of 240") == 2
-    assert {int(count) % 10 for count in re.findall(r"([\d,]+) of 2\d0", public)} <= {0}
-    assert not re.search(r"PLANTED|PASS|FAIL|NO POLICY|#show|make_private|239", public)
-
-
-def test_only_known_files_are_written_and_no_number_is_that_of_an_example(tmp_path: Path) -> None:
-    run = planted()
-    page = write_report(run, tmp_path / "public", redacted=True, pictures=True)
-    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
-    assert set(files_of(page)) == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
-    assert not [name for name, content in files_of(page).items() if b"PLANTED" in content]
-
     summary = summary_of(page)
     assert not summary["confidential"]
-    values = np.concatenate([v.astype(float) for name, v in run.columns.items() if v.dtype.kind == "f"])
-    values = np.concatenate([values, run.attributes.error.ravel()])  # type: ignore[union-attr]
+    values = np.concatenate([v for v in run.columns.values() if v.dtype.kind == "f"] + [run.attributes.error.ravel()])
     values = values[values != 1]  # the weight of those who were not spared, and σ
     for found in map(float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))):
         assert not np.any(np.abs(values - found) <= 1e-7 * np.abs(values)), found
@@ -154,15 +129,13 @@ def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
     assert "A bound was violated" in text_of(write_report(run, tmp_path / "public", redacted=True), "findings")
 
 
-def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
+def test_the_lowest_end_is_that_of_many() -> None:
     run = planted()
     run.columns["mse_bound_low"][40:52] = 1e-3 * np.arange(1, 13)
     summary = summarise(run, redacted=True)
     low = np.sort(run.columns["mse_bound_low"][np.arange(N) != 3])
     assert summary.lowest_end == pytest.approx(winsorised_mean(low[:10], 100), rel=0.05)
     assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
-    text = text_of(write_report(run, tmp_path / "public", redacted=True), "findings")
-    assert re.search(f"the 10 lowest lower ends .* together give {number(summary.lowest_end)}", text)
 
 
 def test_too_few_examples_give_nothing(tmp_path: Path) -> None:

@@ -16,12 +16,6 @@ from torchfil.report import load, save
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
 
 
-def key(folder: Path, name: str) -> Path:
-    path = folder / name
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", path], check=True)
-    return path
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A signed run with weights and policy, and a list that trusts Alice."""
@@ -29,8 +23,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(worrying(safe=True), folder / "run.parquet")
     (folder / "model.pt").write_bytes(b"weights")
     (folder / "policy.toml").write_text("max_epsilon = 8\n")
-    key(folder, "alice")
-    key(folder, "mallory")
+    for name in ("alice", "mallory"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
+        subprocess.run(command, check=True)
     (folder / "signers").write_text(f"alice@example.org {(folder / 'alice.pub').read_text()}")
     signed = call("sign", folder / "run.parquet", "--key", folder / "alice", *others(folder))
     assert signed.exit_code == 0, signed.output
@@ -63,6 +58,11 @@ def test_the_right_key(folder: Path) -> None:
     found = call("verify", folder / "run.parquet", "--allowed-signers", folder / "signers", *others(folder), "--json")
     assert [file["role"] for file in json.loads(found.stdout)["files"]] == ["run", "weights", "policy"]
 
+    # all that was signed must be compared, and nothing else
+    assert "also signed the policy 'policy.toml'" in verified(folder, "--weights", folder / "model.pt")
+    (folder / "more.pt").write_bytes(b"more")
+    assert "more.pt is not the weights that" in verified(folder, *others(folder), "--weights", folder / "more.pt")
+
 
 @pytest.mark.parametrize(("name", "role"), [("run.parquet", "run"), ("model.pt", "weights"), ("policy.toml", "policy")])
 def test_a_changed_file(folder: Path, name: str, role: str) -> None:
@@ -94,12 +94,6 @@ def test_another_signature_or_none(folder: Path) -> None:
         assert why in said
     assert call("sign", folder / "run.parquet", "--key", folder / "mallory", *others(folder)).exit_code == 0
     assert "is not signed by a key of" in verified(folder)
-
-
-def test_all_that_was_signed_must_be_compared_and_nothing_else(folder: Path) -> None:
-    assert "also signed the policy 'policy.toml'" in verified(folder, "--weights", folder / "model.pt")
-    (folder / "more.pt").write_bytes(b"more")
-    assert "more.pt is not the weights that" in verified(folder, *others(folder), "--weights", folder / "more.pt")
 
 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,27 +26,6 @@ def without_weights(run: SavedRun) -> SavedRun:
     columns = {name: values for name, values in run.columns.items() if name not in ("clip_weight", "fil_before")}
     about = {name: value for name, value in run.about.items() if name not in ("noise_choice", "equalised")}
     return dataclasses.replace(run, columns=columns, about=about, rounds={})
-
-
-def about(**entries: Any) -> SavedRun:
-    return made_up(about=made_up().about | entries)
-
-
-AIMED = {"question": "<sex>", "target": 0.05, "met": False, "stopped": "floor", "epsilon_of_all_rounds": 7.25}
-CHOICE = made_up().about["noise_choice"]
-
-
-@pytest.mark.parametrize(
-    ("run", "slug", "told"),
-    [
-        (made_up(), "spared", "3 of 40 examples (7.5 %) were trained with a weight ω below 1"),
-        (about(equalised=AIMED), "spared", "“<sex>” (every attacker) of 0.05. The aim was not met."),
-        (made_up(), "training", "This run met it (smallest bound 0.13, at least 0.125 (95 %))."),
-        (about(noise_choice=CHOICE | {"headroom": 0.8}), "training", "This run missed it by a factor of 1.25"),
-    ],
-)
-def test_the_private_page_tells(tmp_path: Path, run: SavedRun, slug: str, told: str) -> None:
-    assert told in text_of(write_report(run, tmp_path / "report"), slug)
 
 
 def test_ids_and_weights_stand_in_the_private_page_the_smallest_first(tmp_path: Path) -> None:
@@ -126,9 +104,9 @@ def test_groups_before_and_after(redacted: bool) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     all_refused(
         {
-            "about: 'noise_choice'": lambda: about(noise_choice="three"),
-            "about: 'noise_choice.headroom'": lambda: about(noise_choice={"headroom": "much"}),
-            "about: 'equalised.met'": lambda: about(equalised={"met": 1}),
+            "about: 'noise_choice'": lambda: made_up(about={"noise_choice": "three"}),
+            "about: 'noise_choice.headroom'": lambda: made_up(about={"noise_choice": {"headroom": "much"}}),
+            "about: 'equalised.met'": lambda: made_up(about={"equalised": {"met": 1}}),
             "rounds: .* has shape": lambda: made_up(rounds={"worst": np.ones(2), "score": np.ones(3)}),
         }
     )
