@@ -30,7 +30,7 @@ FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202e
 
 def acting(text: str) -> list[str]:
     """The characters of a text that are not seen but do something."""
-    return [s for s in text if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
+    return [s for s in sorted(set(text)) if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
 
 
 def with_fake_names(n: int = 40) -> SavedRun:

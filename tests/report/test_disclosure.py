@@ -68,10 +68,10 @@ def two_groupings(rng: np.random.Generator, flips: int) -> tuple[np.ndarray, dic
 
 class TestDifferencing:
     def errors(self, *, redacted: bool, flips: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of 200 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
+        """Of 120 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
         rng = np.random.default_rng(seed)
         attacked, blind = [], []
-        for _ in range(200):
+        for _ in range(120):
             fil, groups, target = two_groupings(rng, flips)
             summary = summarise(run_of(fil, groups), redacted=redacted)
             logs = np.log(fil)
@@ -96,7 +96,7 @@ class TestDifferencing:
         """Several groupings with several groups, some alike: nobody is told better than as one of ten."""
         rng = np.random.default_rng(1)
         unexplained = []
-        for _ in range(200):
+        for _ in range(120):
             n = int(rng.integers(40, 160))
             groups: dict[str, np.ndarray] = {}
             for number in range(int(rng.integers(2, 7))):
@@ -184,7 +184,7 @@ class TestCells:
         """Cells of all published groupings together: what is left out, complements and intersections among them."""
         rng = np.random.default_rng(0)
         shown = 0
-        for _ in range(300):
+        for _ in range(200):
             n, cells = int(rng.integers(10, 200)), None
             for _ in range(int(rng.integers(1, 6))):
                 labels = rng.choice(list("abcdefgh")[: int(rng.integers(1, 8))], n)
@@ -192,7 +192,7 @@ class TestCells:
                 cells = joined(cells, split)
                 shown += len(split.names)
             assert np.bincount(cells).min() >= SMALLEST
-        assert shown > 1000, "something is published"
+        assert shown > 700, "something is published"
 
     def test_small_groups_cannot_be_had_as_a_difference(self) -> None:
         labels = np.array(["a"] * 50 + ["b"] * 20 + ["c"] * 3)

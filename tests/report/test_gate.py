@@ -218,11 +218,11 @@ class TestPolicies:
         assert tuple(RULES) == Policy.__struct_fields__
         path = tmp_path / "policy.toml"
         path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", template(), flags=re.MULTILINE))
-        everything, always = load_policy(path), set()
+        everything, always, explained = load_policy(path), set(), template().split("\n\n")
         for key, rule in RULES.items():
             value = {rule.example[0]: rule.example[1]} if isinstance(rule.default, dict) else rule.example
             assert getattr(everything, key) == value
-            (beside,) = [part for part in template().split("\n\n") if re.search(rf"^(# )?\[?{key}( =|\])", part, re.M)]
+            (beside,) = [part for part in explained if re.search(rf"^(# )?\[?{key}( =|\])", part, re.M)]
             if rule.default not in (None, {}):
                 assert f"Left out, it is {rule.default}".lower() in re.sub(r"\n# ", " ", beside).lower()
                 always |= {key} if key.startswith("max_") else set()
