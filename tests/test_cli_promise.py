@@ -92,6 +92,7 @@ def glm_of(content: bytes, options: list[tuple[str, ...]]) -> None:
 
 @COUNTS
 def test_tables(count: int) -> None:
+    glm_of(b"name,a,y\nZoe,1.5,2\n=b,2.5,4\n'c,3.5,5\n", [("--id", "name")])  # an ordinary one, which succeeds
     settings(SETTINGS, max_examples=count)(given(tables(), OPTIONS)(glm_of))()
 
 
