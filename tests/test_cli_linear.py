@@ -1,260 +1,341 @@
-"""``torchfil glm``: numbers as the library gives them, one line for every mistake."""
+"""``torchfil glm``: numbers as the library gives them, tables as people write them, one line for every mistake."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from paper_data import PaperData
 
-from tests.glm_command import glm, refused_glm, table_file
-from tests.paper_files import IWPC, real_data, write
-from tests.test_cli import refused
+from tests.test_cli import call, refused
 
 pytest.importorskip("sklearn")
 
+from torchfil.glm import Absent, LinearRegression, NominalAttribute, Shift, guess
+from torchfil.glm.tables import read_table
+from torchfil.report import load
 
-class TestGlm:
-    @pytest.fixture
-    def patients(self, tmp_path: Path) -> Path:
-        path = tmp_path / "patients.csv"
-        path.write_text(IWPC)
-        return path
+CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 
-    def test_the_whole_table(self, patients: Path, tmp_path: Path) -> None:
-        out = tmp_path / "leakage.csv"
-        found = glm(patients, "--target", "dose", "--private", "vkorc1,age", "--out", out, "--top", 2)
-        assert found.exit_code == 0, found.output
-        assert "one-hot: race (3), vkorc1 (3)" in found.stdout
-        assert "for codes, use --categorical" in found.stdout
-        with out.open() as file:
-            rows = list(csv.DictReader(file))
-        names = ["id", "fil", "mse_bound", "vkorc1_fil", "vkorc1_error", "age_fil", "age_error"]
-        assert list(rows[0]) == names
-        assert len(rows) == 5
-        assert out.stat().st_mode & 0o777 == 0o600
 
-    def test_texts_are_no_formulas_in_spreadsheets(self, tmp_path: Path) -> None:
-        path, out = tmp_path / "data.csv", tmp_path / "leakage.csv"
-        path.write_text("name,=age,y\n=cmd(),1,2\n-cmd(),2,1\n-7,4,5\npatient,3,3\n")
-        found = glm(path, "--target", "y", "--id", "name", "--private", "=age", "--out", out)
-        assert found.exit_code == 0, found.output
-        with out.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [row["id"] for row in rows] == ["'=cmd()", "'-cmd()", "-7", "patient"]
-        assert list(rows[0])[3:] == ["'=age_fil", "'=age_error"]
+@pytest.fixture(autouse=True)
+def _few_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of a released score is drawn 300 times, which is most of the time that small tables take."""
+    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 3)
 
-    def test_numbers_are_those_of_the_library(self, patients: Path) -> None:
-        from torchfil.glm import LinearRegression
 
-        write(patients.parent / "data" / "iwpc" / "iwpc-scaled.csv", IWPC.encode())
-        options = ["--categorical", "cyp2c9", "--no-intercept", "--l2", "0.1", "--sigma", "0.5", "--json"]
-        data = json.loads(glm(patients, "--target", "dose", "--private", "vkorc1,age", *options).stdout)
-        found = {row["id"]: row for row in data["most_exposed"]}
-        task = PaperData("iwpc", folder=patients.parent / "data").iwpc()
-        inputs = np.concatenate([task.train_inputs, task.test_inputs])
-        targets = np.concatenate([task.train_targets, task.test_targets])
-        model = LinearRegression(l2=0.1).fit(inputs, targets)
-        asked: Any = {"vkorc1": task.attributes["vkorc1"], "age": task.attributes["age"]}
-        eta = model.fil(inputs, targets, 0.5, attributes=asked)
-        bound = model.mse_bound(inputs, targets, 0.5, attributes=asked)
-        doses = [float(line.split(",")[-1]) for line in IWPC.strip().splitlines()[1:]]
-        for row, dose in enumerate(doses):
-            place = int(np.flatnonzero(targets == dose)[0])
-            for name in asked:
-                assert found[str(row)][f"{name}_fil"] == pytest.approx(eta[name][place])
-                assert found[str(row)][f"{name}_error"] == pytest.approx(bound[name][place] ** 0.5)
+def with_noise(args: tuple[Any, ...]) -> list[Any]:
+    return ["glm", *args, *([] if "--sigma" in args else ["--sigma", "1"])]
 
-    def test_questions_are_those_of_the_library(self, patients: Path, tmp_path: Path) -> None:
-        from torchfil.glm import Absent, LinearRegression, NominalAttribute, Shift, guess
-        from torchfil.glm.tables import read_table
 
-        out = tmp_path / "leakage.csv"
-        asked = ["--target", "dose", "--question", "vkorc1,amiodarone,age+0.5,dose-1,absent", "--sigma", "0.1"]
-        found = glm(patients, *asked, "--out", out)
-        assert found.exit_code == 0, found.output
-        assert "no attacker does better" in found.stdout
-        assert "question    answers  prior  best: mean  largest  rows ≥ 90 %" in found.stdout
-        data = json.loads(glm(patients, *asked, "--json").stdout)["questions"]
+def shown(*args: Any) -> str:
+    found = call(*with_noise(args))
+    assert found.exit_code == 0, found.output
+    return found.stdout
 
-        table = read_table(patients, "dose")
-        X, y = table.inputs, table.targets
-        model = LinearRegression(l2=0.01, fit_intercept=True).fit(X, y)
-        age, amiodarone = (table.attributes[name][0] for name in ("age", "amiodarone"))
-        codes = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-        values = np.unique(X[:, [amiodarone]])[:, None]
-        questions: dict[str, Any] = {
-            "vkorc1": NominalAttribute(table.attributes["vkorc1"], codes),
-            "amiodarone": NominalAttribute([amiodarone], values),
-            "age+0.5": Shift(0.5, age),
-            "dose-1": Shift(-1.0),
-            "absent": Absent(),
-        }
-        with out.open() as file:
-            rows = list(csv.DictReader(file))
-        for name, question in questions.items():
-            best = guess(model, X, y, question, 0.1)
-            for column, expected in (
-                ("guess", best.accuracy),
-                ("divergence", best.divergence.max(axis=1)),
-                ("tpr", best.true_positive_rate(0.01)),
-            ):
-                assert [float(row[f"{name}_{column}"]) for row in rows] == pytest.approx(expected.tolist())
-            assert data[name]["accuracy"] == pytest.approx({"mean": best.accuracy.mean(), "max": best.accuracy.max()})
-            assert data[name]["prior_accuracy"] == best.prior_accuracy[0]
-            assert data[name]["true_positive_rate"]["max"] == pytest.approx(best.true_positive_rate(0.01).max())
-        assert data["vkorc1"]["answers"] == ["CC", "CT", "TT"]
 
-    def test_the_label_of_a_logistic_model(self, tmp_path: Path) -> None:
-        rng = np.random.default_rng(0)
-        lines = [f"{x:.3f},{rng.choice(['yes', 'no'])}" for x in rng.normal(size=30)]
-        path = tmp_path / "data.csv"
-        path.write_text("x,label\n" + "\n".join(lines))
-        options = ["--target", "label", "--model", "logistic", "--question", "label", "--json"]
-        data = json.loads(glm(path, *options).stdout)["questions"]["label"]
-        assert data["answers"] == ["no", "yes"]
-        assert data["prior_accuracy"] <= data["accuracy"]["mean"] <= 1
+def result(*args: Any) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(shown(*args, "--json"))
+    return data
 
-    @pytest.mark.parametrize("model", ["logistic", "softmax", "poisson"])
-    def test_other_models(self, tmp_path: Path, model: str) -> None:
-        rng = np.random.default_rng(0)
-        names = {"logistic": ["yes", "no"], "softmax": ["a", "b", "c"], "poisson": ["0", "3", "5"]}[model]
-        lines = [
-            f"{x:.3f},{rng.choice(['u', 'v'])},{rng.choice(names)},p{i}" for i, x in enumerate(rng.normal(size=60))
-        ]
-        path = tmp_path / "data.csv.gz"
-        path.write_bytes(gzip.compress(("x,kind,label,name\n" + "\n".join(lines)).encode()))
-        data = json.loads(glm(path, "--target", "label", "--model", model, "--id", "name", "--top", 1, "--json").stdout)
-        assert data["columns"] == ["x", "kind=v"]
-        assert list(data["most_exposed"][0]) == ["id", "fil", "mse_bound"]
-        assert data["most_exposed"][0]["id"].startswith("p")
-        assert data["summary"]["fil"]["max"] == data["most_exposed"][0]["fil"]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--target", "does"], "no column 'does'; did you mean 'dose'? There are race, age,"),
-            (["--target", "dose", "--private", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
-            (["--target", "dose", "--private", "dose"], "'dose' is the target"),
-            (["--target", "dose", "--question", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
-            (["--target", "dose", "--question", "vkorc1+1"], "'vkorc1' is one-hot, so 'vkorc1+1' has no meaning"),
-            (["--target", "dose", "--ignore", "race,dose"], "'dose' is the target; it cannot be left out"),
-            (["--target", "dose", "--id", "dose"], "'dose' is the target; it cannot be left out"),
-            (["--target", "dose", "--categorical", "dose"], "'dose' is the target"),
-            (["--target", "dose", "--sigma", "0"], "sigma=0.0 must be positive"),
-            (["--target", "dose", "--l2", "-1"], "l2=-1.0 must be"),
-            (["--target", "dose", "--l2", "0"], "columns ['age', 'amiodarone', 'cyp2c9', 'vkorc1=CT'"),
-            (["--target", "vkorc1"], "a linear model needs a target of numbers, got e.g. 'CC'"),
-            (["--target", "dose", "--model", "logistic"], "needs a target with two values, this one has 5"),
-            (["--target", "dose", "--model", "poisson"], "Poisson targets are counts"),
-        ],
+def rows(path: Path, n: int = 60, **columns: Any) -> Path:
+    """A table of x, y and these."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=n)
+    table = {"x": x, "y": 2 * x + rng.normal(size=n), **columns}
+    lines = [",".join(table), *(",".join(map(str, row)) for row in zip(*table.values(), strict=True))]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def patients(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    gene, names = rng.choice(["CC", "CT", "TT"], 60), [f"p{i}" for i in range(58)] + ["=cmd()", "-7"]
+    grade, code = rng.integers(3, size=60), rng.integers(11, 14, size=60)
+    dose = 20 + (gene == "TT") + grade + rng.normal(size=60)
+    columns = {"name": names, "age": rng.normal(size=60), "vkorc1": gene, "grade": grade, "cyp2c9": code}
+    return rows(tmp_path / "patients.csv", **columns, sex=rng.choice(["f", "m"], 60), dose=dose)
+
+
+COMMON = ("--target", "dose", "--id", "name", "--ignore", "x,y,sex", "--categorical", "cyp2c9")
+
+
+def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> None:
+    """In the JSON, in the table of all rows, in the saved run and on its page."""
+    out, saved, page = tmp_path / "leakage.csv", tmp_path / "run.parquet", tmp_path / "page"
+    asked = ("--private", "vkorc1,age", "--question", "vkorc1,grade,age+0.5,dose-1,absent", "--group", "sex")
+    release = ("--no-intercept", "--l2", "0.1", "--sigma", "0.5")
+    data = result(patients, *COMMON, *asked, *release, "--out", out, "--save", saved, "--report", page)
+    X, y = np.empty((60, 6)), np.empty(60)
+    for row, entry in enumerate(csv.DictReader(patients.open())):
+        X[row, :2] = float(entry["age"]), float(entry["grade"])
+        X[row, 2:4] = CODES[["CC", "CT", "TT"].index(entry["vkorc1"])]
+        X[row, 4:] = CODES[["11", "12", "13"].index(entry["cyp2c9"])]
+        y[row] = float(entry["dose"])
+    assert set(data["columns"]) == {"age", "grade", "vkorc1=CT", "vkorc1=TT", "cyp2c9=12", "cyp2c9=13"}
+
+    model = LinearRegression(l2=0.1).fit(X, y)
+    private = {"vkorc1": [2, 3], "age": [0]}
+    questions: dict[str, Any] = {
+        "vkorc1": NominalAttribute([2, 3], CODES),
+        "grade": NominalAttribute([1], np.unique(X[:, [1]])[:, None]),
+        "age+0.5": Shift(0.5, 0),
+        "dose-1": Shift(-1.0),
+        "absent": Absent(),
+    }
+    eta, bound = model.fil(X, y, 0.5, attributes=private), model.mse_bound(X, y, 0.5, attributes=private)
+    expected = {f"{name}_fil": eta[name] for name in private}
+    expected |= {f"{name}_error": np.sqrt(bound[name]) for name in private}
+    run = load(saved)
+    for record, (name, question) in zip(run.questions, questions.items(), strict=True):
+        best = guess(model, X, y, question, 0.5)
+        expected |= {f"{name}_guess": best.accuracy, f"{name}_tpr": best.true_positive_rate(0.01)}
+        expected[f"{name}_divergence"] = best.divergence.max(axis=1)
+        told = data["questions"][name]
+        assert told["accuracy"] == pytest.approx({"mean": best.accuracy.mean(), "max": best.accuracy.max()})
+        assert told["prior_accuracy"] == pytest.approx(best.prior_accuracy[0])
+        assert np.allclose(record.rate(0.01), best.true_positive_rate(0.01))
+    assert data["questions"]["vkorc1"]["answers"] == ["CC", "CT", "TT"]
+
+    with out.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert set(written[0]) == {"id", "fil", "mse_bound", *expected}
+    for name, values in expected.items():
+        assert [float(row[name]) for row in written] == pytest.approx(values.tolist())
+    assert [row["id"] for row in written[-3:]] == ["p57", "'=cmd()", "-7"]  # no formulas in spreadsheets
+    assert out.stat().st_mode & 0o777 == 0o600
+    most = data["most_exposed"][0]
+    assert most["fil"] == data["summary"]["fil"]["max"] == pytest.approx(max(float(row["fil"]) for row in written))
+
+    assert run.attributes is not None
+    for place, name in enumerate(run.attributes.names):
+        assert np.allclose(run.attributes.error[:, place], np.sqrt(bound[name]), rtol=1e-6)
+    one_by_one = model.fil(X, y, 0.5, attributes={str(c): [c] for c in (0, 2, 3)}, kind="trace")
+    square = sum((one_by_one[c] * X[:, int(c)].std()) ** 2 for c in one_by_one) / 3
+    assert np.allclose(run.columns["mse_bound"], 1 / square)
+    assert np.asarray(run.ids).tolist()[:3] == ["p0", "p1", "p2"]
+    assert set(run.groups["sex"]) == {"f", "m"}
+    assert data["page"] == str(page / "index.html")
+    assert "p17" in (page / "leakage.csv").read_text()
+
+
+@pytest.mark.parametrize("model", ["logistic", "softmax", "poisson"])
+def test_other_models(tmp_path: Path, model: str) -> None:
+    rng = np.random.default_rng(0)
+    names = {"logistic": ["no", "yes"], "softmax": ["a", "b", "c"], "poisson": ["0", "3", "5"]}[model]
+    lines = [f"{x:.3f},{rng.choice(['u', 'v'])},{rng.choice(names)},p{i}" for i, x in enumerate(rng.normal(size=60))]
+    path = tmp_path / "data.csv.gz"
+    path.write_bytes(gzip.compress(("x,kind,label,name\n" + "\n".join(lines)).encode()))
+    asked = ["--question", "label"] if model == "logistic" else []
+    data = result(path, "--target", "label", "--model", model, "--id", "name", "--top", 1, *asked)
+    assert data["columns"] == ["x", "kind=v"]
+    assert data["most_exposed"][0]["id"].startswith("p")
+    if asked:
+        told = data["questions"]["label"]
+        assert told["answers"] == names
+        assert told["prior_accuracy"] <= told["accuracy"]["mean"] <= 1
+
+
+def test_saved_runs_are_gated_inspected_and_compared(patients: Path, tmp_path: Path) -> None:
+    policy, saved = tmp_path / "policy.toml", [tmp_path / f"{sigma}.parquet" for sigma in (0.1, 0.3)]
+    for sigma, path in zip((0.1, 0.3), saved, strict=True):
+        shown(patients, *COMMON, "--sigma", sigma, "--save", path)
+    assert "the fitted weights, once, with noise σ = 0.1" in call("inspect", saved[0]).stdout
+    for rule, code in (("min_mse_bound = 1e-9", 0), ("min_mse_bound = 1e9", 1), ("max_epsilon = 8.0", 1)):
+        policy.write_text(rule)
+        assert call("gate", saved[0], "--policy", policy).exit_code == code
+    found = json.loads(call("compare", *saved, "--json").stdout)
+    assert found["expected"] == pytest.approx(9.0)
+    assert found["ratio"] == pytest.approx({"mean": 9.0, "0": 9.0, "0.5": 9.0, "1": 9.0})
+    assert (found["less"], found["more"]) == (60, 0)
+
+
+def test_the_released_score_stands_beside_the_clean_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of R² 0.467 was released with σ = 1, at which it is −6.3."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 3))
+    y = x @ [1.0, -1.0, 0.5] + rng.normal(size=200)
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,c,y\n" + "\n".join(",".join(map(str, row)) for row in np.column_stack([x, y])))
+    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 300)
+    data = result(path, "--target", "y", "--no-intercept", "--sigma", "2")
+    ridge = np.linalg.solve(x.T @ x + 200 * 0.01 * np.eye(3), x.T @ y)
+    noisy = [
+        1 - np.square(y - x @ (ridge + 2 * rng.normal(size=3))).sum() / np.square(y - y.mean()).sum()
+        for _ in range(4000)
+    ]
+    assert data["score"] > 0.5
+    assert data["released_score"] == pytest.approx(np.median(noisy), rel=0.25)
+    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 3)
+    assert "no better than a model that knows no column (0)" in shown(path, "--target", "y", "--sigma", "2")
+    quiet = result(path, "--target", "y", "--sigma", "1e-6")
+    assert quiet["released_score"] == pytest.approx(quiet["score"], abs=1e-4)
+    path.write_text("a,y\n" + "\n".join(f"{i * 37 % 101},{i % 4}" for i in range(40)))  # counts that overflow
+    assert result(path, "--target", "y", "--model", "poisson", "--sigma", "1e6")["released_score"] is None
+
+
+DOSES = "race,age,gene,dose\nwhite,0.5,CT,1.1\nasian,-0.5,TT,0.7\nblack,0.25,CC,-0.5\nwhite,1,TT,-1.25\nasian,-1,CT,0\n"
+INDEX = "y,nr,z\n" + "\n".join(f"{i * 7 % 5},{i},{i * 13 % 11}" for i in range(30))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (DOSES, "--target does", "did you mean 'dose'"),
+        (DOSES, "--target dose --group rice", "did you mean 'race'"),
+        (DOSES, "--target dose --private dose", "is the target"),
+        (DOSES, "--target dose --question gene+1", "is one-hot"),
+        (DOSES, "--target dose --ignore race,dose", "is the target"),
+        (DOSES, "--target dose --categorical age --quantity age", "cannot be a category"),
+        (DOSES, "--target dose --private 'gene,\"age", "names stand between commas"),
+        (DOSES, "--target dose --sigma 0", "sigma=0.0"),
+        (DOSES, "--target dose --l2 -1", "l2=-1.0"),
+        (DOSES, "--target dose --l2 0", "columns ['"),
+        (DOSES, "--target gene", "a target of numbers"),
+        (DOSES, "--target dose --model logistic", "two values"),
+        (DOSES, "--target dose --model poisson", "counts"),
+        (DOSES, "--target dose --encoding klingon", "is no encoding"),
+        (DOSES, "--target dose --separator ~~", "must be one character"),
+        ("", "", "at least one row"),
+        ('a,note,y\n1,"x\ny",2\n\n2,z,3\n5,z\n', "", "line 6: row 3 has 2 entries"),
+        ("a,a\n1,2\n", "", "more than once"),
+        ("a,y\n1,2\n,3\n2,NA\n", "", "1 in 'a', 1 in 'y'"),
+        ("a,b,c,y\n1,1,s,2\n1,2,s,3\n", "", "constant columns: --ignore a,c"),
+        ("a,y\n" + "\n".join(f"name{i},{i}" for i in range(60)), "", "an identifier"),
+        ("a,y\n1\0,2\n", "", "is not text"),
+        ("\udc81,y\n1,2\n", "", "is not text"),
+        ("y\n1\n2\n", "", "no column to predict"),
+        ('a,y\n"1"2,3\n', "", "quotes"),
+        ("a;b,y\n1;2,3\n", "", "could be separated by"),
+        ('a,note,y\n1,"x\ny",2\n\n2,z,3\n5 kg,z,1\n3,w,4\n', "", "'5 kg' in line 6"),
+        ("grade,y\n" + "1,2\n2,3\n3,5\n4+,1\n" * 9, "", "9 of 36 entries cannot be read as such: '4+' in line 5"),
+        ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "", "can be 1234 or 1.234"),
+        ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "--decimal .", "'1,234' in line 2"),
+        (INDEX, "", "column 'nr' counts the rows (0, 1, …)"),
+        (INDEX.replace("4,2,4", "4,2,"), "--drop-missing", "column 'nr' counts the rows"),
+    ],
+)
+def test_mistakes(tmp_path: Path, content: str, options: str, message: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    words = [word.strip("'") for word in options.split()]
+    assert message in refused(*with_noise((path, *(words if "--target" in words else ["--target", "y", *words]))))
+
+
+def test_files_that_are_missing_damaged_or_in_the_way(patients: Path, tmp_path: Path) -> None:
+    assert "No such file" in refused(*with_noise((tmp_path / "none.csv", "--target", "y")))
+    assert "Missing option '--sigma'" in refused("glm", patients, "--target", "dose")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.csv").symlink_to(patients)
+    before = patients.read_bytes()
+    for options, message in (
+        (("--out", tmp_path / "folder"), "folder: Is a directory"),
+        (("--out", tmp_path / "none" / "x.csv"), "x.csv: No such file or directory"),
+        (("--out", tmp_path / "link.csv"), "would overwrite"),
+        (("--save", patients), "would overwrite"),
+        (("--report", patients), "would overwrite"),
+        (("--save", tmp_path / "x", "--out", tmp_path / "x"), "would overwrite"),
+        (("--report", tmp_path / "page.html"), "names a folder"),
+    ):
+        assert message in refused(*with_noise((patients, *COMMON, *options)))
+    assert patients.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link.csv", "patients.csv"]
+
+    whole = gzip.compress(b"a,y\n" + b"".join(b"%d,%d\n" % (i, i * i % 7) for i in range(500)))
+    middle = len(whole) // 2
+    for content in (whole[:middle], whole[:-4], whole[:middle] + b"\0" * 9 + whole[middle + 9 :]):
+        patients.write_bytes(content)
+        assert "truncated or damaged" in refused(*with_noise((patients, "--target", "y")))
+
+
+@pytest.mark.parametrize(
+    ("separator", "decimal", "encoding"),
+    [(",", ".", "utf-8-sig"), (";", ".", "cp1252"), (";", ",", "utf-16"), ("\t", ",", "cp1252"), ("|", ".", "utf-8")],
+)
+def test_the_same_numbers_however_they_are_written(tmp_path: Path, separator: str, decimal: str, encoding: str) -> None:
+    rng = np.random.default_rng(0)
+    numbers, kinds = rng.normal(size=(40, 2)).round(4), rng.choice(["süß", "sauer"], 40)
+    lines = [separator.join(["größe", "art", "y"])]
+    for (size, y), kind in zip(numbers, kinds, strict=True):
+        lines.append(separator.join([f"{size:.4f}".replace(".", decimal), kind, f"{y:.4f}".replace(".", decimal)]))
+    path = tmp_path / "a.csv"
+    path.write_bytes("\r\n".join(lines).encode(encoding))
+    found = read_table(path, "y")
+    assert (found.format.separator, found.format.decimal) == (separator, decimal)
+    assert found.columns == ("größe", "art=süß")
+    np.testing.assert_array_equal(found.inputs, np.column_stack([numbers[:, 0], kinds == "süß"]))
+    np.testing.assert_array_equal(found.targets, numbers[:, 1])
+    told = shown(path, "--target", "y")
+    assert str(found.format) in told
+    assert ("use --encoding" in told) == (encoding == "cp1252")
+
+
+def test_what_is_said_of_a_table_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("Ħ~note~y\n1,234~a~2\n1,235~b~3\n2,5~a~1\n".encode("iso8859-3"))
+    found = read_table(path, "y", separator="~", decimal=",", encoding="iso8859-3")
+    assert found.inputs[:, 0].tolist() == [1.234, 1.235, 2.5]
+    path.write_text('"height, cm",note,y\n1.5,a,2\n2.5,b,3\n4.5,a,5\n')
+    assert "height, cm_fil" in result(path, "--target", "y", "--private", '"height, cm",note')["summary"]
+    path.write_text("name,a,note,y\np,1,,2\n,2,x,3\nr,?,x,3\ns,5,NA,4\nt,3,x,\n")  # only used columns count as missing
+    assert read_table(path, "y", ignore=["note"], id_column="name", drop_missing=True).ids == ["p", "", "s"]
+    left = shown(path, "--target", "y", "--ignore", "note", "--id", "name", "--drop-missing")
+    assert "2 rows with missing entries were left out" in left
+
+    path = rows(tmp_path / "b.csv", grade=["1", "2", "3", "4+"] * 15, kind=["a", "b", "7"] * 20)
+    levels = read_table(path, "y", categorical=["grade"]).levels
+    assert levels == {"grade": ("1", "2", "3", "4+"), "kind": ("7", "a", "b")}
+    path = rows(tmp_path / "b.csv", patient=np.random.default_rng(0).permutation(9000)[:60], nr=np.arange(60))
+    for remedy in ({"ignore": ["nr"]}, {"id_column": "nr"}, {"quantity": ["nr"]}):
+        assert "nr" not in read_table(path, "y", **remedy).different
+    assert "identifiers" in shown(path, "--target", "y", "--ignore", "nr")
+    assert result(path, "--target", "y", "--quantity", "patient", "--ignore", "nr")["notes"] == []
+
+
+def long_table(path: Path, count: int) -> Path:
+    """Thirteen columns, three of them texts."""
+    rng = np.random.default_rng(0)
+    texts = {
+        name: rng.choice(list(levels), count) for name, levels in (("site", "ABCD"), ("sex", "fm"), ("gene", "CT"))
+    }
+    return rows(path, count, **texts, **{f"v{k}": rng.normal(size=count).round(4) for k in range(8)})
+
+
+def test_pieces_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of 7 rows."""
+    path = long_table(tmp_path / "a.csv", 100)
+    whole = read_table(path, "y")
+    monkeypatch.setattr("torchfil.glm.tables._PIECE", 7)
+    np.testing.assert_array_equal(read_table(path, "y").inputs, whole.inputs)
+    lines = path.read_text().splitlines()
+    cells = lines[81].split(",")
+    for entry, message in (("1.5 kg", "1 of 100 entries .*'1.5 kg' in line 82"), ("", "1 in 'v3'")):
+        lines[81] = ",".join([*cells[:8], entry, *cells[9:]])
+        path.write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=message):
+            read_table(path, "y")
+    assert len(read_table(path, "y", drop_missing=True).ids) == 99
+
+
+@pytest.mark.slow
+def test_memory_of_200_000_rows(tmp_path: Path) -> None:
+    """A process of its own, whose peak can be read: the table itself is 13 columns of 8 bytes, 21 MB."""
+    path = long_table(tmp_path / "a.csv", 200_000)
+    code = (
+        "import resource, sys; from torchfil.cli import main; import torchfil.glm\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr)"
     )
-    def test_mistakes(self, patients: Path, options: list[str], message: str) -> None:
-        assert message in refused_glm(patients, *options)
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("", "must have a line of column names and at least one row"),
-            ("a,b\n", "must have a line of column names and at least one row"),
-            ("a,b\n1,2\n3\n", "row 2 has 1 entries for 2 columns"),
-            ("a,a\n1,2\n", "has the columns ['a'] more than once"),
-            ("a,y\n1,2\n,3\n2,NA\n", "entries are missing: 1 in 'a', 1 in 'y'"),
-            ("a,b,y\n1,1,2\n1,2,3\n", "one value in every row of 'a'"),
-            ("a,y\n" + "\n".join(f"name{i},{i}" for i in range(60)), "looks like a name or an identifier"),
-            ("a,y\n1\0,2\n", "is not text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
-            ("\udc81,y\n1,2\n", "is not text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
-            ("y\n1\n2\n", "there is no column to predict 'y' from"),
-            ('a,y\n"1"2,3\n', "is not a CSV file: ',' expected after '\"'; see to its quotes"),
-            ("a;b,y\n1;2,3\n", "could be separated by"),
-        ],
-    )
-    def test_bad_files(self, tmp_path: Path, content: str, message: str) -> None:
-        path = tmp_path / "data.csv"
-        path.write_bytes(content.encode("utf-8", "surrogateescape"))
-        assert message in refused_glm(path, "--target", "y")
-        assert "No such file" in refused_glm(tmp_path / "none.csv", "--target", "y")
-
-    def test_missing_entries_are_left_out_on_request(self, tmp_path: Path) -> None:
-        path = tmp_path / "data.csv"
-        path.write_text("a,y\n1,2\n?,3\n2,3\n4,1\n")
-        found = glm(path, "--target", "y", "--drop-missing")
-        assert "1 rows with missing entries were left out" in found.stdout
-        data = json.loads(glm(path, "--target", "y", "--drop-missing", "--json").stdout)
-        assert sorted(row["id"] for row in data["most_exposed"]) == ["0", "2", "3"]
-
-    def test_only_used_columns_count_as_missing(self, tmp_path: Path) -> None:
-        path = tmp_path / "data.csv"
-        path.write_text("name,a,note,y\np,1,,2\n,2,x,3\nr,?,x,3\ns,5,NA,4\nt,3,x,\n")
-        options = ["--target", "y", "--ignore", "note", "--id", "name", "--drop-missing", "--json"]
-        data = json.loads(glm(path, *options).stdout)
-        assert sorted(row["id"] for row in data["most_exposed"]) == ["", "p", "s"]
-
-    def test_a_damaged_gzip_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "data.csv.gz"
-        whole = gzip.compress(b"a,y\n" + b"".join(b"%d,%d\n" % (i, i * i % 7) for i in range(500)))
-        middle = len(whole) // 2
-        for content in (whole[:middle], whole[:-4], whole[:middle] + b"\0" * 9 + whole[middle + 9 :]):
-            path.write_bytes(content)
-            assert "is a gzip file that is truncated or damaged" in refused_glm(path, "--target", "y")
-
-    def test_a_table_that_cannot_be_written_is_named(self, patients: Path, tmp_path: Path) -> None:
-        (tmp_path / "folder").mkdir()
-        for out, reason in (("folder", "Is a directory"), ("none/x.csv", "No such file or directory")):
-            line = refused_glm(patients, "--target", "dose", "--out", tmp_path / out)
-            assert line == f"torchfil: {tmp_path / out}: {reason}"
-        assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
-
-    def test_the_data_are_not_written_over(self, patients: Path, tmp_path: Path) -> None:
-        before = patients.read_bytes()
-        (tmp_path / "link.csv").symlink_to(patients)
-        for out in (patients, tmp_path / "link.csv"):
-            assert "would overwrite" in refused_glm(patients, "--target", "dose", "--out", out)
-        assert patients.read_bytes() == before
-
-    def test_on_the_warfarin_data(self) -> None:
-        (path,) = (real_data("iwpc").folder / "iwpc").glob("iwpc-scaled.csv*")
-        data = json.loads(glm(path, "--target", "dose", "--private", "vkorc1,age", "--json").stdout)
-        assert data["rows"] == 4819
-        assert data["summary"]["vkorc1_fil"]["max"] == pytest.approx(0.0275, abs=1e-4)
-
-
-class TestNoise:
-    def test_it_has_to_be_named(self, tmp_path: Path) -> None:
-        path = table_file(tmp_path / "a.csv")
-        assert refused("glm", path, "--target", "y").startswith("torchfil glm: Missing option '--sigma'.")
-
-    def test_the_released_score_stands_beside_the_clean_one(self, tmp_path: Path) -> None:
-        # a model of R² 0.467 was released with σ = 1, at which it is −6.3
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(200, 3))
-        y = x @ [1.0, -1.0, 0.5] + rng.normal(size=200)
-        path = tmp_path / "a.csv"
-        path.write_text("a,b,c,y\n" + "\n".join(",".join(map(str, row)) for row in np.column_stack([x, y])))
-        data = json.loads(glm(path, "--target", "y", "--no-intercept", "--sigma", "2", "--json").stdout)
-        ridge = np.linalg.solve(x.T @ x + 200 * 0.01 * np.eye(3), x.T @ y)
-        noisy = [
-            1 - np.square(y - x @ (ridge + 2 * rng.normal(size=3))).sum() / np.square(y - y.mean()).sum()
-            for _ in range(4000)
-        ]
-        assert data["score"] > 0.5
-        assert data["released_score"] == pytest.approx(np.median(noisy), rel=0.25)
-        shown = glm(path, "--target", "y", "--sigma", "2").stdout
-        assert f"score without noise {data['score']:.3f}, as released -" in shown
-        assert (
-            "(median over the noise; R²): no better than a model that knows no column (0); σ = 2 is too much" in shown
-        )
-        quiet = json.loads(glm(path, "--target", "y", "--sigma", "1e-6", "--json").stdout)
-        assert quiet["released_score"] == pytest.approx(quiet["score"], abs=1e-4)
-
-    def test_of_counts_that_overflow(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.csv"
-        path.write_text("a,y\n" + "\n".join(f"{i * 37 % 101},{i % 4}" for i in range(40)))
-        found = glm(path, "--target", "y", "--model", "poisson", "--l2", "1", "--sigma", "1e6", "--json")
-        assert found.exit_code == 0, found.output
-        assert json.loads(found.stdout)["released_score"] is None
+    args = ["glm", str(path), "--target", "y", "--sigma", "0.1", "--private", "gene,v0", "--json"]
+    found = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["rows"] == 200_000
+    assert int(found.stderr.split()[-1]) < 250_000  # kB: a fifth of what a million rows may take

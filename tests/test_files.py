@@ -6,8 +6,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,8 +92,8 @@ def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_
     assert names(tmp_path) == ["folder"]
 
 
-def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.AbstractContextManager[None]]) -> None:
-    """Save everything twice, the second time on a full disk."""
+def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
+    """Everything is saved twice, the second time where no file may be longer than a page."""
     run = train(data(60), steps=2)
     engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}
     about: dict[str, Any] = {"delta": 1e-5, "pictures": 0, "hash_data": False}
@@ -106,49 +104,16 @@ def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.Abstra
         "report": lambda path: engine.report(path, **about),
     }
     for name, save in saves.items():
-        save(folder / name)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with full(folder):
+        save(tmp_path / name)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
         for name, save in saves.items():
             with pytest.raises(OSError, match="The earlier file is intact") as no:
-                save(folder / name)
-            assert no.value.filename == str(folder / name) + "/" * name.endswith("/")
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    engine.load_checkpoint(path=folder / "run.pt", **parts)
-
-
-@contextlib.contextmanager
-def limited(folder: Path) -> Iterator[None]:
-    """No file may be longer than a page."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
+                save(tmp_path / name)
+            assert no.value.filename == str(tmp_path / name) + "/" * name.endswith("/")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@contextlib.contextmanager
-def filled(folder: Path) -> Iterator[None]:
-    """The disk has a page left."""
-    room = os.statvfs(folder)
-    (folder / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - 4096))
-    yield
-    (folder / "filler").unlink()
-
-
-def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
-    check_nothing_is_lost(tmp_path, limited)
-
-
-@pytest.mark.long
-def test_a_full_disk_keeps_what_stood_there(tmp_path: Path) -> None:
-    """A tmpfs of 4 MiB, where one may be mounted."""
-    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
-    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    code = f"from tests import test_files as t; t.check_nothing_is_lost(t.Path({str(tmp_path)!r}), t.filled)"
-    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code]
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    assert ended.returncode == 0, ended.stderr
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    engine.load_checkpoint(path=tmp_path / "run.pt", **parts)

@@ -24,12 +24,3 @@ def narrow(browser: Any) -> Iterator[Any]:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     yield browser
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.fixture
-def dark(browser: Any) -> Iterator[Any]:
-    """The browser of somebody whose system is dark."""
-    features = [{"name": "prefers-color-scheme", "value": "dark"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    yield browser
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -13,21 +13,6 @@ from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-__all__ = [
-    "Keys",
-    "WebDriverWait",
-    "click",
-    "complaints",
-    "cut",
-    "cut_tables",
-    "opened",
-    "pale_texts",
-    "search",
-    "shown",
-    "started",
-    "text_of",
-]
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 ARGUMENTS = (
@@ -95,42 +80,4 @@ def cut(browser: Any) -> list[str]:
     }
     return out"""
     found: list[str] = browser.execute_script(script)
-    return found
-
-
-def cut_tables(browser: Any) -> list[str]:
-    """Tables wider than what holds them, folded ones opened: their last columns are out of sight."""
-    script = """
-    for (const element of document.querySelectorAll('main details')) element.open = true;
-    const cut = element => element.checkVisibility() && element.scrollWidth > element.clientWidth + 1;
-    return [...document.querySelectorAll('.scroll')].filter(cut).map(element => element.innerText.slice(0, 80))"""
-    found: list[str] = browser.execute_script(script)
-    return found
-
-
-def pale_texts(browser: Any, least: float = 4.5) -> list[str]:
-    """Visible texts whose contrast (WCAG 2) to what lies under them is smaller, with the contrast."""
-    script = """
-    const parts = (colour) => {
-      const found = colour.match(/[\\d.e-]+/g).map(Number), scale = colour.startsWith('color(') ? 1 : 255;
-      return [...found.slice(0, 3).map((part) => part / scale), found.length > 3 ? found[3] : 1];
-    };
-    const under = (element) => {  // grounds from the page up, each over the last
-      const grounds = [];
-      for (let e = element; e; e = e.parentElement) grounds.unshift(parts(getComputedStyle(e).backgroundColor));
-      const over = (below, [r, g, b, a]) => [r, g, b].map((part, i) => a * part + (1 - a) * below[i]);
-      return grounds.reduce(over, [1, 1, 1]);
-    };
-    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-    const pale = [];
-    for (const element of document.querySelectorAll('body *')) {
-      const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-      if (!own || !element.checkVisibility() || element.closest('svg, script, style, .skip')) continue;
-      const [a, b] = [light(parts(getComputedStyle(element).color)), light(under(element))].sort((x, y) => y - x);
-      const contrast = (a + 0.05) / (b + 0.05);
-      if (contrast < arguments[0]) pale.push(`${contrast.toFixed(2)} ${element.textContent.trim().slice(0, 60)}`);
-    }
-    return pale"""
-    found: list[str] = browser.execute_script(script, least)
     return found

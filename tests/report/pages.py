@@ -1,17 +1,13 @@
-"""What a written page holds: its elements, the words of a section, its packed columns."""
+"""What a written page holds: its elements, what a reader sees of a part, the data of its table, its files."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-
-from tests.report.run_cases import made_up
-from torchfil.report import SavedRun
 
 
 class Elements(HTMLParser):
@@ -29,26 +25,29 @@ def elements(page: Path) -> list[tuple[str, dict[str, str | None]]]:
     return parser.found
 
 
-def with_unmeasured(n: int = 40) -> SavedRun:
-    """Example 7 never drawn, example 8 drawn only where nothing was measured, example 9 measured in part."""
-    run = made_up(n)
-    columns = {name: values.copy() for name, values in run.columns.items()}
-    columns["participations"][[7, 8, 9]] = [0, 2, 5]
-    columns["missed"][[8, 9]] = [2, 1]
-    columns["fil"][[7, 8]], columns["mse_bound"][[7, 8]], columns["sampling_error"][7] = 0, np.inf, np.inf
-    return made_up(n, columns=columns)
+def source(page: Path, slug: str) -> str:
+    """The HTML of the section or card with this id; "" where the page has none."""
+    found = re.search(rf'<(section|article|header)\b[^>]*id="{slug}">(.*?)</\1>', page.read_text(), flags=re.DOTALL)
+    return "" if found is None else found[2]
 
 
-def sentences(page: Path, slug: str) -> str:
-    """The text of a section, without its elements."""
-    section = re.search(rf"<section id=\"{slug}\">(.*?)</section>", page.read_text(), flags=re.DOTALL)
-    assert section is not None
-    return re.sub(r"<[^>]+>", "", section[1])
+def text_of(page: Path, slug: str) -> str:
+    """What a reader sees of it, in one line."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", source(page, slug))).split())
 
 
 def table_data(page: Path) -> dict[str, Any]:
     """What the page's script draws the table from."""
-    found = re.search(r'id="spec">(.*?)</script>', page.read_text(), flags=re.DOTALL)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    data: dict[str, Any] = json.loads(page.read_text().split('id="spec">')[1].split("</script>")[0])
     return data
+
+
+def summary_of(page: Path) -> dict[str, Any]:
+    """The file of numbers beside a page."""
+    data: dict[str, Any] = json.loads((page.parent / "summary.json").read_text())
+    return data
+
+
+def files_of(page: Path) -> dict[str, bytes]:
+    """By name, the files of a report."""
+    return {path.name: path.read_bytes() for path in page.parent.iterdir()}

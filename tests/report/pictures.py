@@ -20,6 +20,18 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COUNT, STEPS = 3855, 600
 GENOTYPES, SITES = ["CC", "CT", "TT"], [f"site {k}" for k in range(1, 7)]
 PAPER, DESK = (255, 255, 255), (216, 212, 202)
+MECHANISM = {"max_grad_norm": 1.0, "clip": "smooth", "steps": STEPS, "sample_rate": 1 / 15, "poisson": True}
+MECHANISM |= {"amplification": "poisson", "estimator": "weight-probes", "num_probes": 2, "fil_rate": 1.0}
+ABOUT: dict[str, Any] = {
+    "title": "Warfarin doses, made-up patients",
+    "model": {"name": "Sequential", "num_parameters": 129},
+    "dataset": {"num_examples": COUNT, "num_coordinates": 14, "input_shape": [14]},
+    "delta": 1e-5,
+    "accountant": "rdp",
+    "versions": {"torchfil": "0.1.0"},
+    "created": "2026-11-17T12:00:00+00:00",
+    "exact": False,
+}
 
 
 def patients(noise: float = 1.0) -> SavedRun:
@@ -34,12 +46,8 @@ def patients(noise: float = 1.0) -> SavedRun:
     lowest, highest = np.array([0.75, 1.2, 0.9, 1.55]), np.array([1.3, 1.8, 1.5, 2.1])
     error = deviations * rng.uniform(lowest, highest, size=(COUNT, 4)) / fil[:, None]
     attributes = Attributes(["age", "height", "weight", "smokes"], ["years", "cm", "kg", ""], error * 1.2, error)
-    spread = Spread(
-        np.array([60.0, 168.0, 78.0, 0.1]),
-        deviations,
-        np.array([18.0, 130.0, 35.0, 0.0]),
-        np.array([98.0, 203.0, 180.0, 1.0]),
-    )
+    means, ends = [60.0, 168.0, 78.0, 0.1], [[18.0, 130.0, 35.0, 0.0], [98.0, 203.0, 180.0, 1.0]]
+    spread = Spread(np.array(means), deviations, *map(np.array, ends))
     inputs = Spread(*(np.asarray(value) for value in (0.0, 1.0, -3.1, 4.2)))
     yardsticks = Yardsticks(COUNT, inputs, spread, {"smokes": {"no": 0.9, "yes": 0.1}})
 
@@ -53,56 +61,28 @@ def patients(noise: float = 1.0) -> SavedRun:
     ]
 
     looks = np.arange(1, STEPS + 1, 40)
+    columns = {
+        "fil": fil,
+        "fil_error": 0.04 * fil,
+        "sampling_error": 0.09 * fil,
+        "mse_bound": fil**-2,
+        "mse_bound_low": fil**-2 * rng.uniform(0.72, 0.86, size=COUNT),
+        "participations": rng.poisson(40, size=COUNT),
+        "missed": np.zeros(COUNT, int),
+        "epsilon": epsilon * np.clip(fil / fil.max(), 0.1, 1) ** 0.6,
+    }
+    rero = {"prior": [0.01, 0.1, 0.3, 0.5], "success": [0.3, 0.6, 0.8, 0.9]}
     return SavedRun(
-        about=about(noise, epsilon),
+        about=ABOUT | {"mechanism": MECHANISM | {"noise_multiplier": 0.8 * noise}, "epsilon": epsilon},
         ids=np.asarray([f"P{1000 + k}" for k in range(COUNT)]),
-        columns={
-            "fil": fil,
-            "fil_error": 0.04 * fil,
-            "sampling_error": 0.09 * fil,
-            "mse_bound": fil**-2,
-            "mse_bound_low": fil**-2 * rng.uniform(0.72, 0.86, size=COUNT),
-            "participations": rng.poisson(40, size=COUNT),
-            "missed": np.zeros(COUNT, int),
-            "epsilon": epsilon * np.clip(fil / fil.max(), 0.1, 1) ** 0.6,
-        },
+        columns=columns,
         attributes=attributes,
         groups={"race": race, "site": rng.choice(SITES, size=COUNT)},
         questions=questions,
         yardsticks=yardsticks,
-        bounds={
-            "rdp_mse_bound": {"replace_one": 0.004},
-            "rero": {"prior": [0.01, 0.1, 0.3, 0.5], "success": [0.3, 0.6, 0.8, 0.9]},
-        },
+        bounds={"rdp_mse_bound": {"replace_one": 0.004}, "rero": rero},
         history={"step": looks, "epsilon": epsilon * np.sqrt(looks / STEPS)},
     )
-
-
-def about(noise: float, epsilon: float) -> dict[str, Any]:
-    """How they would have been trained on."""
-    return {
-        "title": "Warfarin doses, made-up patients",
-        "model": {"name": "Sequential", "num_parameters": 129},
-        "dataset": {"num_examples": COUNT, "num_coordinates": 14, "input_shape": [14]},
-        "mechanism": {
-            "noise_multiplier": 0.8 * noise,
-            "max_grad_norm": 1.0,
-            "clip": "smooth",
-            "steps": STEPS,
-            "sample_rate": 1 / 15,
-            "poisson": True,
-            "amplification": "poisson",
-            "estimator": "weight-probes",
-            "num_probes": 2,
-            "fil_rate": 1.0,
-        },
-        "epsilon": epsilon,
-        "delta": 1e-5,
-        "accountant": "rdp",
-        "versions": {"torchfil": "0.1.0"},
-        "created": "2026-11-17T12:00:00+00:00",
-        "exact": False,
-    }
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""Runs for the first screen: four kinds, safe and not, and ten that a reader has to tell apart."""
+"""Runs for the first screen: four kinds, safe and not."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,12 @@ from tests.report.run_cases import made_up
 from torchfil.gate.policy import Policy
 from torchfil.glm import LinearRegression
 from torchfil.run.linear_run import linear_run
-from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
+from torchfil.run.saved_run import Attributes, Pictures, QuestionRecord, SavedRun, Texts
 
 N = 200
 KINDS = ("image", "table", "text", "linear")
 POLICY = Policy(min_error_share=0.5, max_share_exposed=0.05, max_share_not_measured=0.01)
 WHOLE = replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run and a policy, and what a reader of the first screen has to find: the verdict and, if it fails, why."""
-
-    name: str
-    run: SavedRun
-    policy: Policy
-    verdict: str
-    reason: str = ""
 
 
 def bare(title: str, bound: np.ndarray | float, **changes: Any) -> SavedRun:
@@ -92,33 +80,3 @@ def linear(sigma: float) -> SavedRun:
     named = {"age": [0], "weight": [1], "height": [2]}
     ids = [f"Zoë {i}" for i in range(N)]
     return linear_run(fitted, people, doses, sigma, attributes=named, ids=ids, title="A linear model")
-
-
-def disparate() -> SavedRun:
-    """Women leak three times as much as men; nobody is exposed."""
-    women = np.arange(N) % 2 == 0
-    return bare("Groups", np.where(women, 1.0, 9.0), groups={"sex": np.where(women, "f", "m")})
-
-
-def attacked_once() -> SavedRun:
-    """An attack of a single trial, which tests nothing."""
-    attack = AttackRecord(
-        "gradient matching", "knows all else", np.arange(3), np.ones(3), np.full(3, 2.0), np.zeros(3, bool), False
-    )
-    return bare("Attacked", 2.0, attacks=[dataclasses.replace(attack, untestable="one trial")])
-
-
-def ten() -> list[Case]:
-    """Five that may be released and five that may not, each for another reason."""
-    spread = bare("Attributes", 2.0, attributes=attributes(some(2.0, 0.1, [9])))
-    told = bare("Questions", 2.0, questions=[question("genotype", some(0.001, 1.0, [1, 2, 7]))])
-    few = replace(POLICY, min_error_share=0.05)
-    return [
-        *(Case(f"safe {kind}", of_kind(kind, safe=True), POLICY, "PASS") for kind in KINDS),
-        Case("few exposed, as the policy allows", of_kind("table", safe=False), few, "PASS"),
-        Case("one person", bare("One", some(2.0, 0.01, [17])), POLICY, "FAIL", "person"),
-        Case("an attribute", spread, replace(POLICY, min_attribute_error_share=0.5), "FAIL", "attribute"),
-        Case("a question", told, replace(POLICY, max_gain_over_guessing=0.1), "FAIL", "question"),
-        Case("groups", disparate(), replace(POLICY, max_group_disparity=2.0), "FAIL", "groups"),
-        Case("an attack", attacked_once(), replace(POLICY, min_attacks=1), "FAIL", "attacks"),
-    ]

@@ -124,7 +124,6 @@ def worrying(*, safe: bool = False) -> SavedRun:
 
 def with_yardsticks(run: SavedRun, std: float | list[float] = 0.5, **levels: dict[str, float]) -> SavedRun:
     """The run, with a blind guess that is off by ``std``: of inputs by its mean square, of attributes each."""
-    assert run.attributes is not None
     deviations = np.broadcast_to(np.asarray(std, dtype=np.float64), len(run.attributes.names)).copy()
     ends = (98765.4, -87654.3, 76543.2)  # found nowhere else: tests look for them
     inputs = (ends[0], math.sqrt(float(np.mean(deviations**2))), *ends[1:])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +31,12 @@ def quieter(run: SavedRun, factor: float = 2.0) -> SavedRun:
     return dataclasses.replace(run, columns=columns, about={**run.about, "mechanism": mechanism})
 
 
-def shuffled(run: SavedRun, rows: np.ndarray) -> SavedRun:
-    """Some examples in another order, with what has an entry for each."""
-    return dataclasses.replace(
-        run,
-        ids=run.ids[rows],
-        columns={name: values[rows] for name, values in run.columns.items()},
-        groups={name: values[rows] for name, values in run.groups.items()},
-        attributes=None,
-        pictures=None,
-        texts=None,
-        attacks=[],
-        questions=[
-            dataclasses.replace(q, divergence=q.divergence[rows], divergence_high=q.divergence_high[rows])
-            for q in run.questions
-        ],
-    )
-
-
-@pytest.mark.parametrize("text_ids", [False, True])
 @pytest.mark.parametrize("redacted", [False, True])
-def test_a_run_beside_itself_has_not_moved(text_ids: bool, redacted: bool) -> None:
-    run = made_up(text_ids=text_ids)
-    same = compare_runs(run, run, redacted=redacted)
+def test_a_run_beside_itself_has_not_moved(redacted: bool) -> None:
+    run = made_up()
+    same = compare_runs(run, dataclasses.replace(run, ids=run.ids.astype(str)), redacted=redacted)
     assert same.nothing_moved
+    assert same.matched == 40
     assert same.ratio["mean"] == 1.0
     assert same.settings == []
     assert dataclasses.asdict(same.before) == dataclasses.asdict(same.after)
@@ -63,18 +46,14 @@ def test_a_run_beside_itself_has_not_moved(text_ids: bool, redacted: bool) -> No
 
 
 def test_examples_are_matched_by_id_in_any_order() -> None:
-    run = made_up(text_ids=True)
+    run = made_up(text_ids=True, attacks=[], pictures=None, texts=None)
     rows = np.random.default_rng(1).permutation(len(run))[:30]
-    part = shuffled(quieter(run), rows)
-    found = compare_runs(run, part)
-    assert found.matched == 30
-    assert (found.before.alone, found.after.alone) == (10, 0)
-    assert found.moves is not None
+    found = compare_runs(run, quieter(run).take(rows))
+    assert (found.matched, found.before.alone, found.after.alone) == (30, 10, 0)
     assert found.ratio == pytest.approx({"mean": 4.0, "0": 4.0, "0.5": 4.0, "1": 4.0})
     assert found.expected == 4.0
     for name, one, other in zip(found.moves.ids, found.moves.before, found.moves.after, strict=True):
-        place = run.ids.tolist().index(name)
-        assert one == run.columns["mse_bound"][place]
+        assert one == run.columns["mse_bound"][run.ids.tolist().index(name)]
         assert other == pytest.approx(4 * one)
     by_group = {pair.name: pair for pair in found.groups["sex"]}
     for label in np.unique(run.groups["sex"][rows]):
@@ -82,8 +61,6 @@ def test_examples_are_matched_by_id_in_any_order() -> None:
         assert by_group[label].before == pytest.approx(math.exp(np.log(own).mean()))
         assert by_group[label].after == pytest.approx(math.exp(np.log(own).mean()) / 2)
     assert found.settings == [("noise multiplier σ", 1.0, 2.0)]
-    numbers = made_up()
-    assert compare_runs(numbers, dataclasses.replace(numbers, ids=numbers.ids.astype(str))).matched == 40
 
 
 def test_who_moved_is_told_from_who_may_have_moved_by_chance() -> None:
@@ -96,7 +73,6 @@ def test_who_moved_is_told_from_who_may_have_moved_by_chance() -> None:
     moved[5] += 0.5 * half[5]
     columns = {**run.columns, "fil": moved, "mse_bound": moved**-2, "mse_bound_low": (moved + half) ** -2}
     found = compare_runs(run, dataclasses.replace(run, columns=columns))
-    assert found.moves is not None
     assert np.flatnonzero(found.moves.clearly).tolist() == [3, 4]
     assert found.moves.clearly[[3, 4, 5]].tolist() == [-1, 1, 0]
     assert (found.less, found.more) == (1, 1)
@@ -117,7 +93,7 @@ def test_chance_moves_one_in_twenty() -> None:
     assert (found.less + found.more) / n == pytest.approx(0.05, abs=0.005)
 
 
-def test_who_crosses_the_blind_guess() -> None:
+def test_who_crosses_the_blind_guess_and_who_is_not_compared() -> None:
     run = made_up(about={"dataset": {"input_range": [0.0, 2.0]}, "mechanism": {"noise_multiplier": 1.0}})
     found = compare_runs(run, quieter(run, 1.5))
     low = run.columns["mse_bound_low"]
@@ -125,18 +101,18 @@ def test_who_crosses_the_blind_guess() -> None:
     assert found.after.exposed == int((2.25 * low < 1).sum())
     assert (found.newly_exposed, found.no_longer) == (0, int(((low < 1) & (2.25 * low >= 1)).sum()))
 
-
-def test_examples_that_one_run_did_not_measure_are_left_out() -> None:
-    run = made_up()
-    columns = {**run.columns, "participations": run.columns["participations"].copy()}
-    columns["participations"][:3] = 0
-    found = compare_runs(run, dataclasses.replace(run, columns=columns))
+    other = made_up()
+    other.columns["participations"][:3] = 0  # not measured
+    other.groups["sex"][0] = "x"
+    found = compare_runs(made_up(), other)
     assert (found.matched, found.before.alone, found.after.alone) == (37, 3, 3)
+    other.columns["participations"][:3] = 1
+    found = compare_runs(made_up(), other)
+    assert (list(found.groups), len(found.notes)) == (["site"], 1)  # labels that changed are not compared
 
 
 def other_about(**changes: Any) -> SavedRun:
-    run = made_up()
-    return dataclasses.replace(run, about={**run.about, **changes})
+    return made_up(about={**made_up().about, **changes})
 
 
 def asking(name: str, answers: list[str]) -> SavedRun:
@@ -145,121 +121,84 @@ def asking(name: str, answers: list[str]) -> SavedRun:
 
 
 @pytest.mark.parametrize(
-    ("other", "why"),
+    ("other", "why", "options"),
     [
-        (lambda: made_up(ids=np.arange(100, 140)), "share no ids"),
-        (lambda: made_up(ids=np.zeros(40, dtype=np.int64)), "has the id 0 40 times"),
-        (lambda: other_about(dataset={"num_coordinates": 7}), "private inputs of an example is 3 in the first and 7"),
-        (lambda: other_about(unit_of_inputs="years"), "unit of inputs is None in the first and 'years'"),
-        (lambda: other_about(linear={"private": ["age"]}), "what is private is None in the first and"),
-        (lambda: asking("smokes", ["yes", "no"]), "answer different questions: sex in the first, smokes in the second"),
-        (lambda: asking("sex", ["a", "b"]), "'sex' has the answers f, m in the first and a, b"),
+        (lambda: made_up(ids=np.arange(100, 140)), "share no ids", {}),
+        (lambda: made_up(ids=np.zeros(40, dtype=np.int64)), "has the id 0 40 times", {}),
+        (lambda: other_about(dataset={"num_coordinates": 7}), "private inputs", {}),
+        (lambda: other_about(unit_of_inputs="years"), "unit of inputs", {}),
+        (lambda: other_about(linear={"private": ["age"]}), "what is private", {}),
+        (lambda: asking("smokes", ["yes", "no"]), "different questions", {}),
+        (lambda: asking("sex", ["a", "b"]), "'sex' has the answers f, m in the first and a, b", {}),
+        (lambda: made_up(), "at least 2", {"redacted": True, "min_group": 1}),
+        (lambda: made_up().take(np.arange(37)), "3 of 40 examples", {"redacted": True}),
+        (lambda: made_up().take(np.arange(4)), "4 examples are in both runs", {"redacted": True}),
     ],
 )
-def test_runs_that_cannot_be_compared(other: Any, why: str) -> None:
+def test_runs_that_cannot_be_compared(other: Callable[[], SavedRun], why: str, options: dict[str, Any]) -> None:
+    """In public, neither can those that differ by a few."""
     with pytest.raises(ValueError, match=re.escape(why)):
-        compare_runs(made_up(), other())
-    with pytest.raises(ValueError, match="at least 2"):
-        compare_runs(made_up(), made_up(), redacted=True, min_group=1)
+        compare_runs(made_up(), other(), **options)
 
 
-def test_labels_that_changed_are_not_compared() -> None:
-    run = made_up()
-    labels = run.groups["sex"].copy()
-    labels[0] = "x"
-    found = compare_runs(run, dataclasses.replace(run, groups={**run.groups, "sex": labels}))
-    assert list(found.groups) == ["site"]
-    assert found.notes == ["By sex, examples have other labels in the second run: not compared."]
+def test_no_example_is_public() -> None:
+    run = made_up(200, text_ids=True)
+    louder = quieter(run, 3.7)
+    found = compare_runs(run, louder, redacted=True)
+    page, data = render_comparison(found), json.dumps(dataclasses.asdict(found), default=str)
+    assert found.moves is None
+    assert not [name for name in run.ids if name in page + data]
+    for value in np.concatenate([run.columns["mse_bound"], run.columns["fil"], louder.columns["mse_bound"]]):
+        assert f"{value:.6g}" not in data
+        assert len(f"{value:.4g}") < 5 or f"{value:.4g}" not in page.partition("<body>")[2]
+    groups = [value for pairs in found.groups.values() for pair in pairs for value in (pair.before, pair.after)]
+    assert groups
+    for value in (found.ratio["mean"], found.before.fil, *found.after.bound.values(), *groups):
+        assert float(f"{value:.2g}") == value
+    assert set(found.ratio) == {"mean"}  # the least and the largest are one example's
 
 
-class TestPublic:
-    def test_no_example_is_in_it(self) -> None:
-        run = made_up(text_ids=True)
-        found = compare_runs(run, quieter(run, 3.7), redacted=True)
-        assert found.moves is None
-        page = render_comparison(found)
-        data = json.dumps(dataclasses.asdict(dataclasses.replace(found, moves=None)), default=str)
-        for name in run.ids:
-            assert name not in page
-        for values in (run.columns["mse_bound"], run.columns["fil"], quieter(run, 3.7).columns["mse_bound"]):
-            for value in values:
-                assert f"{value:.6g}" not in data
-                assert f"{value:.4g}" not in page.partition("<body>")[2]
-
-    def test_numbers_have_two_digits(self) -> None:
-        run = made_up(200)
-        found = compare_runs(run, quieter(run, 3.7), redacted=True)
-        groups = [value for pairs in found.groups.values() for pair in pairs for value in (pair.before, pair.after)]
-        assert groups
-        for value in (found.ratio["mean"], found.before.fil, *found.after.bound.values(), *groups):
-            assert float(f"{value:.2g}") == value
-        assert set(found.ratio) == {"mean"}  # the least and the largest are one example's
-
-    def test_runs_that_differ_by_a_few_are_refused(self) -> None:
-        run = made_up()
-        with pytest.raises(ValueError, match="3 of 40 examples of one run are not compared"):
-            compare_runs(run, shuffled(run, np.arange(37)), redacted=True)
-        assert compare_runs(run, shuffled(run, np.arange(30)), redacted=True).matched == 30
-        with pytest.raises(ValueError, match="4 examples are in both runs, fewer than min_group=10"):
-            compare_runs(run, shuffled(run, np.arange(4)), redacted=True)
-
-    def test_groupings_that_differ_by_one_person_are_not_both_shown(self) -> None:
-        run = made_up()
-        site = np.asarray(["A"] * 20 + ["B"] * 20)
-        other = site.copy()
-        other[3] = "B"
-        run = dataclasses.replace(run, groups={"site": site, "ward": other})
-        found = compare_runs(run, quieter(run), redacted=True)
-        assert len(found.groups["site"]) == 2
-        assert found.groups["ward"] == []
+def test_groupings_that_differ_by_one_person_are_not_both_public() -> None:
+    site = np.asarray(["A"] * 20 + ["B"] * 20)
+    run = made_up(groups={"site": site, "ward": np.where(np.arange(40) == 3, "B", site)})
+    found = compare_runs(run, quieter(run), redacted=True)
+    assert len(found.groups["site"]) == 2
+    assert found.groups["ward"] == []
+    half = run.take(np.arange(30))
+    assert compare_runs(run, half, redacted=True).matched == 30
 
 
-class TestPage:
-    def test_the_page_loads_nothing_and_escapes(self) -> None:
-        run = other_about(title="<script>alert(1)</script>")
-        page = render_comparison(compare_runs(run, quieter(run)))
-        assert "<script" not in page
-        assert "&lt;script&gt;" in page
-        assert "default-src 'none'" in page
-        assert not re.search(r'(?:src|href)="(?!data:|#)', page)
-        assert page.count("<svg") == 2  # wide and narrow
-
-    def test_the_scatter_has_a_dot_for_each(self) -> None:
-        run = made_up()
-        page = render_comparison(compare_runs(run, quieter(run)))
-        assert page.count("<circle") == 2 * len(run)
+def test_the_page_loads_nothing_and_escapes() -> None:
+    run = other_about(title="<script>alert(1)</script>")
+    page = render_comparison(compare_runs(run, quieter(run)))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "default-src 'none'" in page
+    assert not re.search(r'(?:src|href)="(?!data:|#)', page)
+    assert page.count("<circle") == 2 * len(run)  # on wide and narrow screens
 
 
-class TestCommand:
-    @pytest.fixture
-    def runs(self, tmp_path: Path) -> tuple[Path, Path]:
-        run = made_up(text_ids=True)
-        return save(run, tmp_path / "before.parquet"), save(quieter(run), tmp_path / "after.parquet")
+def test_the_command(tmp_path: Path) -> None:
+    run, page = made_up(text_ids=True), tmp_path / "page.html"
+    runs = save(run, tmp_path / "before.parquet"), save(quieter(run), tmp_path / "after.parquet")
+    found = call("compare", *runs, "-o", page)
+    assert found.exit_code == 0, found.output
+    assert "40 are clearly less exposed" in found.stdout
+    assert "keep them confidential" in found.stdout
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert "Zoë 3" in page.read_text()
+    data = json.loads(call("compare", *runs, "--json").stdout)
+    assert data["expected"] == 4.0
+    assert data["settings"] == {"noise multiplier σ": {"before": 1.0, "after": 2.0}}
 
-    def test_text_json_and_page(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
-        page = tmp_path / "page.html"
-        found = call("compare", *runs, "-o", page)
-        assert found.exit_code == 0, found.output
-        assert "noise multiplier σ" in found.stdout
-        assert "After the change 40 are clearly less exposed, and none is clearly more exposed." in found.stdout
-        assert "keep them confidential" in found.stdout
-        assert page.stat().st_mode & 0o777 == 0o600
-        assert "Zoë 3" in page.read_text()
-        data = json.loads(call("compare", *runs, "--json").stdout)
-        assert data["expected"] == 4.0
-        assert data["settings"] == {"noise multiplier σ": {"before": 1.0, "after": 2.0}}
-        assert "Nothing moved" in call("compare", runs[0], runs[0]).stdout
+    public = call("compare", *runs, "-o", page, "--redacted")
+    assert public.exit_code == 0, public.output
+    assert not re.search("Zoë|confidential", page.read_text().partition("<body>")[2] + public.stdout)
 
-    def test_the_public_page(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
-        page = tmp_path / "page.html"
-        found = call("compare", *runs, "-o", page, "--redacted")
-        assert found.exit_code == 0, found.output
-        assert "confidential" not in found.stdout
-        assert "Zoë" not in page.read_text() + found.stdout
-
-    def test_mistakes_take_one_line(self, runs: tuple[Path, Path], tmp_path: Path) -> None:
-        assert "would overwrite" in refused("compare", *runs, "-o", runs[0])
-        assert "no file" in refused("compare", runs[0], tmp_path / "none.parquet")
-        other = save(made_up(), tmp_path / "other.parquet")
-        assert "share no ids" in refused("compare", runs[0], other)
-        assert "at least 2" in refused("compare", *runs, "--redacted", "--min-group", 0)
+    for options, why in (
+        ((*runs, "-o", runs[0]), "would overwrite"),
+        ((runs[0], tmp_path / "none.parquet"), "no file"),
+        ((*runs, "--redacted", "--min-group", 0), "at least 2"),
+        ((*runs, "--min-group", 20), "without --redacted"),
+    ):
+        assert why in refused("compare", *options)

@@ -21,7 +21,6 @@ from tests.report.run_cases import made_up
 from tests.report.run_files import edited, facts_of, with_footer
 from tests.test_cli import call, refused
 from torchfil.report import SavedRun, load, save, write_report
-from torchfil.report.comparison import compare_runs
 from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 
@@ -31,12 +30,11 @@ FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202e
 
 def acting(text: str) -> list[str]:
     """The characters of a text that are not seen but do something."""
-    return [s for s in text if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
+    return [s for s in sorted(set(text)) if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
 
 
 def with_fake_names(n: int = 40) -> SavedRun:
     name, run = FAKE, made_up(n)
-    assert run.attributes is not None
     return dataclasses.replace(
         run,
         about={**run.about, "title": name, "dataset": {"data_sha256": name}, "accountant": name},
@@ -48,49 +46,38 @@ def with_fake_names(n: int = 40) -> SavedRun:
     )
 
 
-class TestNames:
-    @pytest.fixture
-    def files(self, tmp_path: Path) -> tuple[Path, Path]:
-        policy = tmp_path / "policy.toml"
-        policy.write_text("max_epsilon = 1\nmax_group_disparity = 1.0\nmin_attacks = 1\n")
-        return save(with_fake_names(), tmp_path / "fake.parquet"), policy
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return save(made_up(30, text_ids=True), tmp_path / "run.parquet")
 
-    def test_the_terminal_shows_them_and_obeys_none(self, files: tuple[Path, Path]) -> None:
-        run, policy = files
-        gated = call("gate", run, "--policy", policy)
-        assert gated.exit_code == 1
-        assert gated.stdout.splitlines()[-1].startswith("FAILED: ")
-        assert "passed" not in gated.stdout.splitlines()
-        compared = call("compare", run, save(made_up(40), run.with_name("other.parquet")))
-        texts = [gated.output, call("inspect", run).stdout, compared.output, call("compare", run, run).stdout]
-        texts += [call(*command, "--json").stdout for command in (("inspect", run), ("gate", run, "--policy", policy))]
-        for text in texts:
-            assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
-        assert "\\x1b[2J" in gated.stdout, "shown, not dropped"
 
-    def test_errors(self, files: tuple[Path, Path]) -> None:
-        run, policy = files
-        other = save(made_up(40, questions=[]), run.with_name("other.parquet"))
-        assert acting(refused("compare", run, other)) == []
-        with pytest.raises(ValueError, match="share no ids") as found:
-            compare_runs(load(run), load(other))
-        assert acting(str(found.value)) == []
-        for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
-            assert acting(refused("gate", edited(run, facts), "--policy", policy)) == []
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.toml"
+    path.write_text("max_epsilon = 1\nmax_individual_epsilon = 50\nmax_group_disparity = 1.0\nmin_attacks = 1\n")
+    return path
 
-    def test_files_for_pipelines(self, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        run, policy = files
-        junit, steps = run.with_name("gate.xml"), run.with_name("summary.md")
-        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
-        call("gate", run, "--policy", policy, "--junit", junit)
-        assert any("\\x1b[2J" in str(case.get("name")) for case in ElementTree.parse(junit).getroot())
-        for path in (junit, steps):
-            assert acting(path.read_text(encoding="utf-8")) == []
 
-    def test_pages(self, tmp_path: Path) -> None:
-        for redacted in (False, True):
-            page = write_report(with_fake_names(), tmp_path / f"report {redacted}", redacted=redacted)
-            assert acting(page.read_text(encoding="utf-8")) == []
+def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the terminal, in JSON, in errors, in files for pipelines and on pages."""
+    run, other = save(with_fake_names(), tmp_path / "fake.parquet"), save(made_up(), tmp_path / "other.parquet")
+    junit, steps = tmp_path / "gate.xml", tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
+    gated = call("gate", run, "--policy", policy, "--junit", junit)
+    assert gated.exit_code == 1
+    assert gated.stdout.splitlines()[-1].startswith("FAILED: ")
+    assert "passed" not in gated.stdout.splitlines()
+    assert "\\x1b[2J" in gated.stdout, "shown, not dropped"
+    assert any("\\x1b[2J" in str(case.get("name")) for case in ElementTree.parse(junit).getroot())
+    texts = [gated.output, refused("compare", run, other), *(path.read_text("utf-8") for path in (junit, steps))]
+    for command in (("inspect", run), ("compare", run, run), ("gate", run, "--policy", policy)):
+        texts += [call(*command).stdout, call(*command, "--json").stdout]
+    for redacted in (False, True):
+        texts.append(write_report(with_fake_names(), tmp_path / "report", redacted=redacted).read_text("utf-8"))
+    for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
+        texts.append(refused("gate", edited(run, facts), "--policy", policy))
+    for text in texts:
+        assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
 
 
 def nested(depth: int) -> Any:
@@ -103,28 +90,20 @@ def nested(depth: int) -> Any:
 class TestAbsurdNumbers:
     """Exit code 2, and never a rule that holds because a number is absurd."""
 
-    @pytest.fixture
-    def policy(self, tmp_path: Path) -> Path:
-        path = tmp_path / "policy.toml"
-        path.write_text("max_epsilon = 50\nmax_individual_epsilon = 50\nmax_share_spared = 1\n")
-        return path
-
-    @pytest.fixture
-    def run(self, tmp_path: Path) -> Path:
-        return save(made_up(30, text_ids=True), tmp_path / "run.parquet")
-
-    def test_a_run_without_examples(self, tmp_path: Path, policy: Path) -> None:
-        empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
-        assert "has no examples" in refused("gate", save(empty, tmp_path / "run.parquet"), "--policy", policy)
-
     @pytest.mark.parametrize(
-        "about",
-        [{"epsilon": -3.0}, {"epsilon": math.nan}, {"delta": 2.0}, {"mechanism": {"sample_rate": -1}}],
+        ("part", "changes"),
+        [
+            ("about", {"epsilon": math.nan}),
+            ("about", {"delta": 2.0}),
+            ("about", {"mechanism": {"sample_rate": -1}}),
+            ("pictures", {"rows": [-1, 0, 1, 2]}),
+            ("pictures", {"rows": [0, 1, 2, 29]}),
+        ],
         ids=str,
     )
-    def test_settings(self, run: Path, policy: Path, about: dict[str, Any]) -> None:
-        crafted = edited(run, {"about": {**facts_of(run)["about"], **about}})
-        assert "is damaged (about: " in refused("gate", crafted, "--policy", policy)
+    def test_facts(self, run: Path, policy: Path, part: str, changes: dict[str, Any]) -> None:
+        crafted = edited(run, {part: {**facts_of(run)[part], **changes}})
+        assert "is damaged (" in refused("gate", crafted, "--policy", policy)
 
     @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])
     def test_columns(self, run: Path, policy: Path, name: str) -> None:
@@ -134,12 +113,9 @@ class TestAbsurdNumbers:
             text = refused("gate", edited(run, **{name: values}), "--policy", policy)
             assert f"column '{name}' is {absurd} for 'Zoë 4'" in text
 
-    @pytest.mark.parametrize("rows", [[-1, 0, 1, 2], [0, 1, 2, 30], [0, 1, 2, 29]], ids=str)
-    def test_places(self, run: Path, policy: Path, rows: list[int]) -> None:
-        crafted = edited(run, {"pictures": {**facts_of(run)["pictures"], "rows": rows}})
-        assert "is damaged" in refused("gate", crafted, "--policy", policy)
-
-    def test_deep_json(self, run: Path, policy: Path) -> None:
+    def test_no_examples_and_deep_json(self, run: Path, policy: Path, tmp_path: Path) -> None:
+        empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
+        assert "has no examples" in refused("gate", save(empty, tmp_path / "empty.parquet"), "--policy", policy)
         odd = edited(run, {"about": {"title": "odd", "seed": nested(600)}})
         assert "RecursionError" in refused("inspect", odd, "--json")
         deep = edited(run, b"[" * 10**5 + b"]" * 10**5)
@@ -186,13 +162,6 @@ class TestFooters:
         finally:
             pa.unregister_extension_type("tests.bomb")
         assert not made.exists()
-
-    def test_the_forbidden_word_as_an_id_and_a_group(self, tmp_path: Path) -> None:
-        word, n = "ARROW:schema", len(made_up())
-        ids, labels = np.array([f"{word} {i}" for i in range(n)]), np.full(n, word)
-        run = load(save(made_up(text_ids=True, ids=ids, groups={word: labels}), tmp_path / "run.parquet"))
-        assert run.ids.tolist() == ids.tolist()
-        assert run.groups[word].tolist() == labels.tolist()
 
     def test_metadata_of_others(self, tmp_path: Path) -> None:
         path = save(made_up(), tmp_path / "run.parquet")

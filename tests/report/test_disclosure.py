@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.report.pages import files_of, summary_of
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
@@ -58,26 +57,21 @@ def best_linear_guess(
     return mean + spread**2 * who.T @ np.linalg.lstsq(gram, told, rcond=1e-14)[0]
 
 
-def flipped(labels: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    other = labels.copy()
-    other[rows] = np.where(labels[rows] == "a", "b", "a")
-    return other
-
-
 def two_groupings(rng: np.random.Generator, flips: int) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
     """Examples, a random grouping, the same with some examples in the other group, and one of these."""
     n = int(rng.integers(40, 90))
     labels = rng.permutation(np.where(np.arange(n) < rng.integers(15, n - 14), "a", "b"))
     rows = rng.choice(n, flips, replace=False)
-    return rng.lognormal(size=n), {"first": labels, "second": flipped(labels, rows)}, int(rows[0])
+    moved = np.where(np.isin(np.arange(n), rows), np.where(labels == "a", "b", "a"), labels)
+    return rng.lognormal(size=n), {"first": labels, "second": moved}, int(rows[0])
 
 
 class TestDifferencing:
     def errors(self, *, redacted: bool, flips: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of 200 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
+        """Of 120 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
         rng = np.random.default_rng(seed)
         attacked, blind = [], []
-        for _ in range(200):
+        for _ in range(120):
             fil, groups, target = two_groupings(rng, flips)
             summary = summarise(run_of(fil, groups), redacted=redacted)
             logs = np.log(fil)
@@ -92,7 +86,7 @@ class TestDifferencing:
         assert np.sqrt(attacked).max() < 0.01, "everybody's η̄ within 1 %"
         assert blind.mean() > 0.5
 
-    @pytest.mark.parametrize("flips", [1, 2, 5, 9])
+    @pytest.mark.parametrize("flips", [1, 2, 9])
     def test_groupings_that_differ_by_few_give_nothing_away(self, flips: int) -> None:
         attacked, blind = self.errors(redacted=True, flips=flips, noise=0.02)
         assert attacked.mean() > (1 - 1 / SMALLEST) * blind.mean() * 0.97
@@ -102,7 +96,7 @@ class TestDifferencing:
         """Several groupings with several groups, some alike: nobody is told better than as one of ten."""
         rng = np.random.default_rng(1)
         unexplained = []
-        for _ in range(200):
+        for _ in range(120):
             n = int(rng.integers(40, 160))
             groups: dict[str, np.ndarray] = {}
             for number in range(int(rng.integers(2, 7))):
@@ -131,18 +125,12 @@ def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
 
     assert explained(summarise(run_of(fil, groups)).groupings, 1e-6) > 0.95
     page = write_report(run_of(fil, groups), tmp_path / "public", redacted=True)
-    data = json.loads((page.parent / "summary.json").read_text())["groupings"]
+    data = summary_of(page)["groupings"]
     assert [row["name"] for row in data] == list(groups)
-    again = [_grouping(row) for row in data]
+    again = [Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]}) for row in data]
     assert sum(bool(grouping.groups) for grouping in again) >= 1
     assert explained(again, 0.02) < 1 / SMALLEST
-    text = page.read_text(encoding="utf-8")
-    assert "Not shown: beside the groupings above" in text
-    assert "as could somebody who has another public version, with other groups or of another run" in text
-
-
-def _grouping(row: dict[str, Any]) -> Grouping:
-    return Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
+    assert "Not shown: beside the groupings above" in page.read_text(encoding="utf-8")
 
 
 class TestOutliers:
@@ -175,10 +163,8 @@ class TestOutliers:
         """Of the tenth, all files say the same for a leakage of a hundred times the median as for a million times."""
         files = []
         for fil in (1e2, 1e4, 1e6):
-            page = write_report(self.run(fil), tmp_path / f"{fil}", redacted=True)
-            files.append([path.read_bytes() for path in sorted(page.parent.iterdir())])
+            files.append(files_of(write_report(self.run(fil), tmp_path / f"{fil}", redacted=True)))
         assert files[0] == files[1] == files[2]
-        assert b"ten times" in files[0][0]
         compared = [compare_runs(self.run(fil), self.run(1.0), redacted=True) for fil in (1e2, 1e4, 1e6)]
         assert repr(compared[0]) == repr(compared[1]) == repr(compared[2])
 
@@ -187,9 +173,7 @@ class TestOutliers:
         run, ends = self.run(1.0), []
         for odd in (1e-6, 0.0, np.nan):
             run.columns["mse_bound_low"][0] = odd
-            end = summarise(run, redacted=True).lowest_end
-            assert end is not None
-            ends.append(end)
+            ends.append(summarise(run, redacted=True).lowest_end)
         assert ends[0] == ends[1] == ends[2] > 0.1
         run.columns["mse_bound_low"][:10] = 0.0
         assert summarise(run, redacted=True).lowest_end == 0
@@ -200,16 +184,15 @@ class TestCells:
         """Cells of all published groupings together: what is left out, complements and intersections among them."""
         rng = np.random.default_rng(0)
         shown = 0
-        for _ in range(300):
+        for _ in range(200):
             n, cells = int(rng.integers(10, 200)), None
             for _ in range(int(rng.integers(1, 6))):
                 labels = rng.choice(list("abcdefgh")[: int(rng.integers(1, 8))], n)
                 split = split_beside(labels, SMALLEST, cells)
                 cells = joined(cells, split)
                 shown += len(split.names)
-            assert cells is not None
             assert np.bincount(cells).min() >= SMALLEST
-        assert shown > 1000, "something is published"
+        assert shown > 700, "something is published"
 
     def test_small_groups_cannot_be_had_as_a_difference(self) -> None:
         labels = np.array(["a"] * 50 + ["b"] * 20 + ["c"] * 3)
@@ -217,20 +200,14 @@ class TestCells:
         assert split.names == ["a"]  # b joined c, for otherwise c were everybody less a and b
         assert split.merged == 2
         assert np.bincount(split.codes).tolist() == [50, 23]
-        split = split_beside(np.array(["a"] * 4 + ["b"] * 3), 10)
-        assert (split.names, split.merged) == ([], 0)
-        assert set(split.codes) == {-1}
-        split = split_beside(labels, 1)
-        assert (split.names, split.merged) == (["a", "b", "c"], 0)
+        assert set(split_beside(np.array(["a"] * 4 + ["b"] * 3), 10).codes) == {-1}
+        assert split_beside(labels, 1).names == ["a", "b", "c"]
 
-    def test_groupings_with_large_intersections_are_all_shown(self) -> None:
+    def test_groups_are_shown_or_coarsened_where_that_helps(self) -> None:
+        """Site C has women only but for three: it goes together with others."""
         run = made_up(400, groups={"sex": np.array(["f", "m"] * 200), "site": np.repeat(["A", "B", "C", "D"], 100)})
         summary = summarise(run, redacted=True)
-        assert [len(grouping.groups) for grouping in summary.groupings] == [2, 4]
-        assert not any(grouping.withheld for grouping in summary.groupings)
-
-    def test_groups_are_coarsened_where_that_helps(self) -> None:
-        """Site C has women only but for three: it goes together with others."""
+        assert [(len(grouping.groups), grouping.withheld) for grouping in summary.groupings] == [(2, False), (4, False)]
         sex = np.array(["f", "m"] * 100 + ["f"] * 30 + ["m"] * 3)
         site = np.array(["A"] * 100 + ["B"] * 100 + ["C"] * 33)
         split = split_beside(site, 10, joined(None, split_beside(sex, 10)))
@@ -243,7 +220,6 @@ class TestCells:
                 assert value == float(f"{value:.2g}")
         assert grouping.fil == float(f"{grouping.fil:.2g}")
 
-    def test_nothing_measured(self) -> None:
         run = made_up(40)
-        run.columns["participations"] = np.zeros(40, dtype=np.int64)
+        run.columns["participations"] = np.zeros(40, dtype=np.int64)  # nothing measured
         assert [grouping.groups for grouping in summarise(run, redacted=True).groupings] == [[], []]

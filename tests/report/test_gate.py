@@ -14,10 +14,8 @@ import pytest
 from tests.report.run_cases import made_up, worrying
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
-from torchfil.gate.rules import RULES, Verdict, told_apart
+from torchfil.gate.rules import RULES, Verdict
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.report.page import write_report
-from torchfil.run.file import load, save
 from torchfil.run.saved_run import SavedRun
 
 LOW = np.linspace(0.1, 2.0, 20)
@@ -59,6 +57,8 @@ def trained(noise: str) -> SavedRun:
 
 
 BARE = dataclasses.replace(worrying(), about={}, attributes=None, questions=[])
+UNCERTAIN = worrying(safe=True)
+UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
     participations=[0, 0] + [1] * 18, sampling_error=[np.inf] * 3 + [0.1] * 17, mse_bound_low=[np.inf] * 3 + [1.0] * 17
 )
@@ -72,9 +72,11 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("min_error_share", worrying(), 0.28, {}, True, 0, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {}, False, 1, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {"blind_error": 0.2}, True, 0, 0.02**0.5 / 0.2),
+    ("min_error_share", UNCERTAIN, 0.5, {}, False, 1, 0.2),  # the lower end
     ("min_error_share", BARE, 0, {}, False, 100, None),
     ("max_share_exposed", worrying(), 0.01, {}, True, 1, 0.01),
     ("max_share_exposed", worrying(), 0.005, {}, False, 1, 0.01),
+    ("max_share_exposed", UNCERTAIN, 0.0, {}, False, 1, 0.01),
     ("max_share_exposed", BARE, 1, {}, False, 100, None),
     ("min_attribute_error_share", worrying(), 0.5, {"attribute_spread": {"age": 0.15}}, True, 0, 0.1 / 0.15),
     ("min_attribute_error_share", worrying(), 0.5, {}, False, 1, 0.2),
@@ -150,36 +152,9 @@ def test_every_rule_has_a_case_that_holds_and_one_that_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "policy", "rule", "told"),
-    [
-        (with_ages(), {"min_attribute_error": {"age": 5}}, "min_attribute_error.age", "lower end .*in years"),
-        (with_ages(low=False), {"min_attribute_error": {"age": 5}}, "min_attribute_error.age", "make_private"),
-        (BARE, {"min_error_share": 0}, "min_error_share", "save_run"),
-        (BARE, {"max_gain_over_guessing": 1}, "max_gain_over_guessing", "make_private"),
-        (worrying(), {"min_attribute_error_share": 0.5}, "min_attribute_error_share", "the worst is 'age'"),
-        (run_of(about={}), {"min_attribute_error_share": 0}, "min_attribute_error_share", "make_private"),
-        (BEATEN, {}, "max_violated_bounds", "gradient"),
-        (BLIND, {"min_attacks": 1}, "min_attacks", "not testable: gradient: never saw the model"),
-        (trained("seeded"), {}, "allow_seeded_noise", "here: seeded"),
-        (grouped(), {"max_group_disparity": 2}, "max_group_disparity (sex)", "fewer than two groups of at least 10"),
-    ],
-)
-def test_details(run: SavedRun, policy: dict[str, Any], rule: str, told: str) -> None:
-    assert re.search(told, judged(run, rule, policy).detail)
-
-
-@pytest.mark.parametrize("key", ["min_error_share", "max_share_exposed"])
-def test_lower_ends_count(key: str) -> None:
-    run = worrying(safe=True)
-    run.columns["mse_bound_low"] = run.columns["mse_bound_low"].copy()
-    run.columns["mse_bound_low"][3] = 0.01
-    assert judged(run, key, {key: 0.5 if key.startswith("min") else 0.0}).rows.tolist() == [3]
-
-
-@pytest.mark.parametrize(
     ("run", "policy", "message"),
     [
-        (made_up(20), {"min_attribute_error": {"aeg": 5}}, "no attribute 'aeg'; did you mean 'age'"),
+        (made_up(20), {"min_attribute_error": {"aeg": 5}}, "did you mean 'age'"),
         (worrying(), {"min_attribute_error_share": 0.5, "attribute_spread": {"aeg": 1.0}}, "did you mean 'age'"),
         (made_up(20), {"max_true_positive_rate": {"sax": 0.1}}, "did you mean 'sex'"),
         (run_of(questions=[]), {"max_true_positive_rate": {"sex": 0.1}}, "questions="),
@@ -190,84 +165,64 @@ def test_a_name_that_the_run_does_not_have_is_refused(run: SavedRun, policy: dic
         check(run, parse_policy(policy))
 
 
-@pytest.mark.parametrize("scale", [0.01, 0.1, 100.0])
-def test_the_unit_of_the_data_does_not_matter(template_policy: Policy, scale: float) -> None:
+def test_the_unit_of_the_data_does_not_matter(template_policy: Policy) -> None:
     for run in (worrying(), worrying(safe=True)):
-        assert run.attributes is not None
-        error = scale * np.asarray(run.attributes.error)
+        error = 100.0 * np.asarray(run.attributes.error)
         other = dataclasses.replace(
             run,
-            about=run.about | {"dataset": {"input_range": [0.0, scale]}},
-            columns=run.columns | {name: scale**2 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
+            about=run.about | {"dataset": {"input_range": [0.0, 100.0]}},
+            columns=run.columns | {name: 1e4 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
             attributes=dataclasses.replace(run.attributes, error=error, error_low=error),
         )
         before, after = ([(v.rule, v.passed) for v in check(each, template_policy)] for each in (run, other))
         assert before == after
 
 
-def test_why_an_attack_tests_nothing_is_kept_in_the_file(tmp_path: Path) -> None:
-    blind = dataclasses.replace(BLIND.attacks[0], blind=np.arange(3.0))
-    (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.parquet")).attacks
-    assert (again.testable, again.untestable, list(again.blind)) == (False, "never saw the model", [0.0, 1.0, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("limit", "found", "shown"),
-    [(1.05, 1.0499999, ("1.05", "1.0499999")), (0.05, 0.05, ("0.05", "0.05")), (0, 3, ("0", "3"))],
-)
-def test_ties_have_enough_digits(limit: float, found: float, shown: tuple[str, str]) -> None:
-    assert told_apart(limit, found) == shown
-    assert len(set(told_apart(0.3, 0.1 + 0.2))) == 2
-
-
 class TestPolicies:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("min_mse_bond = 1", "unknown key 'min_mse_bond'; did you mean 'min_mse_bound'?"),
-            ("epsilon = 1", "unknown key 'epsilon'; did you mean 'max_epsilon'?"),
-            ("min_mse_bound = 'small'", "min_mse_bound = 'small' must be a number"),
-            ("min_mse_bound = true", "min_mse_bound = True must be a number"),
-            ("min_mse_bound = nan", "min_mse_bound = nan must be a number"),
-            (f"min_mse_bound = 1{'0' * 400}", "must be a number"),
-            ("min_mse_bound = -1", "min_mse_bound = -1 must be a number, 0 or more"),
-            ("min_group_size = 2.5", "min_group_size = 2.5 must be a whole number"),
-            ("max_violated_bounds = true", "max_violated_bounds = True must be a whole number"),
-            ("allow_seeded_noise = 1", "allow_seeded_noise = 1 must be true or false"),
-            ("min_attribute_error = 3", "min_attribute_error = 3 must be a table"),
-            ("min_attribute_error.age = true", "min_attribute_error = {'age': True} must be a table"),
-            ("attribute_spread.age = 0", "must be a table by name, each a number, positive and finite"),
-            ("max_share_spared = 2", "max_share_spared = 2 must be a share"),
+            ("min_mse_bond = 1", "did you mean 'min_mse_bound'"),
+            ("min_mse_bound = 'small'", "a number"),
+            ("min_mse_bound = true", "a number"),
+            ("min_mse_bound = nan", "a number"),
+            (f"min_mse_bound = 1{'0' * 400}", "a number"),
+            ("min_mse_bound = -1", "0 or more"),
+            ("min_group_size = 2.5", "a whole number"),
+            ("max_violated_bounds = true", "a whole number"),
+            ("allow_seeded_noise = 1", "true or false"),
+            ("min_attribute_error = 3", "a table"),
+            ("min_attribute_error.age = true", "a table"),
+            ("attribute_spread.age = 0", "positive and finite"),
+            ("max_share_spared = 2", "a share"),
             ("max_share_of_concern = 0.5", "belong together"),
-            ("min_mse_bound = ", "cannot be read as TOML"),
-            ("", "the policy limits nothing, so that every run would pass; set at least one of min_error_share"),
-            ("min_group_size = 10\nmax_violated_bounds = 3\n", "the policy limits nothing"),
+            ("min_mse_bound = ", "TOML"),
+            ("", "limits nothing"),
+            ("min_group_size = 10\nmax_violated_bounds = 3\n", "limits nothing"),
         ],
     )
     def test_wrong_ones_are_refused(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "policy.toml"
         path.write_text(text)
-        with pytest.raises(PolicyError, match=re.escape(message)) as found:
+        with pytest.raises(PolicyError, match=message) as found:
             load_policy(path)
         assert str(path) in str(found.value)
 
-    def test_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(PolicyError, match="no policy .*`torchfil gate --init` writes a commented one"):
-            load_policy(tmp_path / "none.toml")
-
-    def test_values_are_checked_however_it_is_made(self) -> None:
+    def test_they_are_checked_however_they_are_made(self, tmp_path: Path) -> None:
         with pytest.raises(PolicyError, match="max_epsilon = nan"):
             Policy(max_epsilon=math.nan)
+        with pytest.raises(PolicyError, match="no policy"):
+            load_policy(tmp_path / "none.toml")
 
     def test_every_field_has_its_rule_and_the_template_explains_it(self, tmp_path: Path) -> None:
         assert tuple(RULES) == Policy.__struct_fields__
         path = tmp_path / "policy.toml"
         path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", template(), flags=re.MULTILINE))
-        everything, always = load_policy(path), set()
+        everything, always, explained = load_policy(path), set(), template().split("\n\n")
         for key, rule in RULES.items():
             value = {rule.example[0]: rule.example[1]} if isinstance(rule.default, dict) else rule.example
             assert getattr(everything, key) == value
-            (beside,) = [part for part in template().split("\n\n") if re.search(rf"^(# )?\[?{key}( =|\])", part, re.M)]
+            (beside,) = [part for part in explained if re.search(rf"^(# )?\[?{key}( =|\])", part, re.M)]
             if rule.default not in (None, {}):
                 assert f"Left out, it is {rule.default}".lower() in re.sub(r"\n# ", " ", beside).lower()
                 always |= {key} if key.startswith("max_") else set()
@@ -285,11 +240,8 @@ def template_policy(tmp_path: Path) -> Policy:
     return load_policy(tmp_path / "template.toml")
 
 
-def test_a_delta_that_promises_little_is_noted(tmp_path: Path) -> None:
+def test_a_delta_that_promises_little_is_noted() -> None:
     run = made_up(20)
-    large = dataclasses.replace(run, about={**run.about, "delta": 0.05})
-    assert any("δ = 0.05 is not below 1/20" in note for note in notes(large))
-    assert not any("δ" in note for note in notes(dataclasses.replace(run, about={**run.about, "delta": 0.049})))
-    for redacted in (False, True):
-        page = write_report(large, tmp_path / str(redacted), redacted=redacted, min_group=2).read_text()
-        assert "δ = 0.05 is not below 1/20" in page
+    for delta, noted in ((0.05, True), (0.049, False)):
+        told = notes(dataclasses.replace(run, about={**run.about, "delta": delta}))
+        assert any("δ = 0.05 is not below 1/20" in note for note in told) is noted

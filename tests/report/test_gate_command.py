@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from tests.report.run_cases import made_up, worrying
 from tests.test_cli import call, refused, run_file
 from torchfil.gate.gate import notes
-from torchfil.report import load, save
+from torchfil.report import save
 
 
 @pytest.fixture
@@ -33,9 +32,7 @@ def policy(tmp_path: Path) -> Path:
 def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> None:
     start = tmp_path / "start.toml"
     assert call("gate", "--init", "--policy", start).exit_code == 0
-    bare = call("gate", run, "--policy", start)
-    assert bare.exit_code == 1
-    assert "the run kept no question: make_private(…, questions={…}) keeps them" in bare.stdout
+    assert call("gate", run, "--policy", start).exit_code == 1
     passed = call("gate", save(worrying(safe=True), tmp_path / "safe.parquet"), "--policy", start)
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, "passed"), passed.output
     failed = call("gate", run, "--policy", policy)
@@ -44,51 +41,33 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert line.split()[-3:] == ["4", "3.6", "2"]
     assert "pass" not in call("gate", run, "--policy", policy, "--quiet").stdout
 
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("max_epsilom = 1", "unknown key 'max_epsilom'; did you mean 'max_epsilon'?"),
-        ("", "the policy limits nothing"),
-        (None, "no policy"),
-        ("max_epsilon = 8".encode("utf-16"), "cannot be read as TOML"),
-    ],
-)
-def test_bad_input_is_not_a_failed_gate(run: Path, tmp_path: Path, text: Any, message: str) -> None:
-    policy = tmp_path / "wrong.toml"
-    if text is not None:
-        policy.write_bytes(text.encode() if isinstance(text, str) else text)
-    assert message in refused("gate", run, "--policy", policy)
+    # choices that no rule judges are noted
+    path = save(made_up(), tmp_path / "spared.parquet")
+    assert "note: 3 examples were trained with a smaller weight" in call("gate", path, "--policy", policy).stdout
+    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
 
 
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
-    assert "cannot be read as TOML" in refused("gate", run, "--policy", tmp_path)
-    assert "name a saved run, or use --init" in refused("gate", "--policy", policy)
-    assert "exists already and is not overwritten" in refused("gate", "--init", "--policy", policy)
-    assert "no file" in refused("gate", tmp_path / "none.parquet", "--policy", policy)
-    lost = tmp_path / "none" / "policy.toml"
-    assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
-    before = run.read_bytes()
-    for options in (["--list", run], ["--junit", policy], ["--json-file", tmp_path / "a", "--junit", tmp_path / "a"]):
-        assert "would overwrite" in refused("gate", run, "--policy", policy, *options)
+    """A mistake is not a failed gate."""
+    bare, before = run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}), run.read_bytes()
+    lost, used, wrong = tmp_path / "none" / "policy.toml", ("--policy", policy), tmp_path / "wrong.toml"
+    wrong.write_bytes("max_epsilon = 8".encode("utf-16"))
+    for args, message in (
+        ((run, "--policy", tmp_path), "TOML"),
+        ((run, "--policy", wrong), "TOML"),
+        ((run, "--policy", lost), "no policy"),
+        (used, "name a saved run"),
+        (("--init", *used), "is not overwritten"),
+        (("--init", "--policy", lost), "No such file"),
+        ((tmp_path / "none.parquet", *used), "no file"),
+        ((run, *used, "--list", run), "would overwrite"),
+        ((run, *used, "--junit", policy), "would overwrite"),
+        ((run, *used, "--json-file", tmp_path / "a", "--junit", tmp_path / "a"), "would overwrite"),
+        ((bare, *used), "no column 'mse_bound_low'"),
+    ):
+        assert message in refused("gate", *args)
     assert run.read_bytes() == before
     assert not (tmp_path / "a").exists()
-    run_file(run, columns={"fil": np.ones(30)})
-    assert "the run has no column 'mse_bound_low'" in refused("gate", run, "--policy", policy)
-
-
-def test_ties_can_be_told_apart(run: Path, policy: Path) -> None:
-    run_file(run, columns={**load(run).columns, "mse_bound_low": np.full(30, 1.05 - 1e-6)})
-    policy.write_text("min_mse_bound = 1.05")
-    (line,) = [line for line in call("gate", run, "--policy", policy).stdout.splitlines() if "FAIL " in line]
-    assert line.split()[-3:] == ["1.05", "1.049999", "30"]
-
-
-def test_choices_that_no_rule_judges_are_noted(policy: Path, tmp_path: Path) -> None:
-    path = save(made_up(), tmp_path / "spared.parquet")
-    assert "note: 3 examples were trained with a smaller weight, of 40" in call("gate", path, "--policy", policy).stdout
-    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
-    assert "note:" not in call("gate", path, "--policy", policy, "--quiet").stdout
 
 
 def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, tmp_path: Path) -> None:
@@ -121,10 +100,7 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
     data = json.loads(found.stdout)
     assert json.loads(as_json.read_text(encoding="utf-8")) == data
     assert set(data["rules"][0]) == {"rule", "passed", "limit", "found", "offending", "detail"}
-    assert {rule["rule"]: rule["passed"] for rule in data["rules"]} == {
-        "min_mse_bound": False,
-        **dict.fromkeys(("max_epsilon", "max_violated_bounds", "max_share_not_measured", "max_examples_missed"), True),
-    }
+    assert [rule["rule"] for rule in data["rules"] if not rule["passed"]] == ["min_mse_bound"]
 
     lines = summary.read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: 1 rule broken"]

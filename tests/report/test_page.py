@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import hashlib
 import re
 from pathlib import Path
@@ -13,14 +14,18 @@ import pytest
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
-from tests.report.pages import elements, sentences, table_data, with_unmeasured
+import torchfil
+from tests.report.pages import elements, files_of, source, table_data, text_of
 from tests.report.run_cases import made_up
-from torchfil.report import SavedRun, register_section, write_report
+from torchfil.attacks import AttackResult
+from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report import page as chapters
+from torchfil.report.examples import as_data_url, overlay, shares_of, thumbnail
 from torchfil.report.formats import number
 from torchfil.report.page import block, context_of
 from torchfil.report.summary import Report, summarise
 from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
+from torchfil.run.saved_run import Texts
 
 EVIL = '<script>alert("x")</script>'
 
@@ -30,17 +35,18 @@ def test_the_page_stands_alone_and_says_on_every_section_that_it_is_private(tmp_
     text = page.read_text()
     assert not re.search(r"(src|href|action)\s*=\s*[\"'](?!data:|#)", text)
     assert not re.search(r"url\((?!data:)|@import|fetch\(|XMLHttpRequest|WebSocket", text)
+    found = elements(page)
+    places = {attributes["id"] for _, attributes in found if "id" in attributes}
+    links = {str(attributes["href"])[1:] for name, attributes in found if name == "a"}
+    assert {link for link in links if not link.startswith("show-")} <= places
     script = re.search(r"<script>(.*?)</script>", text, flags=re.DOTALL)
-    assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
-    sections = re.findall(r"<section id=\"(\w+)\">(.*?)</section>", text, flags=re.DOTALL)
-    others = ("linear", "merged")  # of other kinds of runs
-    assert [name for name, _ in sections] == [s.slug for s in chapters._SECTIONS if s.slug not in others]
-    assert all("Confidential" in content for _, content in sections)
+    slugs = [section.slug for section in chapters._SECTIONS if section.slug not in ("linear", "merged")]
+    assert re.findall(r"<section id=\"(\w+)\">", text) == slugs
+    assert all("Confidential" in text_of(page, slug) for slug in slugs)
     assert 'content: "Confidential: made from private data"' in text  # in the margin of printed pages
-    digest = hashlib.sha256((page.parent / "leakage.csv").read_bytes()).hexdigest()
-    assert digest in dict(sections)["decision"]
+    assert hashlib.sha256((page.parent / "leakage.csv").read_bytes()).hexdigest() in text_of(page, "decision")
 
 
 def test_strings_from_data_stay_strings(tmp_path: Path) -> None:
@@ -48,29 +54,33 @@ def test_strings_from_data_stay_strings(tmp_path: Path) -> None:
     ids = run.ids.astype("<U80")
     ids[int(np.argmax(run.columns["fil"]))] = EVIL
     ids[0], ids[1] = '"><img src=x onerror=alert(1)>', "{{script}} </script> \u2028"
-    assert run.attributes is not None
-    attributes = type(run.attributes)([EVIL, "b&b", "c"], ["<i>", "", ""], run.attributes.error)
-    labels = np.where(np.arange(len(ids)) % 2 == 0, EVIL, "b")
-    evil = made_up(
-        text_ids=True,
+    evil = dataclasses.replace(
+        run,
         ids=ids,
-        attributes=attributes,
-        groups={EVIL: labels},
+        attributes=dataclasses.replace(run.attributes, names=[EVIL, "b&b", "c"], units=["<i>", "", ""]),
+        groups={EVIL: np.where(np.arange(len(ids)) % 2 == 0, EVIL, "b")},
         about=run.about | {"title": EVIL, "accountant": EVIL, "model": {"name": EVIL}},
-        attacks=[
-            type(run.attacks[0])(
-                EVIL, EVIL, *[getattr(run.attacks[0], f) for f in ("rows", "predicted", "achieved", "violated")]
-            )
-        ],
+        attacks=[dataclasses.replace(run.attacks[0], name=EVIL, threat_model=EVIL)],
     )
-    plain = elements(write_report(made_up(text_ids=True), tmp_path / "plain"))
-    found = elements(write_report(evil, tmp_path / "evil"))
+    plain = elements(write_report(run, tmp_path / "plain"))
+    page = write_report(evil, tmp_path / "evil")
+    found = elements(page)
     scripts = [attributes.get("id") for name, attributes in found if name == "script"]
     assert len(scripts) == len(set(scripts))
     assert {name for name, _ in found} == {name for name, _ in plain}
     assert all(str(attributes["src"]).startswith("data:") for name, attributes in found if name == "img")
     assert not [key for _, attributes in found for key in attributes if key.startswith("on")]
-    assert EVIL not in (tmp_path / "evil" / "index.html").read_text()
+    assert EVIL not in page.read_text()
+
+
+def with_unmeasured() -> SavedRun:
+    """Example 7 never drawn, example 8 drawn only where nothing was measured, example 9 measured in part."""
+    run = made_up(40)
+    columns = run.columns
+    columns["participations"][[7, 8, 9]] = [0, 2, 5]
+    columns["missed"][[8, 9]] = [2, 1]
+    columns["fil"][[7, 8]], columns["mse_bound"][[7, 8]], columns["sampling_error"][7] = 0, np.inf, np.inf
+    return run
 
 
 def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
@@ -79,174 +89,87 @@ def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
     assert status[[7, 8, 9]].tolist() == [NOT_MEASURED, NOT_MEASURED, LOWER_BOUND]
     assert set(np.delete(status, [7, 8, 9])) == {MEASURED}
     page = write_report(run, tmp_path / "report")
-    rows = {row["id"]: row for row in csv.DictReader((page.parent / "leakage.csv").open())}
-    for name in ("7", "8"):
-        assert rows[name]["status"] == "not measured"
-        assert rows[name]["fil"] == rows[name]["mse_bound"] == ""
-    assert rows["9"]["status"] == "lower bound"
-    assert float(rows["9"]["fil"]) == pytest.approx(run.columns["fil"][9], rel=1e-6)
-    assert "2 examples were not measured" in page.read_text()
+    rows = list(csv.DictReader((page.parent / "leakage.csv").open()))
+    assert [row["status"] for row in rows[7:10]] == ["not measured", "not measured", "lower bound"]
+    assert {row[name] for row in rows[7:9] for name in ("fil", "mse_bound")} == {""}
+    assert float(rows[9]["fil"]) == pytest.approx(run.columns["fil"][9], rel=1e-6)
+    assert "2 examples were not measured" in text_of(page, "findings")
     summary = summarise(run)
     assert summary.not_measured == 2
     assert all(0 < row.mse_bound < np.inf for row in summary.exposure)
 
-
-def test_skipped_steps_are_not_safety() -> None:
-    run = made_up()
-    run.columns["fil"][3] = 0
+    run.columns["fil"][3] = 0  # may be the steps that were skipped
     assert status_of(run)[3] == MEASURED
-    run.about["mechanism"]["fil_rate"] = 0.25
+    run.about["mechanism"] |= {"fil_rate": 0.25}
     assert status_of(run)[3] == NOT_MEASURED
+    assert "measured participations stand behind each example" in text_of(write_report(run, page.parent), "findings")
 
 
 def test_a_bare_run_gives_a_page_without_empty_chapters(tmp_path: Path) -> None:
     run = made_up()
     bare = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
     text = write_report(bare, tmp_path / "report").read_text()
-    slugs = re.findall(r"<section id=\"(\w+)\">", text)
-    assert slugs == [
-        "verdict",
-        "findings",
-        "training",
-        "assumptions",
-        "distribution",
-        "exposed",
-        "attacks",
-        "examples",
-        "decision",
-    ]
-    assert "No attack was run." in text
-    assert "does not say between which values its inputs lie" in text
+    slugs = "verdict findings training assumptions distribution exposed attacks examples decision"
+    assert re.findall(r"<section id=\"(\w+)\">", text) == slugs.split()
     nobody = SavedRun(about={}, ids=run.ids[:0], columns={"fil": np.zeros(0), "mse_bound": np.zeros(0)})
     assert "Too few examples were measured" in write_report(nobody, tmp_path / "report").read_text()
     with pytest.raises(ValueError, match="no column 'mse_bound'"):
         write_report(SavedRun(about={}, ids=run.ids, columns={"fil": run.columns["fil"]}), tmp_path / "report")
 
 
-def with_one_uncertain(**about: bool) -> SavedRun:
-    """The lowest lower end is not that of the most exposed example."""
-    run = made_up(about=made_up().about | about)
-    order = np.argsort(-run.columns["fil"])
-    run.columns["mse_bound_low"][order[1]] = 0.1 * run.columns["mse_bound"][order[0]]
-    return run
-
-
 def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
-    run = with_one_uncertain()
-    least, low = run.columns["mse_bound"].min(), run.columns["mse_bound_low"].min()
-    assert summarise(run).lowest_end == pytest.approx(low)
-    text = sentences(write_report(run, tmp_path / "report"), "findings")
-    estimate = (
-        f"An unbiased guess of the most exposed example has a mean squared error of an estimated {number(least)} "
-    )
-    low_end = (
-        "an estimate from one run; no measured example’s lower end (95 %, each example by itself) is below "
-        f"{number(low)}."
-    )
-    assert estimate in text
-    assert low_end in text
-    assert "These bounds bind unbiased attackers: those whose guesses are right on average" in text
-    run.columns["mse_bound_low"][3] = 0  # drawn once, for example
-    text = sentences(write_report(run, tmp_path / "report"), "findings")
-    assert "for some examples, drawn too rarely, one run does not tell how far below its estimate" in text
-    run.columns["mse_bound_low"][3] = np.nan
-    unknown = "an estimate from one run; how far below it the truth may lie is not known."
-    assert unknown in sentences(write_report(run, tmp_path / "report"), "findings")
-    without = made_up(columns={name: v for name, v in run.columns.items() if name != "mse_bound_low"})
-    assert summarise(without).lowest_end is None
-    assert unknown in sentences(write_report(without, tmp_path / "report"), "findings")
-
-    # no probes, but still the batches and the noise of one run
-    text = sentences(write_report(with_one_uncertain(exact=True), tmp_path / "report"), "findings")
-    assert estimate in text
-    assert low_end in text
-
-
-def test_few_measured_participations_are_warned_of(tmp_path: Path) -> None:
-    def findings(**mechanism: float) -> str:
-        run = made_up(about=made_up().about | {"mechanism": mechanism})
-        return sentences(write_report(run, tmp_path / "report"), "findings")
-
-    warning = "About 5 measured participations stand behind each example: 25 % of the steps were measured"
-    assert warning in findings(fil_rate=0.25, sample_rate=0.1, steps=200)
-    assert "the safest-looking are so by luck" in findings(fil_rate=0.5, steps=10)
-    assert "stand behind" not in findings(fil_rate=0.25, sample_rate=0.1, steps=2000)
-    assert "stand behind" not in findings(fil_rate=1.0, sample_rate=0.1, steps=20)
-
-
-@pytest.mark.parametrize("pictures", [True, False])
-def test_the_least_exposed_are_not_called_safe(tmp_path: Path, pictures: bool) -> None:
-    run = made_up() if pictures else made_up(pictures=None)
-    text = sentences(write_report(run, tmp_path / "report"), "exposed")
-    assert "They look safe partly by luck." in text
-    assert "lower end" in text
+    """Without probes, too: the batches and the noise of one run are left. Its lower end may be another example's."""
+    run = made_up(about=made_up().about | {"exact": True})
+    least = run.columns["mse_bound"].min()
+    run.columns["mse_bound_low"][np.argsort(-run.columns["fil"])[1]] = 0.1 * least
+    text = text_of(write_report(run, tmp_path / "report"), "findings")
+    assert re.search(f"of an estimated {number(least)} or more .* is below {number(0.1 * least)}", text)
+    for end in (0.1 * least, 0.0, np.nan):
+        run.columns["mse_bound_low"][3] = end
+        assert summarise(run).lowest_end == pytest.approx(end, nan_ok=True)
+    del run.columns["mse_bound_low"]
+    assert summarise(run).lowest_end is None
 
 
 def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
-    run = made_up(pictures=None)
-    assert run.attributes is not None
-    names, units = run.attributes.names, run.attributes.units
-    low = np.full((len(run), 3), 4.0)
-    page = write_report(
-        made_up(pictures=None, attributes=type(run.attributes)(names, units, np.full((len(run), 3), 6.0), low)),
-        tmp_path / "report",
-    )
-    exposed = sentences(page, "exposed").replace("\u00a0", " ")
-    assert "unbiased guesses are off by at least, on average" in exposed
+    table = made_up().attributes
+    table = dataclasses.replace(table, error=np.full((40, 3), 6.0), error_low=np.full((40, 3), 4.0))
+    page = write_report(made_up(pictures=None, attributes=table), tmp_path / "report")
+    exposed = text_of(page, "exposed")
     assert "age ± 4 years" in exposed
     assert "± 6" not in exposed
-    (first, *_) = csv.DictReader((page.parent / "leakage.csv").open())
-    assert float(first["least error of age"]) == 4
+    assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
     assert set(table_data(page)["attributes"][0]["values"]) == {4.0}
 
 
-def test_the_blind_guess_is_explained_and_counted(tmp_path: Path) -> None:
+def test_the_blind_guess_is_counted() -> None:
     run = made_up()
     run.about["dataset"]["input_range"] = [-1.0, 1.0]
     summary = summarise(run)
     assert summary.guess == 1.0
     assert summary.below_guess == int((run.columns["mse_bound"] < 1).sum())
-    assert summary.mse_histogram is not None
-    left = sum(
-        count
-        for count, edge in zip(summary.mse_histogram.counts, summary.mse_histogram.edges[1:], strict=True)
-        if edge <= 1 + 1e-9
-    )
-    assert left == summary.below_guess  # the line is an edge of the bars
-    text = write_report(run, tmp_path / "report").read_text()
-    assert "always answering 0 is off by at most 1, a squared error of at most 1." in text
+    bars = summary.mse_histogram
+    left = [count for count, edge in zip(bars.counts, bars.edges[1:], strict=True) if edge <= 1 + 1e-9]
+    assert sum(left) == summary.below_guess  # the line is an edge of the bars
 
 
 def test_a_section_is_one_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chapters, "_SECTIONS", list(chapters._SECTIONS))
-    register_section(
-        "weather", "The weather", lambda report: Markup("<p>{}</p>").format("fair & <mild>"), before="groups"
-    )
+    register_section("weather", "Weather", lambda report: Markup("<p>{}</p>").format("fair & <mild>"), before="groups")
     text = write_report(made_up(), tmp_path / "report").read_text()
-    assert text.index('id="weather"') < text.index('id="groups"')
-    assert "fair &amp; &lt;mild&gt;" in text
-    with pytest.raises(ValueError, match="'weather' is taken"):
-        register_section("weather", "again", lambda report: None)
-    with pytest.raises(ValueError, match="before='nothing' is no section"):
-        register_section("new", "new", lambda report: None, before="nothing")
+    assert text.index('id="weather"') < text.index("fair &amp; &lt;mild&gt;") < text.index('id="groups"')
+    for slug, before in (("weather", "groups"), ("new", "nothing")):
+        with pytest.raises(ValueError, match="is taken|is no section"):
+            register_section(slug, "again", lambda report: None, before=before)
 
 
 def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = write_report(made_up(), tmp_path / "whole")
+    """The table has the most exposed and whom the page names, the file beside it everybody."""
+    run = load(save(with_unmeasured(), tmp_path / "run.parquet", rows_at_once=7))
+    whole = write_report(run, tmp_path / "report")
     assert [attribute["name"] for attribute in table_data(whole)["attributes"]] == ["age", "height", "vkorc1=CT"]
-    assert "leaves out" not in whole.read_text()
-    monkeypatch.setattr("torchfil.report.examples.MOST_CELLS", 100)
-    cut = write_report(made_up(), tmp_path / "cut")
-    assert [attribute["name"] for attribute in table_data(cut)["attributes"]] == ["age", "height"]
-    assert "leaves out vkorc1=CT; the files beside it hold everything" in cut.read_text()
-
-
-def test_the_table_has_the_most_exposed_and_whom_the_page_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a run with more examples than the page holds; the file beside it has everybody."""
+    monkeypatch.setattr("torchfil.report.examples.MOST_CELLS", 40)
     monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
-    run = with_unmeasured()
     page = write_report(run, tmp_path / "report")
     measured = np.flatnonzero(status_of(run) != NOT_MEASURED)
     ranked = measured[np.argsort(-run.columns["fil"][measured])].tolist()
@@ -254,11 +177,11 @@ def test_the_table_has_the_most_exposed_and_whom_the_page_names(
     assert named - set(ranked[:12]), "the least exposed are named, too"
     data = table_data(page)
     assert set(data["places"]) == set(ranked[:12]) | named
+    assert data["measured"] == len(measured)
     assert [data["rank"][data["places"].index(row)] for row in ranked[:12]] == list(range(1, 13))
-    told = (
-        f"The table has {len(data['ids'])} of 40 examples: the most exposed of the {len(measured)} that were measured"
-    )
-    assert told in page.read_text()
+    assert [attribute["name"] for attribute in data["attributes"]] == ["age", "height"]
+    assert f"The table has {len(data['ids'])} of 40 examples" in text_of(page, "examples")
+    assert "leaves out vkorc1=CT" in page.read_text()
     assert len((page.parent / "leakage.csv").read_text().splitlines()) == 41
 
 
@@ -267,3 +190,71 @@ def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: s
     report = Report(summarise(made_up(), redacted=True), None, {}, [], {})
     with pytest.raises(UndefinedError):
         block(slug, vars(context_of(report)))
+
+
+def attacked(bounds: list[float], **parts: object) -> SavedRun:
+    """Three examples that a guess is off by 0.5 of, with these bounds."""
+    settings = {"trials": 9, "standard_error": np.full(3, 1e-9), **parts}
+    attack = AttackResult("a guess", "knows all else", [0, 1, 2], np.full(3, 0.5), "mse", **settings)
+    return made_up(attacks=[torchfil.compare_with_bounds(bounds, attack).record(range(40))])
+
+
+@pytest.mark.parametrize(
+    ("run", "testable", "finding"),
+    [
+        (attacked([1.0, 1.0, 0.2]), True, "A bound was violated"),
+        (attacked([0.1, 0.2, 0.3]), True, "No attack that tested the bounds (a guess) did better"),
+        (attacked([1.0, 1.0, 0.2], trials=1, standard_error=None), False, "No attack tested the bounds"),
+        (attacked([1.0, 1.0, 0.2], saw_model=False), False, "(never saw the model)"),
+    ],
+)
+def test_an_attack_is_told_with_what_it_shows(run: SavedRun, testable: bool, finding: str, tmp_path: Path) -> None:
+    """One of a single trial or without the model tests nothing, and holds and violates nothing."""
+    loaded = load(save(run, tmp_path / "run.parquet"))
+    assert loaded.attacks[0].testable is testable
+    page = write_report(loaded, tmp_path / "report")
+    assert finding in text_of(page, "findings")
+    assert testable or "the bound held" not in text_of(page, "attacks")
+
+
+def test_attacks_in_numbers() -> None:
+    """An example without a bound breaks none; a blind guess may be below a bound, too."""
+    (found,) = summarise(attacked([0.25, np.inf, 0.25])).attacks
+    assert found.ratio["0"] == pytest.approx(2.0)
+    (found,) = summarise(attacked([np.inf] * 3)).attacks
+    assert (found.targets, found.ratio) == (3, {})
+    beside = attacked([1.0, 1.0, 0.2], standard_error=np.full(3, 9.0), blind=np.asarray([0.1, 5.0, 0.1]))
+    (found,) = summarise(beside).attacks
+    assert (found.below, found.blind_below, found.violated) == (2, 2, 0)
+
+
+def test_tokens_are_shown_with_their_shares_and_never_in_public(tmp_path: Path) -> None:
+    fil = np.asarray([[0.1, 0.2, 0.5, 0.0], [0.3, 0.3, np.nan, np.nan]], "f4")
+    plis = np.asarray([[1.0, 7.0, 1.0, 0.0], [np.nan, 2.0, np.nan, np.nan]], "f4")
+    words = [[" she", " has", " <gout>", " "], ["co", "##ld"]]
+    run = made_up(texts=Texts(np.asarray([5, 2]), words, fil, plis))
+    shown = source(write_report(run, tmp_path / "report"), "words")
+    assert " ".join(re.findall(r"--share: (\d+)%", shown)) == "4 16 100 0 2 100 2 0 100 100 0 100"
+    assert 'title="96.1 % of the text, ‖PLIS‖ = 7"' in shown
+    gout = next(span for span in re.findall(r"<span class=\"word\"(.*?)</span>", shown) if "gout" in span)
+    assert all(sign in gout for sign in ("<sup>1</sup>", 'tabindex="0"', 'aria-label="&lt;gout&gt;: 83 % of the text'))
+    public = write_report(run, tmp_path / "public", redacted=True)
+    assert not any(b"gout" in content for content in files_of(public).values())
+
+    for sizes in (np.random.default_rng(0).random(9), np.asarray([0.0, 2.0]), np.asarray([np.nan, 1.0])):
+        assert shares_of(sizes).sum() == pytest.approx(1.0)
+    assert shares_of(np.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for shape in ((5, 7), (5, 7, 3)):
+        pixels = np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
+        (tmp_path / "x.png").write_bytes(base64.b64decode(as_data_url(pixels).split(",")[1]))
+        np.testing.assert_array_equal(np.asarray(image.open(tmp_path / "x.png")), pixels)
+    over = overlay(np.full((1, 3), 255, np.uint8), np.array([[1.0, -1.0, 0.0]])).astype(int)[0]
+    assert over[0, 0] > over[0, 2]  # orange
+    assert over[1, 2] > over[1, 1]  # purple
+    assert over[2].tolist() == [255, 255, 255]  # nothing: the image, paled
+    assert thumbnail(np.full((300, 200, 3), 9, np.uint8)).shape == (100, 66, 3)
+    assert thumbnail(np.full((30, 20), 9, np.uint8)).shape == (30, 20)

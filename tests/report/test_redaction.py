@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import itertools
 import json
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.report.pages import files_of, summary_of, text_of
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
-from torchfil.report.formats import number
 from torchfil.report.summary import summarise
-from torchfil.run.saved_run import QuestionRecord
 from torchfil.run.statistics import histogram, windows
 
 N = 240
@@ -56,40 +52,8 @@ def winsorised_mean(values: np.ndarray, factor: float) -> float:
     return float(np.exp(np.mean([min(max(x, middle - np.log(factor)), middle + np.log(factor)) for x in logs])))
 
 
-def everything_in(folder: Path) -> Iterator[bytes]:
-    """Each file, and what base64 and gzip hide in it."""
-    for path in folder.iterdir():
-        content = path.read_bytes()
-        yield content
-        for run in re.findall(rb"[A-Za-z0-9+/]{24,}={0,2}", content):
-            with_padding = run + b"=" * (-len(run) % 4)
-            try:
-                decoded = base64.b64decode(with_padding)
-            except ValueError:
-                continue
-            yield decoded
-            if decoded[:2] == b"\x1f\x8b":
-                opened = gzip.decompress(decoded)
-                yield opened
-                for size in (4, 8):
-                    if len(opened) % size == 0:
-                        yield np.frombuffer(opened, np.uint8).reshape(size, -1).T.tobytes()
-
-
-def numbers_in(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from numbers_in(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from numbers_in(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
-
-
 def bytes_of_examples(run: SavedRun) -> list[bytes]:
     """Ids, and every value as text and as binary numbers."""
-    assert run.attributes is not None
     wanted = [str(name).encode() for name in run.ids]
     arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
     for value in np.concatenate(arrays).tolist():
@@ -101,63 +65,24 @@ def bytes_of_examples(run: SavedRun) -> list[bytes]:
 def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     run = planted()
     wanted = bytes_of_examples(run)
-    public = b"\n".join(everything_in(write_report(run, tmp_path / "public", redacted=True).parent))
-    private = b"\n".join(everything_in(write_report(run, tmp_path / "private").parent))
+    page = write_report(run, tmp_path / "public", redacted=True, pictures=True)
+    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
+    assert set(files_of(page)) == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
+    public = b"\n".join(files_of(page).values())
+    private = b"\n".join(files_of(write_report(run, tmp_path / "private")).values())
     names = [b"PLANTED", b"feedc0de", b"918273645"]
     assert all(name in private for name in names)  # the search can find them
     texts = [item for item in wanted if item.isascii() and item.decode().isprintable()]
     assert sum(item in private for item in texts) > 0.45 * len(texts)
     assert [name for name in names if name in public] == []
     assert [item for item in wanted if item in public] == []
-    assert not re.search(rb"data-row=.\d", public)
-    assert b'id="spec"' not in public
-    assert b"<img" not in public
-    assert b"rare-" not in public
+    assert not re.search(rb"data-row=.\d|id=.spec|<img|base64|rare-", public)
 
-
-def test_the_cards_count_in_tens_and_name_nobody(tmp_path: Path) -> None:
-    """Three are exposed by their inputs, five by a question; the private page says so, with whom."""
-    run = planted(questions=[])
-    bound = np.full(N, 4.0)
-    bound[[17, 18, 19]] = 1e-3
-    run.columns["mse_bound"][:] = run.columns["mse_bound_low"][:] = bound
-    run.columns["fil"][:] = bound**-0.5
-    divergence = np.where(np.arange(N) < 5, 1.0, 1e-4)[:, None]
-    run = replace(run, questions=[QuestionRecord("smokes", ["no"], False, divergence, divergence)])
-
-    def first_screen(name: str, redacted: bool) -> str:
-        text = write_report(run, tmp_path / name, redacted=redacted).read_text()
-        screen = re.search(r'<header class="cover" id="first">(.*?)</header>', text, flags=re.DOTALL)
-        assert screen is not None
-        return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", screen[1]))
-
-    private, public = first_screen("private", False), first_screen("public", True)
-    assert "3 of 239" in private
-    assert "For 4 of 239 examples, any attacker could guess “smokes”" in private  # one of the five was not measured
-    assert "fewer than 10 of 240" in public
-    assert "For fewer than 10 of 240 examples, any attacker could tell “smokes”" in public
-    counts = re.findall(r"([\d,]+) of 2\d0", public)
-    assert {int(count) % 10 for count in counts} <= {0}
-    assert not re.search(r"PLANTED|PASS|FAIL|NO POLICY|#show|make_private|239", public)
-
-
-def test_only_known_files_are_written(tmp_path: Path) -> None:
-    folder = write_report(planted(), tmp_path / "public", redacted=True, pictures=True).parent
-    names = {path.name for path in folder.iterdir()}
-    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
-    assert names == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
-    assert not [path.name for path in folder.iterdir() if b"PLANTED" in path.read_bytes()]
-
-
-def test_no_number_is_that_of_an_example(tmp_path: Path) -> None:
-    run = planted()
-    page = write_report(run, tmp_path / "public", redacted=True)
-    summary = json.loads((page.parent / "summary.json").read_text())
+    summary = summary_of(page)
     assert not summary["confidential"]
-    values = np.concatenate([v.astype(float) for name, v in run.columns.items() if v.dtype.kind == "f"])
-    values = np.concatenate([values, run.attributes.error.ravel()])  # type: ignore[union-attr]
+    values = np.concatenate([v for v in run.columns.values() if v.dtype.kind == "f"] + [run.attributes.error.ravel()])
     values = values[values != 1]  # the weight of those who were not spared, and σ
-    for found in numbers_in(summary):
+    for found in map(float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))):
         assert not np.any(np.abs(values - found) <= 1e-7 * np.abs(values)), found
         assert found < 0.01 * 7654321 or found == summary["examples"], "one example shows through"
 
@@ -171,11 +96,8 @@ def test_the_same_page_whoever_the_examples_are(tmp_path: Path) -> None:
         about=run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
         history={"step": np.arange(1, 4), "fil_max": np.ones(3), "epsilon": np.array([1.0, 2.0, 2.5])},
     )
-    first = write_report(run, tmp_path / "first", redacted=True).parent
-    second = write_report(other, tmp_path / "second", redacted=True).parent
-    assert {path.name: path.read_bytes() for path in first.iterdir()} == {
-        path.name: path.read_bytes() for path in second.iterdir()
-    }
+    files = [files_of(write_report(each, tmp_path / "public", redacted=True)) for each in (run, other)]
+    assert files[0] == files[1]
 
 
 def test_the_extremes_are_those_of_many() -> None:
@@ -189,14 +111,11 @@ def test_the_extremes_are_those_of_many() -> None:
     assert summary.not_measured == "fewer than 12"
     assert {row.examples for row in summary.exposure} == {12}
     bins = summary.mse_histogram
-    assert bins is not None
     assert min(bins.counts) >= 12
     assert bins.edges[0] > 1e3 * 7654321.25**-2  # the bar does not reach to the outlier
     assert all(count % 12 == 0 for count in bins.counts)
     (region,) = summary.groupings
-    assert {group.name for group in region.groups} == {"north", "4 small groups together"} or {
-        group.name for group in region.groups
-    } == {"north", "2 small groups together"}
+    assert {group.name for group in region.groups} == {"north", "2 small groups together"}
     (attack,) = summary.attacks
     assert attack.targets == "fewer than 12"
     assert attack.ratio == {}
@@ -204,45 +123,33 @@ def test_the_extremes_are_those_of_many() -> None:
 
 def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
     attack = planted().attacks[0]
-    broken = type(attack)(
-        attack.name, attack.threat_model, attack.rows, attack.predicted, attack.achieved / 9, np.arange(3) > 1
-    )
+    broken = replace(attack, achieved=attack.achieved / 9, violated=np.arange(3) > 1)
     run = planted(attacks=[attack, broken])
     assert [found.violated for found in summarise(run, redacted=True).attacks] == [0, "fewer than 10"]
-    text = write_report(run, tmp_path / "public", redacted=True).read_text()
-    assert "A bound was violated" in text
-    assert "did better than they allow" not in text
+    assert "A bound was violated" in text_of(write_report(run, tmp_path / "public", redacted=True), "findings")
 
 
-def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
+def test_the_lowest_end_is_that_of_many() -> None:
     run = planted()
     run.columns["mse_bound_low"][40:52] = 1e-3 * np.arange(1, 13)
     summary = summarise(run, redacted=True)
     low = np.sort(run.columns["mse_bound_low"][np.arange(N) != 3])
     assert summary.lowest_end == pytest.approx(winsorised_mean(low[:10], 100), rel=0.05)
     assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
-    text = re.sub(r"<[^>]+>", "", write_report(run, tmp_path / "public", redacted=True).read_text())
-    assert summary.lowest_end is not None
-    shown = number(summary.lowest_end)
-    assert "guess of the 10 most exposed examples together has a mean squared error of an estimated " in text
-    assert f"the 10 lowest lower ends (95 %, each example by itself) together give {shown}." in text
-    assert summarise(made_up(9), redacted=True).lowest_end is None
 
 
 def test_too_few_examples_give_nothing(tmp_path: Path) -> None:
     page = write_report(made_up(9), tmp_path / "public", redacted=True)
-    summary = json.loads((page.parent / "summary.json").read_text())
-    assert summary["exposure"] == []
-    assert summary["mse_histogram"] is None
-    assert summary["epsilon"] == {}
+    summary = summary_of(page)
+    nothing = {"exposure": [], "mse_histogram": None, "epsilon": {}, "lowest_end": None}
+    assert {name: summary[name] for name in nothing} == nothing
     assert summary["groupings"][0]["groups"] == []
     assert all(attribute["error"] == {} for attribute in summary["attributes"])
-    assert "Too few examples" in page.read_text()
-    with pytest.raises(ValueError, match="min_group=1 must be at least 2"):
+    with pytest.raises(ValueError, match="min_group=1"):
         write_report(made_up(), tmp_path / "public", redacted=True, min_group=1)
 
 
-@pytest.mark.parametrize("count", [1, 9, 10, 11, 19, 20, 25, 31, 500])
+@pytest.mark.parametrize("count", [1, 9, 10, 19, 20, 31, 500])
 @pytest.mark.parametrize("smallest", [1, 10])
 def test_windows_are_whole_and_disjoint(count: int, smallest: int) -> None:
     found = windows(count, (0.0, 0.5, 0.05, 0.95), smallest)
@@ -260,7 +167,6 @@ def test_the_grid_of_a_public_histogram_does_not_tell_the_range() -> None:
     for largest in (0.95, 1.2, 1.5, 3.0):
         values[17] = largest
         found = histogram(values, 10, log=False, fineness=6, origin=8.0)
-        assert found is not None
         grids.append(min(b - a for a, b in itertools.pairwise(found.edges)))
     assert grids == pytest.approx([grids[0]] * 4)
 
@@ -269,17 +175,14 @@ def test_histograms_count_everybody() -> None:
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.lognormal(size=997), [0.0, np.inf, np.inf]])
     plain = histogram(values, 1)
-    assert plain is not None
     assert sum(plain.counts) == 997
     assert plain.outside == 3
     for count, low, high in zip(plain.counts, plain.edges[:-1], plain.edges[1:], strict=True):
         assert count == ((values > low * (1 - 1e-9)) & (values <= high * (1 + 1e-9))).sum()
     safe = histogram(values, 10)
-    assert safe is not None
     assert abs(sum(safe.counts) - 997) <= 5 * len(safe.counts)
     assert min(safe.counts) >= 10
     assert histogram(values[:9], 10) is None
     assert histogram(np.full(50, 2.0), 10) is None  # one bar would be the value itself
     capped = histogram(np.minimum(rng.normal(3, 0.5, 500), 3.3), 1, log=False, origin=3.3)
-    assert capped is not None
     assert capped.edges[-1] == pytest.approx(3.3)

@@ -12,28 +12,30 @@ import pytest
 from tests.report.run_cases import worrying
 from tests.test_cli import call, refused
 from torchfil.report import load, save
-from torchfil.report.signature import NAMESPACE
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
 
 
-def key(folder: Path, name: str) -> Path:
-    path = folder / name
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", path], check=True)
-    return path
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed run with weights and policy, and a list that trusts Alice."""
+    folder = tmp_path_factory.mktemp("signed")
+    save(worrying(safe=True), folder / "run.parquet")
+    (folder / "model.pt").write_bytes(b"weights")
+    (folder / "policy.toml").write_text("max_epsilon = 8\n")
+    for name in ("alice", "mallory"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
+        subprocess.run(command, check=True)
+    (folder / "signers").write_text(f"alice@example.org {(folder / 'alice.pub').read_text()}")
+    signed = call("sign", folder / "run.parquet", "--key", folder / "alice", *others(folder))
+    assert signed.exit_code == 0, signed.output
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A signed run with weights and policy, and a list that trusts Alice."""
-    save(worrying(safe=True), tmp_path / "run.parquet")
-    (tmp_path / "model.pt").write_bytes(b"weights")
-    (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
-    key(tmp_path, "alice")
-    (tmp_path / "signers").write_text(f"alice@example.org {(tmp_path / 'alice.pub').read_text()}")
-    signed = call("sign", tmp_path / "run.parquet", "--key", tmp_path / "alice", *others(tmp_path))
-    assert signed.exit_code == 0, signed.output
-    return tmp_path
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(made, tmp_path / "signed"))
 
 
 def others(folder: Path) -> tuple[str | Path, ...]:
@@ -52,15 +54,14 @@ def verified(folder: Path, *options: str | Path) -> str:
 def test_the_right_key(folder: Path) -> None:
     said = verified(folder)
     assert said.startswith("verified: signed by alice@example.org (ED25519 key SHA256:")
-    assert all(name in said for name in ("run.parquet", "model.pt", "policy.toml", "not that the numbers"))
+    assert all(name in said for name in ("run.parquet", "model.pt", "policy.toml"))
     found = call("verify", folder / "run.parquet", "--allowed-signers", folder / "signers", *others(folder), "--json")
     assert [file["role"] for file in json.loads(found.stdout)["files"]] == ["run", "weights", "policy"]
 
-
-def test_another_key(folder: Path) -> None:
-    key(folder, "mallory")
-    assert call("sign", folder / "run.parquet", "--key", folder / "mallory", *others(folder)).exit_code == 0
-    assert "is not signed by a key of" in verified(folder)
+    # all that was signed must be compared, and nothing else
+    assert "also signed the policy 'policy.toml'" in verified(folder, "--weights", folder / "model.pt")
+    (folder / "more.pt").write_bytes(b"more")
+    assert "more.pt is not the weights that" in verified(folder, *others(folder), "--weights", folder / "more.pt")
 
 
 @pytest.mark.parametrize(("name", "role"), [("run.parquet", "run"), ("model.pt", "weights"), ("policy.toml", "policy")])
@@ -74,35 +75,25 @@ def test_a_changed_file(folder: Path, name: str, role: str) -> None:
     assert f"{name} is not the {role} that alice@example.org signed" in verified(folder)
 
 
-def test_a_changed_manifest_and_no_signature(folder: Path) -> None:
+def test_another_signature_or_none(folder: Path) -> None:
+    """By another key; of another manifest; with the same key and bytes, signed as a file or a commit would be; cut."""
     place = folder / "run.parquet.sig"
-    text = place.read_text()
-    place.write_text(text.replace('"policy"', '"polic"'))
-    assert "does not hold: Signature verification failed: incorrect signature" in verified(folder)
-    for other in ("", "x" * 10, text.partition("-----BEGIN")[0]):
-        place.write_text(other)
-        assert verified(folder).startswith("NOT VERIFIED")
-
-
-def test_a_signature_for_something_else(folder: Path) -> None:
-    """The same key and the same bytes, signed as a file or a commit would be."""
-    manifest = (folder / "run.parquet.sig").read_text().partition("-----BEGIN")[0]
-    made = subprocess.run(
-        ["ssh-keygen", "-Y", "sign", "-f", folder / "alice", "-n", "file"],
-        input=manifest,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (folder / "run.parquet.sig").write_text(manifest + made.stdout)
-    assert "namespace does not match" in verified(folder)
-    assert NAMESPACE == "torchfil-run"
-
-
-def test_all_that_was_signed_must_be_compared_and_nothing_else(folder: Path) -> None:
-    assert "also signed the policy 'policy.toml'" in verified(folder, "--weights", folder / "model.pt")
-    (folder / "more.pt").write_bytes(b"more")
-    assert "more.pt is not the weights that" in verified(folder, *others(folder), "--weights", folder / "more.pt")
+    manifest, begin, signature = place.read_text().partition("-----BEGIN")
+    command = ["ssh-keygen", "-Y", "sign", "-f", folder / "alice", "-n", "file"]
+    made = subprocess.run(command, input=manifest, capture_output=True, text=True, check=True)
+    for text, why in (
+        (manifest + made.stdout, "namespace does not match"),
+        (manifest.replace('"policy"', '"polic"') + begin + signature, "incorrect signature"),
+        ("", ""),
+        ("x" * 10, ""),
+        (manifest, ""),
+    ):
+        place.write_text(text)
+        said = verified(folder)
+        assert said.startswith("NOT VERIFIED")
+        assert why in said
+    assert call("sign", folder / "run.parquet", "--key", folder / "mallory", *others(folder)).exit_code == 0
+    assert "is not signed by a key of" in verified(folder)
 
 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +118,10 @@ def test_the_page_says_who_signed(folder: Path) -> None:
         return (out / "index.html").read_text(encoding="utf-8")
 
     signed = page(*vouched, "--policy", folder / "policy.toml")
-    assert "The run is signed by <b>alice@example.org</b> with <code>ED25519 key SHA256:" in signed
+    assert "<b>alice@example.org</b>" in signed
     assert "<li>weights model.pt (not compared here): SHA-256" in signed
     assert "<li>policy policy.toml: SHA-256" in signed
-    assert "The run is not signed." in page()
+    assert "alice@example.org" not in page()
     public = page(*vouched, "--redacted")
     assert "<b>alice@example.org</b>" in public
     assert "SHA-256" not in public, "of a file that depends on single examples"

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.refused import all_refused
+from tests.report.pages import files_of, summary_of, table_data, text_of
 from tests.report.run_cases import SPARED, made_up
-from tests.test_cli import call
 from torchfil.gate.gate import notes
-from torchfil.report import SavedRun, load, save, write_report
+from torchfil.report import SavedRun, write_report
 from torchfil.report.formats import number
 from torchfil.report.summary import summarise
-from torchfil.run.statistics import is_spared, published_count, summarise_spared
+from torchfil.run.statistics import published_count, summarise_spared
 
 
 def without_weights(run: SavedRun) -> SavedRun:
@@ -29,89 +28,18 @@ def without_weights(run: SavedRun) -> SavedRun:
     return dataclasses.replace(run, columns=columns, about=about, rounds={})
 
 
-def two_groups(n: int = 240) -> SavedRun:
-    """Before, one half leaked four times as much as the other; now 1.5 times."""
-    half = np.arange(n) < n // 2
-    run = made_up(n, groups={"sex": np.where(half, "f", "m")})
-    run.columns["fil"][:] = np.where(half, 0.3, 0.2)
-    run.columns["fil_before"][:] = np.where(half, 0.8, 0.2)
-    run.columns["mse_bound"][:] = run.columns["fil"] ** -2
-    return run
-
-
-def weighted(weights: Any) -> SavedRun:
-    run = made_up(text_ids=True)
-    run.columns["clip_weight"][:] = weights
-    return run
-
-
-def about(**entries: Any) -> SavedRun:
-    return made_up(about=made_up().about | entries)
-
-
-def text(run: SavedRun, folder: Path, slug: str, **options: Any) -> str:
-    """The text of a section; "" where the page has none."""
-    page = write_report(run, folder / "report", **options).read_text()
-    content = re.search(rf"<section id=\"{slug}\">(.*?)</section>", page, flags=re.DOTALL)
-    return "" if content is None else re.sub(r"<[^>]+>", " ", content[1])
-
-
-AIMED = {"question": "<sex>", "target": 0.05, "met": False, "stopped": "floor", "epsilon_of_all_rounds": 7.25}
-CHOICE = made_up().about["noise_choice"]
-
-
-@pytest.mark.parametrize(
-    ("run", "slug", "told"),
-    [
-        (made_up(), "spared", "3 of 40 examples (7.5 %)  were trained with a weight ω below 1"),
-        (made_up(), "spared", "the aim was a smallest MSE bound (unbiased attackers) of 0.1. The aim was met."),
-        (made_up(), "spared", "2, fresh"),
-        (made_up(), "findings", "3 examples were spared"),
-        (made_up(), "assumptions", "All numbers here take these weights as fixed"),
-        (weighted(np.linspace(0.2, 0.9, 40)), "spared", "20 more: sort the table of every example"),
-        (weighted(1.0), "spared", "No example has a weight below 1."),
-        (about(equalised=AIMED), "spared", "“&lt;sex&gt;” (every attacker) of 0.05. The aim was not met."),
-        (about(equalised=AIMED), "spared", "all rounds together have ε = 7.25"),
-        (made_up(), "training", "By 7 pilots, trainings of copies on the same data, for this target: every MSE bound"),
-        (made_up(), "training", "This run met it (smallest bound 0.13, at least 0.125 (95 %))."),
-        (about(noise_choice=CHOICE | {"headroom": 0.8}), "training", "This run missed it by a factor of 1.25"),
-        (about(noise_choice=CHOICE | {"headroom": 0}), "training", "cannot tell whether it met it"),
-        (about(noise_choice=CHOICE | {"headroom": None}), "training", "was not saved"),
-        (two_groups(), "groups", "exposed group: 1.5; before examples were spared, 4 (typical FIL)."),
-        (without_weights(two_groups()), "groups", "The most over the least exposed group: 1.5 (typical FIL)."),
-    ],
-)
-def test_the_private_page_tells(tmp_path: Path, run: SavedRun, slug: str, told: str) -> None:
-    assert told in text(run, tmp_path, slug)
-
-
 def test_ids_and_weights_stand_in_the_private_page_the_smallest_first(tmp_path: Path) -> None:
     run = made_up(text_ids=True)
-    section = text(run, tmp_path, "spared")
+    run.columns["fil_before"][7] = math.nan
+    page = write_report(run, tmp_path / "report")
+    section = text_of(page, "spared")
     places = [section.index(f"Zoë {row} ") for row in sorted(SPARED, reverse=True)]
     assert places == sorted(places)
     assert all(f"Zoë {row}" not in section for row in range(3, 40))
     for row in SPARED:
         assert number(run.columns["clip_weight"][row]) in section
         assert number(run.columns["fil_before"][row]) in section
-
-
-def test_equal_weights_are_ordered_by_exposure_and_the_unmeasured_say_so(tmp_path: Path) -> None:
-    run = made_up(text_ids=True)
-    run.columns["clip_weight"][:3] = 0.5
-    run.columns["fil"][:3], run.columns["participations"][1] = (1.0, 9.0, 2.0), 0
-    section = text(run, tmp_path, "spared")
-    assert section.index("Zoë 2") < section.index("Zoë 0") < section.index("Zoë 1")
-    assert section.count("not measured") == 3
-
-
-def test_the_table_of_every_example_and_the_csv_have_the_weight(tmp_path: Path) -> None:
-    run = made_up()
-    run.columns["fil_before"][7] = math.nan
-    page = write_report(run, tmp_path / "report")
-    spec = re.search(r"id=\"spec\">(.*?)</script>", page.read_text())
-    assert spec is not None
-    assert {"clip_weight", "fil_before"} <= {column["key"] for column in json.loads(spec[1])["columns"]}
+    assert {"clip_weight", "fil_before"} <= {column["key"] for column in table_data(page)["columns"]}
     with open(page.parent / "leakage.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["clip_weight"]) for row in rows] == pytest.approx(run.columns["clip_weight"], rel=1e-6)
@@ -121,48 +49,49 @@ def test_the_table_of_every_example_and_the_csv_have_the_weight(tmp_path: Path) 
 def test_without_weights_there_is_no_word_of_it(tmp_path: Path) -> None:
     page = write_report(without_weights(made_up()), tmp_path / "report")
     assert not re.search('id="spared"|clip_weight|pilots|before examples were spared', page.read_text())
-    assert json.loads((page.parent / "summary.json").read_text())["spared"] is None
-
-
-def everything(run: SavedRun, folder: Path, **options: Any) -> dict[str, bytes]:
-    """By name, the files of a report."""
-    return {path.name: path.read_bytes() for path in write_report(run, folder, **options).parent.iterdir()}
+    assert summary_of(page)["spared"] is None
+    assert notes(without_weights(made_up())) == []
+    spared, pilots = notes(made_up())
+    assert spared.startswith("3 examples were trained with a smaller weight, of 40")
+    assert pilots.startswith("σ was chosen by pilots")
 
 
 def test_nothing_of_single_examples_is_public(tmp_path: Path) -> None:
     run = made_up(240, text_ids=True)
-    private, public = everything(run, tmp_path / "private"), everything(run, tmp_path / "public", redacted=True)
+    page = write_report(run, tmp_path / "public", redacted=True)
+    private, public = files_of(write_report(run, tmp_path / "private")), files_of(page)
     weights = run.columns["clip_weight"][list(SPARED)].tolist()
     single = [f"Zoë {row}" for row in SPARED]
     single += [form for weight in weights for form in (number(weight), f"{weight:.7g}")]
     single += ["0.0123", "0.0987", "0.0876", "0.595", "1.87", "0.9835", "7 pilots", "at least 0.125"]
     assert [each for each in single if not any(each.encode() in data for data in private.values())] == []  # found there
     assert [each for each in single if any(each.encode() in data for data in public.values())] == []
-    section = text(run, tmp_path, "spared", redacted=True)
-    assert "Fewer than 10 of 240 examples  were trained with a weight ω below 1" in section
+    section, told = text_of(page, "spared"), summary_of(page)["about"]
+    assert "Fewer than 10 of 240 examples were trained with a weight ω below 1" in section
     assert "0.1" not in section  # a target may come from a share, and so from an example
-    told = json.loads(public["summary.json"])["about"]
     assert told["noise_choice"] == {"target": "every MSE bound at least 0.1", "confidence": 0.95}
     assert "equalised" not in told
 
-    other = made_up(240, text_ids=True)  # who it was does not reach the public version
-    other.columns["clip_weight"][:] = np.where(np.isin(np.arange(240), (100, 101)), 0.3, 1.0)
-    assert everything(other, tmp_path / "other", redacted=True) == public
+    run.columns["clip_weight"][:] = np.where(np.isin(np.arange(240), (100, 101)), 0.3, 1.0)
+    assert files_of(write_report(run, tmp_path / "other", redacted=True)) == public  # who it was is not there
 
 
-def test_public_counts_are_rounded(tmp_path: Path) -> None:
+def test_public_counts_are_rounded() -> None:
     run = made_up(240, rounds={**made_up().rounds, "num_spared": np.asarray([0, 127])})
     run.columns["clip_weight"][:127] = 0.5
-    assert "About 130 of 240 examples (54 %)" in text(run, tmp_path, "spared", redacted=True)
     spared = summarise_spared(run, 10)
-    assert spared is not None
-    assert (spared.smallest_weight, spared.rounds) == (None, {"num_spared": [0, 130], "fresh": [False, True]})
+    assert (spared.examples, spared.smallest_weight) == (130, None)
+    assert spared.rounds == {"num_spared": [0, 130], "fresh": [False, True]}
     assert [published_count(count, 10) for count in (0, 1, 9, 10)] == [0, *["fewer than 10"] * 2, 10]
 
 
 @pytest.mark.parametrize("redacted", [False, True])
 def test_groups_before_and_after(redacted: bool) -> None:
-    run = two_groups()
+    """Before, one half leaked four times as much as the other; now 1.5 times."""
+    half = np.arange(240) < 120
+    run = made_up(240, groups={"sex": np.where(half, "f", "m")})
+    run.columns["fil"][:], run.columns["fil_before"][:] = np.where(half, 0.3, 0.2), np.where(half, 0.8, 0.2)
+    run.columns["mse_bound"][:] = run.columns["fil"] ** -2
     (grouping,) = summarise(run, redacted=redacted).groupings
     assert (grouping.disparity.ratio, grouping.disparity_before.ratio) == (pytest.approx(1.5), pytest.approx(4.0))
     assert [group.fil_before for group in grouping.groups] == pytest.approx([0.8, 0.2])
@@ -172,31 +101,12 @@ def test_groups_before_and_after(redacted: bool) -> None:
     assert summarise(run, redacted=redacted).groupings[0].disparity_before is None
 
 
-def test_the_gate_notes_it(tmp_path: Path) -> None:
-    spared, pilots = notes(made_up())
-    assert spared == "3 examples were trained with a smaller weight, of 40: bounds and ε take the weights as fixed"
-    assert pilots.startswith("σ was chosen by pilots, for this target: every MSE bound at least 0.1;")
-    assert notes(without_weights(made_up())) == []
-    path = save(made_up(), tmp_path / "run.parquet")
-    assert "3 examples: trained with a smaller weight" in call("inspect", path).stdout
-
-
-def test_the_file_keeps_weights_and_rounds(tmp_path: Path) -> None:
-    run = made_up()
-    loaded = load(save(run, tmp_path / "run.parquet"))
-    assert {name: values.tolist() for name, values in loaded.rounds.items() if name != "epsilon"} == {
-        name: values.tolist() for name, values in run.rounds.items() if name != "epsilon"
-    }
-    assert np.isnan(loaded.rounds["epsilon"]).all()
-    assert loaded.about == run.about
-    assert is_spared(loaded).sum() == 3
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"noise_choice": "three"}, {"noise_choice": {"headroom": "much"}}, {"equalised": {"met": 1}}]
-)
-def test_what_does_not_fit_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="about: '"):
-        about(**wrong)
-    with pytest.raises(ValueError, match="rounds: .* has shape"):
-        made_up(rounds={"worst": np.ones(2), "score": np.ones(3)})
+def test_what_does_not_fit_is_refused() -> None:
+    all_refused(
+        {
+            "about: 'noise_choice'": lambda: made_up(about={"noise_choice": "three"}),
+            "about: 'noise_choice.headroom'": lambda: made_up(about={"noise_choice": {"headroom": "much"}}),
+            "about: 'equalised.met'": lambda: made_up(about={"equalised": {"met": 1}}),
+            "rounds: .* has shape": lambda: made_up(rounds={"worst": np.ones(2), "score": np.ones(3)}),
+        }
+    )
