@@ -63,7 +63,7 @@ def test_sensitivity_is_that_of_the_full_jacobian(name: str, wrt: Any, norm: Any
     assert (table.value <= table.high).all()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("chunk_size", [2, 1000])
 def test_chunks_change_nothing(chunk_size: int) -> None:
     case = small_case("fcnet", n=5)
     for wrt in ("target", "input"):
@@ -77,11 +77,8 @@ def test_one_hot_targets_and_the_reduction_change_nothing() -> None:
     model, loss_fn, x, y = small_case("fcnet")
     table = jacobian_sensitivity(model, loss_fn, x, y)
     one_hot = nn.functional.one_hot(y, 3).double()
-    np.testing.assert_allclose(jacobian_sensitivity(model, loss_fn, x, one_hot).value, table.value)
-    summed = jacobian_sensitivity(model, nn.CrossEntropyLoss(reduction="sum"), x, y)
-    np.testing.assert_allclose(summed.value, table.value)
-    functional = jacobian_sensitivity(model, nn.functional.cross_entropy, x, y)
-    np.testing.assert_allclose(functional.value, table.value)
+    for loss, targets in ((loss_fn, one_hot), (nn.CrossEntropyLoss(reduction="sum"), y)):
+        np.testing.assert_allclose(jacobian_sensitivity(model, loss, x, targets).value, table.value)
 
 
 def test_an_embedding_can_be_what_moves() -> None:
@@ -117,19 +114,14 @@ def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
     assert tied[4].weight is tied[0].weight is shared.weight
 
 
-def test_a_dead_layer_has_no_sensitivity() -> None:
+def test_a_dead_layer_has_no_sensitivity_and_one_example_no_standard_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     nn.init.constant_(model[0].bias, -100.0)
     table = jacobian_sensitivity(model, nn.CrossEntropyLoss(), torch.rand(3, 2), torch.tensor([0, 1, 0]))
-    assert table.value[0] == 0
-    assert table.value[1] > 0
-
-
-def test_one_example_has_no_standard_error() -> None:
+    assert table.value[0] == 0 < table.value[1]
     table = jacobian_sensitivity(*small_case("fcnet", n=1))
     assert np.isfinite(table.value).all()
     assert np.isnan(table.standard_error).all()
-    assert "nan" in str(table)
     table.plot()
 
 

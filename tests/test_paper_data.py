@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from paper_data import SOURCES, PaperData, TabularTask, _projected
+from paper_data import SOURCES, PaperData, TabularTask
 
 from tests.paper_files import IWPC, real_data, write, write_mnist, write_tables
 from torchfil.glm import LinearRegression, SingularHessianError
@@ -42,9 +40,8 @@ def read(folder: Path, name: str) -> PaperData:
     return data
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
-def test_iwpc_entry_by_entry(tmp_path: Path, packed: str) -> None:
-    write(tmp_path / "iwpc" / f"iwpc-scaled.csv{packed}", IWPC.encode())
+def test_iwpc_entry_by_entry(tmp_path: Path) -> None:
+    write(tmp_path / "iwpc" / "iwpc-scaled.csv.gz", IWPC.encode())
     task = read(tmp_path, "iwpc").iwpc(seed=3)
     order = torch.randperm(5, generator=torch.Generator().manual_seed(3)).numpy()
     assert task.columns == IWPC_COLUMNS
@@ -88,44 +85,24 @@ def test_digits_pixel_by_pixel(tmp_path: Path, packed: str) -> None:
     assert task.train_inputs.max() == 1
 
 
-@pytest.mark.parametrize("kind", ["jpeg", "torchvision"])
-def test_photographs_pixel_by_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """From an archive of lossless pictures, read as one of JPEG files is; from torchvision's folder, by torchvision."""
+def test_photographs_pixel_by_pixel(tmp_path: Path) -> None:
+    """From an archive of lossless pictures, read as one of JPEG files is."""
     image = pytest.importorskip("PIL.Image")
     pixels, labels = np.random.default_rng(0).integers(256, size=(5, 32, 32, 3), dtype=np.uint8), [1, 0, 2, 1, 0]
-    classes = ["automobile", "airplane", "bird"]
-    if kind == "torchvision":
-        (tmp_path / "cifar-10-batches-py").mkdir()
-        found = SimpleNamespace(data=pixels, targets=labels, classes=classes)
-        fake = SimpleNamespace(CIFAR10=lambda root, train: found)
-        monkeypatch.setitem(sys.modules, "torchvision.datasets", fake)  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=fake))  # type: ignore[arg-type]
-    else:
-        files = []
-        for picture in pixels:
-            image.fromarray(picture).save(file := io.BytesIO(), format="PNG")
-            files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
-        (tmp_path / "cifar10").mkdir()
-        offsets = np.cumsum([0, *map(len, files)])
-        for split in ("train", "test"):
-            path = tmp_path / "cifar10" / f"{split}.npz"
-            np.savez(path, jpeg=np.concatenate(files), offsets=offsets, labels=labels, classes=classes)
+    files = []
+    for picture in pixels:
+        image.fromarray(picture).save(file := io.BytesIO(), format="PNG")
+        files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
+    (tmp_path / "cifar10").mkdir()
+    found = {"jpeg": np.concatenate(files), "offsets": np.cumsum([0, *map(len, files)]), "labels": labels}
+    for split in ("train", "test"):
+        np.savez(tmp_path / "cifar10" / f"{split}.npz", **found, classes=["automobile", "airplane", "bird"])
     images, targets = read(tmp_path, "cifar10").cifar10("test")
     assert targets.tolist() == labels
     torch.testing.assert_close(images, torch.tensor(pixels / 255).float().permute(0, 3, 1, 2), rtol=0, atol=0)
     task = read(tmp_path, "cifar10").cifar_plane_car(components=None, scaled=False)
     assert task.train_targets.tolist() == [0, 0, 1, 1]
     np.testing.assert_allclose(task.train_inputs, pixels[[0, 3, 1, 4]].reshape(4, -1) / 255, rtol=0, atol=1e-12)
-
-
-def test_principal_directions_of_few_rows_are_those_of_the_covariance() -> None:
-    """Up to signs."""
-    few = np.random.default_rng(1).normal(size=(6, 9))
-    task = _projected((few, np.zeros(6)), (few[:2], np.zeros(2)), 3, scaled=False)
-    centred = few - few.mean(axis=0)
-    directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :3]
-    np.testing.assert_allclose(np.abs(task.train_inputs), np.abs(centred @ directions), atol=1e-12)
-    np.testing.assert_allclose(np.abs(task.test_inputs), np.abs(centred[:2] @ directions), atol=1e-12)
 
 
 def check_task(task: TabularTask, train: int, test: int, columns: int) -> None:
@@ -166,23 +143,18 @@ def test_adult_as_published() -> None:
         LinearRegression(fit_intercept=True).fit(task.train_inputs, task.train_targets)
 
 
-def nearest_mean(train: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """How often the class of the nearest mean is right."""
-    images, labels = train[0].flatten(1), train[1]
-    means = torch.stack([images[labels == label].mean(0) for label in labels.unique()])
-    return float((torch.cdist(test[0].flatten(1), means).argmin(1) == test[1]).float().mean())
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "right"),
     [("mnist", (1500, 1, 28, 28), 0.8), ("cifar10", (1200, 3, 32, 32), 0.3), ("chest_xrays", (800, 1, 28, 28), 0.6)],
 )
 def test_made_up_pictures_can_be_learned(tmp_path: Path, name: str, shape: tuple[int, ...], right: float) -> None:
+    """By the nearest mean."""
     made = getattr(PaperData(*SOURCES, folder=tmp_path), name)
-    images, labels = made("train")
+    (images, labels), (others, truth) = made("train"), made("test")
     assert images.shape == shape
     assert 0 <= images.min() < images.max() <= 1
-    assert nearest_mean((images, labels), made("test")) > right
+    means = torch.stack([images[labels == label].mean(0) for label in labels.unique()])
+    assert (torch.cdist(others.flatten(1), means.flatten(1)).argmin(1) == truth).float().mean() > right
 
 
 def test_made_up_tasks(tmp_path: Path) -> None:

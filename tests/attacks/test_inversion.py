@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.cases import DEVICE
 from tests.refused import all_refused
@@ -95,34 +95,6 @@ def test_images_one_pixel_high_are_searched_for_and_nothing_else_is_told_as_such
 
 
 # --- how alike two images are
-
-
-def ssim_by_windows(a: Tensor, b: Tensor) -> float:
-    """One grey image [h, w], window by window, as Wang et al. 2004 define it."""
-    line = torch.exp(-((torch.arange(11, dtype=a.dtype) - 5) ** 2) / (2 * 1.5**2))
-    weights = torch.outer(line, line) / line.sum() ** 2
-    found = []
-    for top in range(a.shape[0] - 10):
-        for left in range(a.shape[1] - 10):
-            p, q = a[top : top + 11, left : left + 11], b[top : top + 11, left : left + 11]
-            mean_p, mean_q = (weights * p).sum(), (weights * q).sum()
-            var_p, var_q = (weights * (p - mean_p) ** 2).sum(), (weights * (q - mean_q) ** 2).sum()
-            cov = (weights * (p - mean_p) * (q - mean_q)).sum()
-            light = (2 * mean_p * mean_q + 1e-4) / (mean_p**2 + mean_q**2 + 1e-4)
-            found.append(light * (2 * cov + 9e-4) / (var_p + var_q + 9e-4))
-    return torch.stack(found).mean().item()
-
-
-def test_ssim_is_the_mean_over_the_windows_inside_each_image() -> None:
-    pytest.importorskip("torchmetrics")
-    source = torch.Generator().manual_seed(0)
-    a, b = (torch.rand(3, 1, 14, 13, generator=source, dtype=torch.float64) for _ in range(2))
-    b[0] = 0.9 * a[0] + 0.05
-    expected = [ssim_by_windows(p[0], q[0]) for p, q in zip(a, b, strict=True)]
-    a, b = a.to(DEVICE), b.to(DEVICE)
-    assert ssim(a, b).tolist() == pytest.approx(expected, rel=1e-9)
-    two = ssim(torch.cat([a, b], dim=1), torch.cat([b, b], dim=1))  # the second channel is alike
-    assert two.tolist() == pytest.approx([(value + 1) / 2 for value in expected], rel=1e-9)
 
 
 def test_without_torchmetrics_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
