@@ -122,7 +122,7 @@ def lightning_refusal(folder: str, **options: Any) -> str:
 
 
 def trainer_fit(
-    folder: str, *, n: int = 25, batch_size: int = 3, replayed: Draws | None = None, resumed: str | None = None,
+    folder: str, *, n: int = 19, batch_size: int = 3, replayed: Draws | None = None, resumed: str | None = None,
     saving: dict[str, Any] | None = None, **options: Any,
 ) -> Fitted:  # fmt: skip
     """A training run in this process, as one of several ranks where there are any."""
