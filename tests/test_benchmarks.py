@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import comparison, large, loops, matched, measuring, paper, targets
+from benchmarks import comparison, large, loops, paper, targets
 from benchmarks import many_examples as many
 from benchmarks.tables import page
 from tests.fisher.recorded_cases import Model
@@ -44,35 +44,6 @@ def test_coordinates_and_probes_estimate_the_same() -> None:
     columns = paper.column_estimates(gradients, 9, generator)
     drawn = paper.traces(gradients, 3, 133, generator)
     torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
-
-
-def test_matching_probes_have_the_error_of_fifty_coordinates() -> None:
-    """Both by drawing again and again: columns without replacement, and squares of Gaussians for the probes."""
-    generator, d, repeats = torch.Generator().manual_seed(0), 200, 20_000
-    columns = torch.rand(d, generator=generator, dtype=torch.float64).square()
-    r_column, r_three = float(columns.std(correction=0) / columns.mean()), 0.3
-    error, probes = paper.error_of_coordinates(r_column, 50, d), matched.matching_probes(r_column, r_three, d)
-    chosen = torch.rand(repeats, d, generator=generator).argsort(dim=1)[:, : paper.PAPER_COORDINATES]
-    means = columns[chosen].mean(dim=1)
-    assert float(means.std() / means.mean()) == pytest.approx(error, rel=0.03)
-    spread = r_three * 3**0.5  # of one probe
-    drawn = 1 + spread * torch.randn(repeats, probes, generator=generator, dtype=torch.float64)
-    assert float(drawn.mean(dim=1).std()) < 1.02 * error < float(drawn[:, 1:].mean(dim=1).std()) * 1.05
-    assert matched.matching_coordinates(r_column, error, d) == pytest.approx(50)
-
-
-def test_a_call_that_fails_leaves_its_reason_and_the_others_go_on() -> None:
-    calls = []
-
-    def breaks() -> None:
-        calls.append("breaks")
-        if len(calls) > 2:
-            raise RuntimeError("out of\nmemory")
-
-    found = measuring.seconds_in_turns({"a": lambda: None, "b": breaks}, "cpu", repeats=3, warm_up=2)
-    assert found["b"] == {"failed": "RuntimeError: out of memory"}
-    assert 0 <= found["a"]["seconds"] < 0.1
-    assert len(calls) == 3
 
 
 def test_all_methods_see_the_same_batches() -> None:

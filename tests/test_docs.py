@@ -43,23 +43,6 @@ def test_relative_links_of_pages_resolve(page: Path) -> None:
             assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
-def test_links_of_the_toctrees_reach_every_page() -> None:
-    reached: set[Path] = set()
-    waiting = [DOCS / "index.md"]
-    while waiting:
-        page = waiting.pop()
-        reached.add(page)
-        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
-            names = [line for line in block.splitlines() if line and not line.startswith(":")]
-            paths = [
-                path
-                for name in names
-                for path in (page.parent.glob(f"{name}.md") if "*" in name else [page.parent / f"{name}.md"])
-            ]
-            waiting += [path for path in paths if path not in reached]
-    assert {path.relative_to(DOCS) for path in DOCS.rglob("*.md")} == {path.relative_to(DOCS) for path in reached}
-
-
 def _documented() -> dict[str, list[object]]:
     """What the API pages show, by name: the members that a directive names, or all that its module offers."""
     shown: dict[str, list[object]] = {}
@@ -102,13 +85,3 @@ def test_every_policy_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         entry = text.partition(f"\n`{key}`\n: ")[2].partition("\n`")[0]
         assert len(entry) > 80, key
         assert "In the template: " in entry
-
-
-def test_every_picture_stands_in_the_gallery_with_its_script() -> None:
-    gallery = (DOCS / "gallery.md").read_text()
-    own_pages = {"repro_": (DOCS / "reproduction.md").read_text(), "report_": (DOCS / "report.md").read_text()}
-    for picture in (DOCS / "images").glob("*.png"):
-        shown = next((page for prefix, page in own_pages.items() if picture.name.startswith(prefix)), gallery)
-        assert f"images/{picture.name}" in shown, picture.name
-    for script in re.findall(r"\(\.\./((?:examples|benchmarks)/\w+\.py)\)", gallery):
-        assert (ROOT / script).exists()

@@ -123,19 +123,6 @@ def test_private_training_on_digits(start: Start, tmp_path: Path) -> None:
     assert exact["result"]["epsilon"] == theorem4["result"]["epsilon"]
 
 
-def test_two_rounds_on_digits(start: Start, tmp_path: Path) -> None:
-    """The second round's weights come from the first, and ε is that of both."""
-    write_mnist(tmp_path, 120, 40)
-    settings = "--out {out} --device cpu --batch 30 --steps 4 --looks 1 --noise-multiplier 1 --two-rounds"
-    with pytest.warns(UserWarning, match="held fixed"):
-        told = start("mnist_dpsgd", f"{settings} --target 1e4 --seed 3")[1]
-    first, second = (run["result"] for run in json.loads((tmp_path / "out" / "mnist_dpsgd.json").read_text())["runs"])
-    assert first["down_weighted"] == 0 < second["down_weighted"]
-    assert first["epsilon"] == second["epsilon"] < second["epsilon_of_all_rounds"]
-    assert f"{second['down_weighted']} down-weighted" in told
-    assert f"ε of all rounds together: {second['epsilon_of_all_rounds']:.2f}" in told
-
-
 def test_inversions_of_several_networks_are_joined(start: Start, tmp_path: Path) -> None:
     """What two calls attacked through one network each, with the statistics over both; other runs do not fit."""
     found, parts = tmp_path / "out" / "attack_inversion.json", [tmp_path / f"{number}.json" for number in range(2)]

@@ -63,22 +63,19 @@ def test_sensitivity_is_that_of_the_full_jacobian(name: str, wrt: Any, norm: Any
     assert (table.value <= table.high).all()
 
 
-@pytest.mark.parametrize("chunk_size", [2, 1000])
-def test_chunks_change_nothing(chunk_size: int) -> None:
-    case = small_case("fcnet", n=5)
+def test_chunks_one_hot_targets_and_the_reduction_change_nothing() -> None:
+    model, loss_fn, x, y = small_case("fcnet", n=5)
+    targets = nn.functional.one_hot(y, 3).double()
     for wrt in ("target", "input"):
-        whole = jacobian_sensitivity(*case, wrt)  # type: ignore[arg-type]
-        pieces = jacobian_sensitivity(*case, wrt, chunk_size=chunk_size)  # type: ignore[arg-type]
-        np.testing.assert_allclose(pieces.value, whole.value, rtol=1e-12)
-        np.testing.assert_allclose(pieces.standard_error, whole.standard_error, rtol=1e-10)
-
-
-def test_one_hot_targets_and_the_reduction_change_nothing() -> None:
-    model, loss_fn, x, y = small_case("fcnet")
-    table = jacobian_sensitivity(model, loss_fn, x, y)
-    one_hot = nn.functional.one_hot(y, 3).double()
-    for loss, targets in ((loss_fn, one_hot), (nn.CrossEntropyLoss(reduction="sum"), y)):
-        np.testing.assert_allclose(jacobian_sensitivity(model, loss, x, targets).value, table.value)
+        whole = jacobian_sensitivity(model, loss_fn, x, y, wrt)  # type: ignore[arg-type]
+        for loss, given, size in (
+            (loss_fn, y, 2),
+            (loss_fn, targets, None),
+            (nn.CrossEntropyLoss(reduction="sum"), y, 7),
+        ):
+            other = jacobian_sensitivity(model, loss, x, given, wrt, chunk_size=size)  # type: ignore[arg-type]
+            np.testing.assert_allclose(other.value, whole.value, rtol=1e-10)
+            np.testing.assert_allclose(other.standard_error, whole.standard_error, rtol=1e-10)
 
 
 def test_an_embedding_can_be_what_moves() -> None:

@@ -89,23 +89,6 @@ def workflows() -> dict[str, str]:
     return {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
 
 
-def test_workflows_ask_for_what_there_is() -> None:
-    """Every target of make, extra and folder of tests that a workflow names exists; none waits for CUDA packages."""
-    makefile = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
-    targets = set(re.findall(r"^([\w./-]+):(?!=)", makefile, flags=re.MULTILINE))
-    assert {"test", "lint", "wheel", ".venv/.installed"} <= targets
-    wanted = {"lint.yml": "lint", "docs.yml": "docs", "wheel.yml": "wheel", "tests.yml": "coverage"}
-    for name, text in workflows().items():
-        made = {word for line in re.findall(r"run: make (.+)", text) for word in line.split()}
-        assert wanted[name] in made
-        assert made <= targets, name
-        for group in re.findall(r"\.\[([\w,]+)\]", text):
-            assert set(group.split(",")) <= set(extras()), name
-        for folder in re.findall(r"tests/\w+", text):
-            assert (ROOT / folder).is_dir(), name
-        assert "PIP_EXTRA_INDEX_URL: https://download.pytorch.org/whl/cpu" in text, name
-
-
 def test_the_oldest_versions_are_those_that_can_be_installed() -> None:
     """setup.cfg's minimum is what a workflow runs, and what VERSIONS.md promises."""
     config = configparser.ConfigParser()

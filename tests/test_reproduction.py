@@ -40,29 +40,6 @@ def test_the_registry_is_complete() -> None:
         assert row.measure is None or row.minutes > 0, row.id
 
 
-@pytest.mark.parametrize(
-    ("paper", "items"),
-    [
-        ("hannun", [f"Figure {n}" for n in range(1, 8)] + ["Table 1"]),
-        ("guo", [f"Figure {n}" for n in range(1, 7)] + ["Table 1", "Table 2", "Tables 3 and 4"]),
-        ("plis", ["Figure 1", "Figure 2", "Figure 3", "Table 1"]),
-        ("mo", [f"Figure {n}" for n in range(1, 5)]),
-    ],
-)
-def test_every_table_and_figure_has_a_row(paper: str, items: list[str]) -> None:
-    told = [row.item for row in ROWS if row.paper == paper]
-    assert [item for item in items if not any(text.startswith(item) for text in told)] == []
-
-
-def test_results_from_before_are_documented_where_they_say() -> None:
-    cited = [row for row in ROWS if row.earlier is not None]
-    assert cited
-    for row in cited:
-        assert row.earlier is not None
-        text = " ".join(" ".join((ROOT / name).read_text() for name in (row.earlier.source, "README.md")).split())
-        assert [quote for quote in row.earlier.quotes if quote not in text] == [], row.id
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", [pytest.param(row.id, marks=[] if row.id in QUICK else [pytest.mark.slow]) for row in RUN]

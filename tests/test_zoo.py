@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch import nn
 
 from benchmarks import zoo
 from torchfil import SmoothnessValidator
@@ -55,26 +53,3 @@ def test_the_encoder_layer_is_torchs_own() -> None:
     ours.load_state_dict(state)
     h = torch.randn(3, 5, 8)
     torch.testing.assert_close(ours(h), theirs(h), rtol=1e-5, atol=1e-6)
-
-
-TRANSFORMERS = {
-    "token_transformer": lambda: (
-        zoo.token_transformer(3, 11, 4, width=8, depth=2, heads=2),
-        torch.randint(11, (2, 4)),
-    ),
-    "vit_tiny": lambda: (zoo.vit_tiny(3, 1, 8, width=8, depth=2, heads=2), torch.rand(2, 1, 8, 8)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_differentiate_twice_under_vmap(name: str) -> None:
-    model, x = TRANSFORMERS[name]()
-    parameters = {name: value.detach() for name, value in model.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], x: Tensor, target: Tensor) -> Any:
-        return nn.functional.cross_entropy(functional_call(model, parameters, (x[None],)), target[None])
-
-    jacobians = vmap(jacrev(grad(loss), argnums=2), in_dims=(None, 0, 0))(parameters, x, torch.eye(3)[:2])
-    assert jacobians["head.weight"].shape == (2, 3, 8, 3)
-    assert all(bool(value.isfinite().all()) for value in jacobians.values())
-    assert jacobians["encoder.layers.0.queries_keys_values.weight"].abs().max() > 0

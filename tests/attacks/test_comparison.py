@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,11 +50,9 @@ def test_an_honest_attacker_is_rarely_accused() -> None:
     assert compare(np.full(4000, 2.0), attack).violations > 0.99
 
 
-def test_table_record_and_picture(tmp_path: Path) -> None:
-    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
+def test_table_record_and_picture() -> None:
     found = compare([1.0, 1.0], result([0.5, 3.0], [0.01, 0.1], ids=[4, 2]))
     table = found.table()
-    assert isinstance(table, pandas.DataFrame)
     assert table.index.tolist() == [4, 2]
     assert table.loc[4, "violated"]
     record = found.record([2, 3, 4])
@@ -64,10 +61,8 @@ def test_table_record_and_picture(tmp_path: Path) -> None:
     SavedRun({}, np.arange(3), {}, attacks=[record])
     with pytest.raises(ValueError, match="attacked examples .2. are not among the run's 2 ids"):
         found.record([3, 4])
-    figure = found.plot(blind=0.25)
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in found.plot(blind=0.25).axes[0].get_legend().get_texts()]
     assert labels == ["bound held (1)", "below the bound beyond chance (1)", "the bound", "blind guess (0.25)"]
-    figure.savefig(tmp_path / "scatter.png")
 
 
 def test_a_linear_model_against_its_reconstruction() -> None:
