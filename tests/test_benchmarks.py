@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +15,12 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import comparison, large, loops, paper, targets
+from benchmarks import comparison, large, loops, paper, targets, zoo
 from benchmarks import many_examples as many
+from benchmarks.scale_model import MODELS_READ_OUT, Size, fitted, measured_in_float32, tables
 from benchmarks.tables import page
 from tests.fisher.recorded_cases import Model
+from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.report import load
 
@@ -131,3 +135,52 @@ def test_every_stage_of_many_examples_runs() -> None:
     found = many.many_examples([300])
     assert list(found["seconds"]) == list(found["peak_gb"]) == list(many.STAGES)
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
+
+
+# --- the zoo
+
+IMAGE_NETWORKS: dict[str, Callable[..., nn.Sequential]] = {"small_alexnet": zoo.small_alexnet, "vgg11": zoo.vgg11}
+
+
+@pytest.mark.parametrize("name", IMAGE_NETWORKS)
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32), (3, (62, 47)), (3, (64, 64)), (2, 8)])
+def test_image_networks_take_every_size(name: str, channels: int, size: int | tuple[int, int]) -> None:
+    model = IMAGE_NETWORKS[name](5, channels, size)
+    height, width = (size, size) if isinstance(size, int) else size
+    assert model(torch.rand(2, channels, height, width)).shape == (2, 5)
+    assert SmoothnessValidator.validate(model) == []
+
+
+def test_the_layers_are_those_of_the_paper() -> None:
+    def shapes(model: nn.Module) -> list[tuple[int, ...]]:
+        return [tuple(value.shape) for name, value in model.named_parameters() if name.endswith("weight")]
+
+    assert [shape[0] for shape in shapes(zoo.small_alexnet())] == [16, 32, 64, 256, 2]
+    assert [shape[0] for shape in shapes(zoo.vgg11())] == [16, 16, 16, 16, 32, 32, 64, 64, 256, 128, 2]
+    assert [shape[0] for shape in shapes(zoo.fcnet())] == [32] * 8 + [2]
+    vgg = zoo.vgg11(activation=nn.ReLU, pool="max")
+    pools = [name for name, module in vgg.named_children() if isinstance(module, nn.MaxPool2d)]
+    assert pools == ["pool6", "pool7", "pool8"]
+    assert sum(isinstance(module, nn.ReLU) for module in vgg) == 10  # every layer but the output
+
+
+# --- the cost model
+
+
+def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
+    float32, bfloat16 = fitted(measured_in_float32())
+    assert 1 < float32.off_by < 2
+    assert 1 < bfloat16.off_by < 2
+    rows = tables(float32, bfloat16).splitlines()
+    assert len(rows) == 2 + 2 * 3 * 3
+    assert {row.count("|") for row in rows} == {10}
+
+
+def test_sizes() -> None:
+    small = Size(examples=1e6, **MODELS_READ_OUT["10⁸, all trained, float32"])  # type: ignore[arg-type]
+    assert small.gradient_bytes == small.accounting_bytes == 0  # of one process
+    assert replace(small, ranks=2).gradient_bytes == 4 * small.trained  # as the tests of messages measure
+    assert small.ledger_bytes == pytest.approx(1e6 * small.ledger_bytes / small.examples)
+    assert small.model_bytes == 20e8
+    eight, sixty_four = (replace(small, ranks=ranks).accounting_bytes for ranks in (8, 64))
+    assert sixty_four - eight == 72 * 56  # norms and η̄ do not grow with the ranks

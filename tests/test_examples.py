@@ -25,7 +25,7 @@ HELPERS = {"paper_data", "networks"}
 QUICK = {
     "attack_glm_attributes": "--out {out} --rounds 1 --trials 3",
     "attack_glm_reconstruction": "--out {out} --trials 20 --sample 2 --sample-trials 200 --device cpu",
-    "attack_informed": "--out {out} --runs 20 --noise 0.01",
+    "attack_informed": "--out {out} --runs 4 --noise 0.01",
     "attack_inversion": "--out {out} --images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5",
     "attack_membership": "--out {out} --runs 24 --examples 12 --steps 2",
     "attack_property": "--out {out} --rounds 4 --examples 40 --measured 24",
@@ -47,7 +47,7 @@ QUICK = {
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
 SLOW |= {"attack_membership", "attack_property", "layer_sensitivity", "text_leakage"}  # they train many models
-SLOW |= {"plis_regression", "plis_xrays"}
+SLOW |= {"plis_regression", "plis_xrays", "attack_glm_attributes", "questions_iwpc"}  # below on tables, in part
 NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
 
 
