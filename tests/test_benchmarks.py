@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import nn
 from benchmarks import __main__ as command
 from benchmarks import comparison, large, loops, paper, targets, zoo
 from benchmarks import many_examples as many
-from benchmarks.scale_model import MODELS_READ_OUT, Size, fitted, measured_in_float32, tables
+from benchmarks.scale_model import fitted, measured_in_float32, tables
 from benchmarks.tables import page
 from tests.fisher.recorded_cases import Model
 from torchfil import SmoothnessValidator
@@ -174,13 +173,3 @@ def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
     rows = tables(float32, bfloat16).splitlines()
     assert len(rows) == 2 + 2 * 3 * 3
     assert {row.count("|") for row in rows} == {10}
-
-
-def test_sizes() -> None:
-    small = Size(examples=1e6, **MODELS_READ_OUT["10⁸, all trained, float32"])  # type: ignore[arg-type]
-    assert small.gradient_bytes == small.accounting_bytes == 0  # of one process
-    assert replace(small, ranks=2).gradient_bytes == 4 * small.trained  # as the tests of messages measure
-    assert small.ledger_bytes == pytest.approx(1e6 * small.ledger_bytes / small.examples)
-    assert small.model_bytes == 20e8
-    eight, sixty_four = (replace(small, ranks=ranks).accounting_bytes for ranks in (8, 64))
-    assert sixty_four - eight == 72 * 56  # norms and η̄ do not grow with the ranks

@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 import torchfil
-from torchfil.gate.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -76,12 +75,3 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
         if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
     ]
     assert not missing, f"{name}: not in docs/api"
-
-
-def test_every_policy_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
-    text = importlib.import_module("policy_keys").as_markdown()
-    for key in Policy.__struct_fields__:
-        entry = text.partition(f"\n`{key}`\n: ")[2].partition("\n`")[0]
-        assert len(entry) > 80, key
-        assert "In the template: " in entry

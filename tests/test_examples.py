@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from paper_data import SOURCES
 
 from tests.paper_files import few_made_up, write_mnist, write_tables
-from torchfil.fisher.results import Estimate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELPERS = {"paper_data", "networks"}
@@ -144,17 +142,3 @@ def test_inversions_of_several_networks_are_joined(start: Start, tmp_path: Path)
     parts[1].write_text(json.dumps({**joined, "rows": [0]}))
     with pytest.raises(SystemExit, match="other settings"):
         start("attack_inversion", f"{join} {parts[0]} {parts[1]}")
-
-
-def test_leakage_by_word() -> None:
-    """A block's η from its coordinates': the mean square, and no error that coordinates could not add up to."""
-    names = runpy.run_path(str(EXAMPLES / "text_leakage.py"))
-
-    class Engine:
-        def get_attribute_fil(self) -> Estimate:
-            value = torch.tensor([3.0, 4.0]).repeat(1, names["WIDTH"])
-            return Estimate(value, torch.full_like(value, 0.1), "estimate")
-
-    eta, error = names["leakage_by_word"](Engine())
-    torch.testing.assert_close(eta, torch.full((1, 2), 12.5**0.5))
-    torch.testing.assert_close(error, torch.full((1, 2), 0.1 * 3.5 / 12.5**0.5))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ import pytest
 import torchfil
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_everything_promised_is_there() -> None:
-    for module in (torchfil, torchfil.fisher, torchfil.bounds, torchfil.clipping, torchfil.smoothness):
-        for name in module.__all__:
-            assert getattr(module, name) is not None
-    assert (resources.files("torchfil") / "py.typed").is_file()
 
 
 def test_heavy_packages_are_imported_when_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from tests.distributed.rank_runs import replaying
 from tests.integrations.ledgers import DELTA, assert_same_run
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine, Private
@@ -89,20 +91,18 @@ def by_logits(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     """The same steps by hand, on the batches and with the order of parameters (of the noise) that the trainer had."""
-    network, data = model().train(), examples()
+    network = model().train()
     names = {id(value): name for name, value in trainer.model.named_parameters()}
     ordered = [network.get_parameter(names[id(p)]) for group in trainer.optimizer.param_groups for p in group["params"]]
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(ordered, lr=LR)
-    loader: Any = DataLoader(data, batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(examples(), batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
     given = {"max_grad_norm": C, "criterion": by_logits, **privacy()}
     wrapped, optimizer, loader = engine.make_private(network, optimizer, loader, **given)
-    loader.batch_sampler._on_start()
-    for rows in trainer.batches:
-        loader.dataset.__getitems__(rows)
-        batch = loader.collate_fn([data[row] for row in rows])
-        optimizer.zero_grad()
-        by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
-        optimizer.step()
+    with replaying(trainer.batches):
+        for batch in chain(loader, loader):
+            optimizer.zero_grad()
+            by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
+            optimizer.step()
     return engine, network
 
 

@@ -20,6 +20,7 @@ from torchfil.integrations.model_loss import ModelLoss
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
+from tests.integrations import test_huggingface as hugging_face  # noqa: E402
 from tests.integrations.model_zoo.hugging_face import BERT_DROPS, BODY, ENDS, GPT2, GPT2_DROPS, T5, built  # noqa: E402
 from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
 
@@ -94,14 +95,10 @@ def examples(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def trainer(name: str, folder: Path, **more: Any) -> Any:
     model, batch, private = made(name)
-    arguments = {"per_device_train_batch_size": COUNT, "max_steps": 2, "logging_steps": 1, "learning_rate": 0.1, **more}
-    quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    args = transformers.TrainingArguments(str(folder), **quiet, **arguments)
     options = {"noise_multiplier": 0.5, "poisson_sampling": False, "accounting": Accounting(num_probes=1)}
-    data = examples(batch)
-    return FILTrainer(
-        model=model, args=args, train_dataset=data, eval_dataset=data, privacy={**options, "private": private}
-    )
+    given = {"model": model, "train_dataset": examples(batch), "privacy": {**options, "private": private}}
+    steps = {"per_device_train_batch_size": COUNT, "max_steps": 2, "logging_steps": 1}
+    return hugging_face.made(folder, kind=FILTrainer, given=given, **steps, **more)
 
 
 @pytest.mark.parametrize("name", CASES)
