@@ -166,6 +166,7 @@ def test_the_layers_are_those_of_the_paper() -> None:
 # --- the cost model
 
 
+@pytest.mark.slow
 def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
     float32, bfloat16 = fitted(measured_in_float32())
     assert 1 < float32.off_by < 2

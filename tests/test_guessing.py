@@ -211,6 +211,16 @@ def estimate(*values: float, error: float = 0.0) -> Estimate:
     return Estimate(value, torch.full_like(value, error), "estimate", positive=True)
 
 
+def test_guess_of_one_alternative() -> None:
+    guess = Guess(estimate(0.1, 0.5, INFINITY, error=0.02), ("absent",))
+    value = guess.divergence.value
+    assert guess.true_positive_rate([0.01, 0.1])[:, 1].equal(guessing.largest_true_positive_rate(value, 0.1))
+    assert guess.normal_limit([0.01, 0.1])[1].equal(guessing.normal_limit_true_positive_rate(0.5, [0.01, 0.1]))
+    assert guess.total_variation().equal(guessing.largest_total_variation(value))
+    assert guess.success(0.4).equal(guessing.largest_success(value, 0.4))
+    assert guess.posterior([0.4, 0.2])[:, 0].equal(guessing.expected_posterior_bound(value, 0.4))
+
+
 def test_upper_takes_the_conservative_end() -> None:
     guess = Guess(estimate(0.1, 0.5, error=0.02), ("absent",))
     upper = guess.upper(0.9)
