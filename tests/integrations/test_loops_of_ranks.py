@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +23,12 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import Draws, as_one, replaying
+from tests.opacus_suite.vision import import_torchvision
 from torchfil import Accounting
 from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler
 
+if find_spec("torchvision") is not None:  # before Lightning imports it in the ranks, too
+    import_torchvision()
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
 state = pytest.importorskip("accelerate.state", reason="accelerate is not installed (torchfil[huggingface])")
 pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
