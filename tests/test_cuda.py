@@ -69,18 +69,7 @@ def test_peak_memory_follows_the_ceiling(estimator: str) -> None:
 
 def test_exact_peak_memory() -> None:
     """784 columns of 30,762 numbers are 92 MiB an example; in blocks they fit under the ceiling."""
-    peak = peak_bytes(256 * 2**20, "exact")
-    print(f"exact: peak {peak / 2**20:.0f} MiB under 256 MiB")
-    assert peak < 4 * 256 * 2**20
-
-
-def test_same_probes_same_numbers_as_on_the_cpu_up_to_the_device_generator() -> None:
-    torch.manual_seed(0)
-    model = zoo.mnist_cnn().double()
-    x, y = torch.rand(4, 1, 28, 28).double(), torch.randint(10, (4,))
-    cpu = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **SETTINGS).value
-    gpu = fisher.fim_trace(model.cuda(), nn.CrossEntropyLoss(), x.cuda(), y.cuda(), estimator="exact", **SETTINGS).value
-    assert relative_error(gpu, cpu) < 1e-8
+    assert peak_bytes(256 * 2**20, "exact") < 4 * 256 * 2**20
 
 
 @pytest.mark.vision
@@ -120,26 +109,6 @@ def test_plis_agrees_with_the_cpu(private: bool) -> None:
             for weight, same in zip(model.parameters(), on_gpu.parameters(), strict=True):
                 weight.mul_(1.1)
                 same.mul_(1.1)
-
-
-def test_plis_falls_back_by_itself() -> None:
-    plis = PLIS(looks().cuda(), nn.CrossEntropyLoss())
-    x, y = torch.randn(6, 5, device="cuda"), torch.arange(6, device="cuda") % 3
-    first, second, third = (plis.attribute(x, y) for _ in range(3))
-    assert torch.equal(first, second)
-    assert torch.equal(first, third)
-
-
-def test_softmax_regression_agrees_with_the_cpu() -> None:
-    glm = pytest.importorskip("torchfil.glm")
-    generator = torch.Generator().manual_seed(0)
-    X = torch.randn(400, 12, generator=generator).numpy()
-    y = torch.randint(4, (400,), generator=generator).numpy()
-    on_cpu, on_cuda = (glm.SoftmaxRegression(l2=0.01, device=device).fit(X, y) for device in ("cpu", "cuda"))
-    for options in ({}, {"kind": "trace"}, {"attributes": {"a": [1, 2]}}, {"groups": (y > 1).tolist()}):
-        want, got = on_cpu.fil(X, y, **options), on_cuda.fil(X, y, **options)
-        values = zip(want.values(), got.values(), strict=True) if isinstance(want, dict) else [(want, got)]
-        assert all(relative_error(torch.as_tensor(g), torch.as_tensor(w)) < 1e-9 for w, g in values)
 
 
 @pytest.mark.parametrize("module", [nn.Linear(5, 3), looks()])
@@ -190,14 +159,10 @@ def test_questions_in_a_captured_pass() -> None:
 
     def divergences(graphs: bool) -> Tensor:
         torch.manual_seed(0)
-        model, x, y = (
-            zoo.mnist_cnn().double(),
-            torch.rand(96, 1, 28, 28).double().cuda(),
-            torch.randint(10, (96,)).cuda(),
-        )
+        model, x, y = zoo.mnist_cnn().double(), torch.rand(96, 1, 28, 28).double(), torch.randint(10, (96,))
         asked = {"label": Label(3), "member": Absent()}
         options: dict[str, Any] = {"num_probes": 1, "cuda_graphs": graphs, "questions": asked, "max_grad_norm": 0.5}
-        engine, loader = made_private(model, x, y, 24, **options)
+        engine, loader = made_private(model, x.cuda(), y.cuda(), 24, **options)
         for batch in itertools.chain(loader, loader):
             engine.train_step(*batch)
         return torch.cat([engine.get_guess(name).divergence.value.flatten() for name in asked])

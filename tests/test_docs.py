@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 import torchfil
-from torchfil.gate.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,23 +40,6 @@ def test_relative_links_of_pages_resolve(page: Path) -> None:
         assert there.exists(), f"{page.name} links to {target}"
         if anchor and there.suffix == ".md":
             assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}"
-
-
-def test_links_of_the_toctrees_reach_every_page() -> None:
-    reached: set[Path] = set()
-    waiting = [DOCS / "index.md"]
-    while waiting:
-        page = waiting.pop()
-        reached.add(page)
-        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
-            names = [line for line in block.splitlines() if line and not line.startswith(":")]
-            paths = [
-                path
-                for name in names
-                for path in (page.parent.glob(f"{name}.md") if "*" in name else [page.parent / f"{name}.md"])
-            ]
-            waiting += [path for path in paths if path not in reached]
-    assert {path.relative_to(DOCS) for path in DOCS.rglob("*.md")} == {path.relative_to(DOCS) for path in reached}
 
 
 def _documented() -> dict[str, list[object]]:
@@ -93,22 +75,3 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
         if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
     ]
     assert not missing, f"{name}: not in docs/api"
-
-
-def test_every_policy_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
-    text = importlib.import_module("policy_keys").as_markdown()
-    for key in Policy.__struct_fields__:
-        entry = text.partition(f"\n`{key}`\n: ")[2].partition("\n`")[0]
-        assert len(entry) > 80, key
-        assert "In the template: " in entry
-
-
-def test_every_picture_stands_in_the_gallery_with_its_script() -> None:
-    gallery = (DOCS / "gallery.md").read_text()
-    own_pages = {"repro_": (DOCS / "reproduction.md").read_text(), "report_": (DOCS / "report.md").read_text()}
-    for picture in (DOCS / "images").glob("*.png"):
-        shown = next((page for prefix, page in own_pages.items() if picture.name.startswith(prefix)), gallery)
-        assert f"images/{picture.name}" in shown, picture.name
-    for script in re.findall(r"\(\.\./((?:examples|benchmarks)/\w+\.py)\)", gallery):
-        assert (ROOT / script).exists()

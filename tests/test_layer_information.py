@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +31,11 @@ def test_an_independent_property_gives_nothing(seeds: int, largest: float) -> No
     assert abs(v_information({"layer": X}, p).value[0]) < 0.05
 
 
-@pytest.mark.parametrize("labels", [(0, 1), ("man", "woman"), (False, True)])
-def test_a_copied_property_gives_its_entropy(labels: tuple[Any, Any]) -> None:
+def test_a_copied_property_gives_its_entropy() -> None:
     X, p = _noise(1, n=200)
     X[:, 3] = p
     layers = {"noise": X[:, :3], "copy": X, "alone": X[:, 3:4]}
-    table = v_information(layers, [labels[i] for i in p], width=None)
+    table = v_information(layers, [("man", "woman")[i] for i in p], width=None)
     assert table.layers == ("noise", "copy", "alone")
     assert table.unit == "nats"
     assert table.low[0] <= 0 <= table.high[0]
@@ -46,36 +44,23 @@ def test_a_copied_property_gives_its_entropy(labels: tuple[Any, Any]) -> None:
     assert (table.high - table.low < 0.1)[1:].all()
 
 
-def _as_wide_as(rng: np.random.Generator, p: np.ndarray, features: int, noise: float) -> np.ndarray:
-    """Two normal laws 1.499 apart in the first feature: 0.221 nats; the first ten vary by 1, the rest by ``noise``."""
-    X = rng.normal(size=(len(p), features))
-    X[:, 10:] *= noise
-    X[:, 0] += 1.4993 * p
-    return X
-
-
-@pytest.mark.parametrize(("runs", "paired"), [(4, True), pytest.param(24, False, marks=pytest.mark.long)])
-def test_layers_of_any_width_compare_where_noise_varies_less(runs: int, paired: bool) -> None:
+def test_layers_of_any_width_compare_where_noise_varies_less() -> None:
     """0.221 nats in 10 and in 100 features: projected to one width they agree, as they are they do not."""
-    truth, p = 0.221, np.arange(200) % 2
+    truth, p, runs = 0.221, np.arange(200) % 2, 4
     projected, plain, errors = [], [], []
     for seed in range(runs):
-        rng = np.random.default_rng(seed)
-        wide = _as_wide_as(rng, p, 100, noise=0.1)
-        rotation = np.linalg.qr(rng.normal(size=(100, 100)))[0]
-        narrow_layer = wide[:, :10] if paired else _as_wide_as(rng, p, 10, noise=1.0)
-        layers = {"narrow": narrow_layer, "wide": wide, "turned": wide @ rotation}
+        wide = np.random.default_rng(seed).normal(size=(200, 100))
+        wide[:, 10:] *= 0.1
+        wide[:, 0] += 1.4993 * p  # two normal laws so far apart
+        layers = {"narrow": wide[:, :10], "wide": wide}
         table = v_information(layers, p, seed=seed)
         projected.append(table.value)
         errors.append(table.standard_error)
-        plain.append(v_information({name: layers[name] for name in ("narrow", "wide")}, p, seed=seed, width=None).value)
-
-    narrow, wide, turned = np.mean(projected, axis=0)
-    error = np.sqrt(np.square(errors).mean(axis=0) / runs)
-    assert abs(wide - narrow) < 3 * math.hypot(error[0], error[1])
-    assert turned == pytest.approx(wide, abs=1e-3)
+        plain.append(v_information(layers, p, seed=seed, width=None).value)
+    narrow, wide_value = np.mean(projected, axis=0)
+    assert abs(wide_value - narrow) < 3 * np.sqrt(np.square(errors).mean(axis=0).sum() / runs)
     assert truth / 3 < narrow < truth, "biased down"
-    assert truth / 3 < wide < truth
+    assert truth / 3 < wide_value < truth
     differences = np.asarray(plain)[:, 0] - np.asarray(plain)[:, 1]
     assert differences.mean() > 3 * differences.std(ddof=1) / math.sqrt(runs)
 
@@ -84,13 +69,11 @@ def test_one_width_for_all_is_that_of_the_narrowest() -> None:
     X, p = _noise(5, features=50)
     X[:, 0] += 2 * p
     table = v_information({"narrow": X[:, :4], "wide": X}, p)
-    assert table.value[0] == v_information({"narrow": X[:, :4]}, p, width=4).value[0]
-    assert table.value[1] == v_information({"wide": X}, p, width=4).value[0]
-    assert table.measure == "V-information (logistic, 4 components), lower estimate"
+    alone = [v_information({"layer": layer}, p, width=4).value[0] for layer in (X[:, :4], X)]
+    assert table.value.tolist() == alone
     flat = np.repeat(X[:, :1], 6, axis=1)  # of rank one
-    np.testing.assert_allclose(
-        v_information({"flat": flat}, p).value, v_information({"one": X[:, :1]}, p).value, rtol=1e-6
-    )
+    flat_value, value = (v_information({"layer": layer}, p).value for layer in (flat, X[:, :1]))
+    np.testing.assert_allclose(flat_value, value, rtol=1e-6)
 
 
 def test_forests_see_what_lines_do_not() -> None:
@@ -101,40 +84,6 @@ def test_forests_see_what_lines_do_not() -> None:
     table = v_information({"layer": X}, p, "forest")
     assert table.value[0] > 0.55
     assert np.isfinite(table.low).all()
-
-
-def test_wide_gradients() -> None:
-    X, p = _noise(3, n=120, features=600)
-    X[:, :60] += 2 * p[:, None]
-    whole, few = v_information({"l": X}, p, width=None), v_information({"l": X}, p, width=5)
-    assert whole.value[0] > 0.4
-    assert few.value[0] > 0.5
-    from torchfil.attribution.layers import _features
-
-    inside, outside = _features(X[:60], X[60:], None, True)  # the rotation keeps every inner product
-    mean, deviation = X[:60].mean(axis=0), X[:60].std(axis=0)
-    Z, new = (X[:60] - mean) / deviation, (X[60:] - mean) / deviation
-    scale = (Z**2).sum() / 60
-    np.testing.assert_allclose(inside @ inside.T, Z @ Z.T / scale, atol=1e-10)
-    np.testing.assert_allclose(outside @ inside.T, new @ Z.T / scale, atol=1e-10)
-    for columns in (4, 600):  # more rows than columns, or fewer
-        projected, _ = _features(X[:, :columns], X[:, :columns], 2, False)
-        left = np.linalg.svd(X[:, :columns] - X[:, :columns].mean(axis=0), full_matrices=False)[0]
-        np.testing.assert_allclose(np.abs(projected), np.abs(left[:, :2]) * math.sqrt(len(X)), atol=1e-8)
-
-
-def test_the_split_can_be_given_and_seeds_are_kept() -> None:
-    X, p = _noise(4)
-    rows = np.arange(0, 120, 3)
-    table = v_information({"l": X}, p, test_rows=rows)
-    mask = np.zeros(120, dtype=bool)
-    mask[rows] = True
-    assert table.value == v_information({"l": X}, p, test_rows=mask).value
-    X[:, 0] = p
-    X[:20, 0] = 0.5
-    first, again, other = (v_information({"l": X}, p, seed=seed) for seed in (5, 5, 6))
-    assert (first.value, first.low, first.high) == (again.value, again.low, again.high)
-    assert first.value != other.value
 
 
 def test_the_interval_is_calibrated_for_a_fixed_predictor() -> None:

@@ -1,19 +1,49 @@
-"""Gradients by layer, and the table of a number for each."""
+"""Gradients by layer, how each moves with the input against the full Jacobian, and the table of a number for each."""
 
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.layer_cases import own_parameters, small_case
+from benchmarks import zoo
 from tests.refused import all_refused
-from torchfil.attribution import LayerTable, layer_gradients
-from torchfil.viz.common import _figure_class
+from torchfil import Private
+from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients
+from torchfil.utils.errors import UnsupportedModuleError
+
+NORMS = ("fro", 1, math.inf)
+
+
+def small_case(name: str, n: int = 3) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A small network in float64, its loss, inputs and targets."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        labels = torch.randint(3, (n,))
+        cases: dict[str, tuple[nn.Module, Tensor]] = {
+            "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(n, 1, 8, 8)),
+            "fcnet": (zoo.fcnet(3, 5, width=4), torch.randn(n, 5)),
+            "token_transformer": (zoo.token_transformer(3, 7, 4, width=4, heads=2, depth=2), torch.randint(7, (n, 4))),
+            "regression": (zoo.fcnet(2, 4, width=3, depth=3), torch.randn(n, 4)),
+        }
+        model, x = cases[name]
+        x = x.double() if x.is_floating_point() else x
+        if name == "regression":
+            return model.double(), nn.MSELoss(), x, torch.randn(n, 2, dtype=torch.float64)
+        return model.double(), nn.CrossEntropyLoss(), x, labels
+
+
+def own_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    found: dict[str, list[nn.Parameter]] = {}
+    for layer, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own:
+            found[layer] = own
+    return found
 
 
 @pytest.mark.parametrize("name", ["small_alexnet", "token_transformer", "regression"])
@@ -21,7 +51,7 @@ def test_layer_gradients_are_autograds(name: str) -> None:
     model, loss_fn, x, y = small_case(name, n=4)
     gradients = layer_gradients(model, loss_fn, x, y)
     means = layer_gradients(model, loss_fn, x, y, batch=2)
-    own = own_parameters(model, bias=True)
+    own = own_parameters(model)
     assert list(gradients) == list(own)
     for layer, parameters in own.items():
         rows = []
@@ -50,36 +80,138 @@ def _table(layers: tuple[str, ...], value: Any) -> LayerTable:
     return LayerTable(layers, value, 0.9 * value, 1.2 * value, 0.05 * value, "measure", "unit")
 
 
-def test_the_table_reads_well() -> None:
+def test_the_table_is_read_and_drawn() -> None:
     text = str(_table(("", "conv1", "encoder.layers.0.attention"), [0.0031, 12.5, 3])).splitlines()
     assert text[0] == "measure [unit]"
     assert text[2].startswith("(model)")
     assert text[3].split() == ["conv1", "12.5000", "11.2500", "15.0000"]
-    assert len({len(line) for line in text[1:]}) == 1
-    assert "1.00e-09" in str(_table(("a", "b"), [1e-9, 1]))
     frame = _table(("a", "b"), [1, 2]).to_pandas()
     assert list(frame.columns) == ["value", "low", "high", "standard_error"]
-    assert frame.index.name == "layer"
-    assert frame.loc["b", "high"] == 2.4
+    figure = _table(("a", "b"), [math.inf, 2]).plot()
+    assert [text.get_text() for text in figure.axes[0].texts] == ["inf"]
+    assert len(figure.axes[0].patches) == 1
 
 
-def test_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _brute_force(
+    model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str, norm: Any, normalised: bool
+) -> dict[str, np.ndarray]:
+    """{layer: [n]} from one full Jacobian per example and layer."""
+    result: dict[str, np.ndarray] = {}
+    for layer, own in own_parameters(model).items():
+        values = []
+        for i in range(len(x)):
+            target = y[i : i + 1]
+            if not target.is_floating_point():
+                target = nn.functional.one_hot(target, 3).double()
 
-    names = tuple(f"encoder.layers.{i}.queries_keys_values" for i in range(12))
-    figure = _table(names, range(12)).plot()
-    FigureCanvasAgg(figure).draw()
-    axis = figure.axes[0]
-    assert [label.get_text() for label in axis.get_xticklabels()] == list(names)
-    assert len(axis.patches) == 12
-    for label in axis.get_xticklabels():
-        box = label.get_window_extent()
-        assert box.x0 >= -1  # nothing is cut off
-        assert box.y0 >= -1
-    assert _table(("a", "b"), [math.inf, 2]).plot(axis) is figure
-    assert [text.get_text() for text in axis.texts] == ["inf"]
-    assert len(axis.patches) == 13
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    _figure_class.cache_clear()  # as before anything was drawn
-    with pytest.raises(ImportError, match=r"pip install 'torchfil\[report\]'"):
-        _table(("a",), [1]).plot()
+            def gradient(t: Tensor, own: list[nn.Parameter] = own, i: int = i, target: Tensor = target) -> Tensor:
+                inputs, truth = (x[i : i + 1], t) if wrt == "target" else (t, target)
+                parts = torch.autograd.grad(loss_fn(model(inputs), truth), own, create_graph=True)
+                return torch.cat([part.flatten() for part in parts])
+
+            t = target if wrt == "target" else x[i : i + 1]
+            g = gradient(t.clone().requires_grad_()).detach().numpy()
+            jacobian = torch.autograd.functional.jacobian(gradient, t).reshape(len(g), -1).numpy()
+            value = {"fro": np.linalg.norm(jacobian), 1: np.abs(jacobian).sum(), math.inf: np.abs(jacobian).max()}[norm]
+            if normalised:
+                value /= {"fro": len(g) ** 0.5, 1: len(g), math.inf: 1}[norm] * (g.max() - g.min())
+            values.append(value)
+        result[layer] = np.array(values)
+    return result
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("wrt", ["target", "input"])
+@pytest.mark.parametrize("name", ["fcnet", "regression"])
+def test_sensitivity_is_that_of_the_full_jacobian(name: str, wrt: Any, norm: Any, normalised: bool) -> None:
+    case = small_case(name)
+    truth = _brute_force(*case, wrt, norm, normalised)
+    table = jacobian_sensitivity(*case, wrt, norm, normalised)
+    assert table.layers == tuple(truth)
+    values = np.stack(list(truth.values()))
+    np.testing.assert_allclose(table.value, values.mean(axis=1), rtol=1e-8)
+    np.testing.assert_allclose(table.standard_error, values.std(axis=1, ddof=1) / 3**0.5, rtol=1e-7)
+    assert (table.low <= table.value).all()
+    assert (table.value <= table.high).all()
+
+
+def test_chunks_one_hot_targets_and_the_reduction_change_nothing() -> None:
+    model, loss_fn, x, y = small_case("fcnet", n=5)
+    targets = nn.functional.one_hot(y, 3).double()
+    for wrt in ("target", "input"):
+        whole = jacobian_sensitivity(model, loss_fn, x, y, wrt)  # type: ignore[arg-type]
+        for loss, given, size in (
+            (loss_fn, y, 2),
+            (loss_fn, targets, None),
+            (nn.CrossEntropyLoss(reduction="sum"), y, 7),
+        ):
+            other = jacobian_sensitivity(model, loss, x, given, wrt, chunk_size=size)  # type: ignore[arg-type]
+            np.testing.assert_allclose(other.value, whole.value, rtol=1e-10)
+            np.testing.assert_allclose(other.standard_error, whole.standard_error, rtol=1e-10)
+
+
+def test_an_embedding_can_be_what_moves() -> None:
+    model, loss_fn, tokens, y = small_case("token_transformer", n=2)
+    embedded = model.get_submodule("embedding")(tokens).detach()
+    after = nn.Sequential(model.get_submodule("encoder"), model.get_submodule("head"))
+    truth = _brute_force(after, loss_fn, embedded, y, "input", "fro", False)
+    table = jacobian_sensitivity(model, loss_fn, tokens, y, Private(submodule="embedding"), normalised=False)
+    assert table.measure == "sensitivity of gradients to the output of embedding"
+    got = dict(zip(table.layers, table.value, strict=True))
+    np.testing.assert_allclose(got["head"], truth["1"].mean(), rtol=1e-8)
+    np.testing.assert_allclose(got["encoder.layers.0.mlp.0"], truth["0.layers.0.mlp.0"].mean(), rtol=1e-8)
+
+
+def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
+    model, loss_fn, x, y = small_case("fcnet")
+    model.get_submodule("fc2").requires_grad_(False)
+    model.get_submodule("fc4").bias.requires_grad_(False)  # type: ignore[union-attr]
+    truth = _brute_force(model, loss_fn, x, y, "target", "fro", True)
+    table = jacobian_sensitivity(model, loss_fn, x, y)
+    assert table.layers == tuple(f"fc{i}" for i in (1, 3, 4, 5, 6, 7, 8, 9)) == tuple(truth)
+    np.testing.assert_allclose(table.value, [value.mean() for value in truth.values()], rtol=1e-8)
+
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3)
+    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(3, 3)).double()
+    tied[4].weight = shared.weight
+    args = (tied, loss_fn, torch.randn(2, 3).double(), torch.tensor([0, 2]))
+    table = jacobian_sensitivity(*args)
+    assert table.layers == ("0", "4")
+    assert layer_gradients(*args)["4"].shape == (2, 3)  # its bias; the weight counts for the first that holds it
+    np.testing.assert_allclose(table.value[0], _brute_force(*args, "target", "fro", True)["0"].mean(), rtol=1e-8)
+    assert tied[4].weight is tied[0].weight is shared.weight
+
+
+def test_a_dead_layer_has_no_sensitivity_and_one_example_no_standard_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    nn.init.constant_(model[0].bias, -100.0)
+    table = jacobian_sensitivity(model, nn.CrossEntropyLoss(), torch.rand(3, 2), torch.tensor([0, 1, 0]))
+    assert table.value[0] == 0 < table.value[1]
+    table = jacobian_sensitivity(*small_case("fcnet", n=1))
+    assert np.isfinite(table.value).all()
+    assert np.isnan(table.standard_error).all()
+    table.plot()
+
+
+def test_sensitivity_refuses() -> None:
+    model, loss_fn, x, y = small_case("fcnet")
+    all_refused(
+        {
+            "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
+            "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
+            "norm=2": lambda: jacobian_sensitivity(model, loss_fn, x, y, norm=2),
+            "chunk_size=0": lambda: jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0),
+            "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
+            "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
+            "tensor of targets, got list": lambda: jacobian_sensitivity(model, loss_fn, x, [0, 1, 2]),
+            "no example": lambda: jacobian_sensitivity(model, loss_fn, x[:0], y[:0].double()[:, None].expand(0, 3)),
+        }
+    )
+    normalised = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(UnsupportedModuleError, match="GroupNorm"):
+        jacobian_sensitivity(normalised, loss_fn, x, y)
+    assert normalised[1].num_batches_tracked == 0
+    with pytest.raises(UnsupportedModuleError, match="dropout"):
+        layer_gradients(nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.1)).double(), loss_fn, x, y)

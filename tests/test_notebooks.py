@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +49,7 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_a_notebook_for_jupytext_and_listed(path: Path) -> None:
+    assert path.stem in SMALL
     text, index = path.read_text(), (TUTORIALS / "index.md").read_text()
     assert "format_name: myst\n" in text.partition("\n---\n")[0]
     assert f"]({path.name})" in index
@@ -57,38 +57,3 @@ def test_it_is_a_notebook_for_jupytext_and_listed(path: Path) -> None:
     cells = RUNNER.code_cells(text)
     assert cells[0][0] == "[parameters]"
     assert len(cells) == len(re.findall(r"^```\{code-cell\}", text, flags=re.MULTILINE))
-
-
-def test_small_settings_are_of_notebooks_that_exist() -> None:
-    assert set(SMALL) == {path.stem for path in NOTEBOOKS}
-
-
-TINY = """
-# A tutorial
-
-```{code-cell} python
-:tags: [parameters]
-EPOCHS = 3
-```
-
-```{code-cell} python
-2 * EPOCHS
-```
-
-```python
-not_a_cell
-```
-"""
-
-
-def test_settings_can_be_changed_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    notebook = tmp_path / "tiny.md"
-    notebook.write_text(TINY)
-    for arguments, printed in (([], "6\n"), (["--set", "EPOCHS=5"], "10\n")):
-        monkeypatch.setattr(sys, "argv", ["run.py", str(notebook), *arguments])
-        RUNNER.main()
-        assert capsys.readouterr().out == printed
-    with pytest.raises(SystemExit, match=r"tiny\.md has no setting EPOCH$"):
-        RUNNER.run_notebook(notebook, {"EPOCH": 5})

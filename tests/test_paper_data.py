@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from paper_data import SOURCES, PaperData, TabularTask, _projected
+from paper_data import SOURCES, PaperData, TabularTask
 
-from tests.paper_files import IWPC, real_data, write, write_mnist, write_tables
+from tests.paper_files import IWPC, real_data, write, write_mnist
 from torchfil.glm import LinearRegression, SingularHessianError
 
 IWPC_COLUMNS = (
@@ -29,11 +26,6 @@ IWPC_INPUTS = np.array(
     ]
 )
 IWPC_DOSE = np.array([1.1, 0.7, -0.5, -1.25, 0.0])
-ADULT_COLUMNS = (
-    *("age", "workclass=Private", "fnlwgt", "education=10th", "education=HS-grad", "education-num"),
-    *("marital-status=unmarried", "occupation=Craft-repair", "race=Black", "sex=Female"),
-    *("capital-gain", "capital-loss", "hours-per-week", "native-country=Cuba"),
-)
 
 
 def read(folder: Path, name: str) -> PaperData:
@@ -42,9 +34,8 @@ def read(folder: Path, name: str) -> PaperData:
     return data
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
-def test_iwpc_entry_by_entry(tmp_path: Path, packed: str) -> None:
-    write(tmp_path / "iwpc" / f"iwpc-scaled.csv{packed}", IWPC.encode())
+def test_iwpc_entry_by_entry(tmp_path: Path) -> None:
+    write(tmp_path / "iwpc" / "iwpc-scaled.csv.gz", IWPC.encode())
     task = read(tmp_path, "iwpc").iwpc(seed=3)
     order = torch.randperm(5, generator=torch.Generator().manual_seed(3)).numpy()
     assert task.columns == IWPC_COLUMNS
@@ -57,25 +48,6 @@ def test_iwpc_entry_by_entry(tmp_path: Path, packed: str) -> None:
     assert task.level_numbers("vkorc1", IWPC_INPUTS).tolist() == [1, 2, 0, 2, 1]
 
 
-def test_adult_entry_by_entry(tmp_path: Path) -> None:
-    write_tables(tmp_path)
-    task = read(tmp_path, "adult").adult()
-    root = np.sqrt(3)
-    education = (np.array([9, 14, 6, 14, 6]) - 29 / 3) / np.std([9, 14, 6], ddof=1)
-    assert task.columns == ADULT_COLUMNS
-    expected = [
-        [-1, 1, -1, 0, 1, education[0], 1, 0, 0, 0, -1 / root, 2 / root, 0, 1],
-        [0, 0, 0, 0, 0, education[1], 0, 0, 1, 1, -1 / root, -1 / root, -1, 0],
-        [1, 1, 1, 1, 0, education[2], 0, 1, 0, 0, 2 / root, -1 / root, 1, 1],
-        [2, 1, 0, 0, 0, education[3], 0, 0, 0, 0, 0, 0, 0, 1],
-        [-2, 0, 0, 1, 0, education[4], 1, 0, 1, 1, -1 / root, -1 / root, 2, 0],
-    ]
-    np.testing.assert_allclose(np.concatenate([task.train_inputs, task.test_inputs]), expected, atol=1e-12)
-    assert task.train_targets.tolist() == [0, 1, 1]
-    assert task.test_targets.tolist() == [1, 0]
-    assert task.encode("marital-status", "married").tolist() == [0]
-
-
 @pytest.mark.parametrize("packed", ["", ".gz"])
 def test_digits_pixel_by_pixel(tmp_path: Path, packed: str) -> None:
     write_mnist(tmp_path, 12, 3, packed)
@@ -86,46 +58,6 @@ def test_digits_pixel_by_pixel(tmp_path: Path, packed: str) -> None:
     assert task.train_targets.tolist() == [0, 1, 0, 1]
     assert task.test_inputs.shape == (2, 784)
     assert task.train_inputs.max() == 1
-
-
-@pytest.mark.parametrize("kind", ["jpeg", "torchvision"])
-def test_photographs_pixel_by_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """From an archive of lossless pictures, read as one of JPEG files is; from torchvision's folder, by torchvision."""
-    image = pytest.importorskip("PIL.Image")
-    pixels, labels = np.random.default_rng(0).integers(256, size=(5, 32, 32, 3), dtype=np.uint8), [1, 0, 2, 1, 0]
-    classes = ["automobile", "airplane", "bird"]
-    if kind == "torchvision":
-        (tmp_path / "cifar-10-batches-py").mkdir()
-        found = SimpleNamespace(data=pixels, targets=labels, classes=classes)
-        fake = SimpleNamespace(CIFAR10=lambda root, train: found)
-        monkeypatch.setitem(sys.modules, "torchvision.datasets", fake)  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=fake))  # type: ignore[arg-type]
-    else:
-        files = []
-        for picture in pixels:
-            image.fromarray(picture).save(file := io.BytesIO(), format="PNG")
-            files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
-        (tmp_path / "cifar10").mkdir()
-        offsets = np.cumsum([0, *map(len, files)])
-        for split in ("train", "test"):
-            path = tmp_path / "cifar10" / f"{split}.npz"
-            np.savez(path, jpeg=np.concatenate(files), offsets=offsets, labels=labels, classes=classes)
-    images, targets = read(tmp_path, "cifar10").cifar10("test")
-    assert targets.tolist() == labels
-    torch.testing.assert_close(images, torch.tensor(pixels / 255).float().permute(0, 3, 1, 2), rtol=0, atol=0)
-    task = read(tmp_path, "cifar10").cifar_plane_car(components=None, scaled=False)
-    assert task.train_targets.tolist() == [0, 0, 1, 1]
-    np.testing.assert_allclose(task.train_inputs, pixels[[0, 3, 1, 4]].reshape(4, -1) / 255, rtol=0, atol=1e-12)
-
-
-def test_principal_directions_of_few_rows_are_those_of_the_covariance() -> None:
-    """Up to signs."""
-    few = np.random.default_rng(1).normal(size=(6, 9))
-    task = _projected((few, np.zeros(6)), (few[:2], np.zeros(2)), 3, scaled=False)
-    centred = few - few.mean(axis=0)
-    directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :3]
-    np.testing.assert_allclose(np.abs(task.train_inputs), np.abs(centred @ directions), atol=1e-12)
-    np.testing.assert_allclose(np.abs(task.test_inputs), np.abs(centred[:2] @ directions), atol=1e-12)
 
 
 def check_task(task: TabularTask, train: int, test: int, columns: int) -> None:
@@ -166,25 +98,6 @@ def test_adult_as_published() -> None:
         LinearRegression(fit_intercept=True).fit(task.train_inputs, task.train_targets)
 
 
-def nearest_mean(train: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """How often the class of the nearest mean is right."""
-    images, labels = train[0].flatten(1), train[1]
-    means = torch.stack([images[labels == label].mean(0) for label in labels.unique()])
-    return float((torch.cdist(test[0].flatten(1), means).argmin(1) == test[1]).float().mean())
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "right"),
-    [("mnist", (1500, 1, 28, 28), 0.8), ("cifar10", (1200, 3, 32, 32), 0.3), ("chest_xrays", (800, 1, 28, 28), 0.6)],
-)
-def test_made_up_pictures_can_be_learned(tmp_path: Path, name: str, shape: tuple[int, ...], right: float) -> None:
-    made = getattr(PaperData(*SOURCES, folder=tmp_path), name)
-    images, labels = made("train")
-    assert images.shape == shape
-    assert 0 <= images.min() < images.max() <= 1
-    assert nearest_mean((images, labels), made("test")) > right
-
-
 def test_made_up_tasks(tmp_path: Path) -> None:
     made = PaperData(*SOURCES, folder=tmp_path)
     check_task(made.iwpc(), 800, 200, 14)  # as many columns as the real table has
@@ -194,15 +107,3 @@ def test_made_up_tasks(tmp_path: Path) -> None:
         assert set(task.train_targets) == set(task.test_targets) == {0.0, 1.0}
         assert task.train_inputs.shape[1] == task.test_inputs.shape[1] == 20
         assert np.linalg.norm(task.train_inputs, axis=1).max() <= 1
-
-
-def test_real_files_count_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "iwpc" / "iwpc-scaled.csv", IWPC.encode())
-    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
-    said: list[str] = []
-    data = PaperData("iwpc", "adult", say=said.append)
-    assert data.made == {"adult"}
-    assert said[0] == f"Data: IWPC (warfarin doses), from {tmp_path}."
-    assert said[1].startswith("Data: a stand-in for Adult (UCI)")
-    assert len(data.iwpc(seed=1).train_targets) == 4
-    assert len(data.adult().train_targets) == 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import networks
 import numpy as np
 import pytest
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from tests.cases import CASES, CLIPS, DEVICE, build
+from tests.fisher.recorded_cases import Model
 from tests.refused import all_refused
-from torchfil import PLIS, exposure, fisher
+from torchfil import PLIS, exposure
 from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
@@ -22,16 +22,13 @@ from torchfil.fisher.operator import ClippedJacobian
 STD, C = 0.7, 1.3
 
 
-def small_zoo() -> dict[str, tuple[nn.Module, Tensor, int]]:
-    """Model, inputs and number of classes; small versions of the zoo."""
+def small_zoo() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Models of three classes and their inputs; small versions of the zoo."""
     return {
-        "mnist_cnn": (networks.mnist_cnn(3), torch.rand(3, 1, 28, 28), 3),
-        "cifar_cnn": (networks.cifar_cnn(3), torch.rand(2, 3, 32, 32), 3),
-        "small_alexnet": (networks.small_alexnet(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
-        "vgg11": (zoo.vgg11(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
-        "resnet18": (zoo.resnet18(3, 1, width=4, groups=2), torch.rand(2, 1, 8, 8), 3),
-        "fcnet": (zoo.fcnet(3, 16, width=8), torch.rand(3, 1, 4, 4), 3),
-        "vit_tiny": (zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2), torch.rand(3, 1, 8, 8), 3),
+        "mnist_cnn": (zoo.mnist_cnn(3), torch.rand(3, 1, 28, 28)),
+        "resnet18": (zoo.resnet18(3, 1, width=4, groups=2), torch.rand(2, 1, 8, 8)),
+        "fcnet": (zoo.fcnet(3, 16, width=8), torch.rand(3, 1, 4, 4)),
+        "vit_tiny": (zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2), torch.rand(3, 1, 8, 8)),
     }
 
 
@@ -49,9 +46,8 @@ def privacy_loss(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, clip: str
 @pytest.mark.parametrize("name", list(small_zoo()))
 def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> None:
     torch.manual_seed(0)
-    model, x, classes = small_zoo()[name]
-    model, x = model.to(DEVICE).double(), x.to(DEVICE).double()
-    y = torch.randint(classes, (len(x),), device=DEVICE)
+    model, x = (part.to(DEVICE).double() for part in small_zoo()[name])
+    y = torch.randint(3, (len(x),), device=DEVICE)
     options: dict[str, Any] = {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
     plis = PLIS(model, nn.CrossEntropyLoss(), **options)
     got = plis.attribute(x, y)
@@ -61,9 +57,7 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
         one = x[i].clone().requires_grad_()
         value = privacy_loss(model, nn.CrossEntropyLoss(), one, y[i], clip)
         (want,) = torch.autograd.grad(value, one)
-        scale = max(
-            float(want.abs().max()), float(value.detach())
-        )  # a gradient clipped hard has a slope of 0 up to rounding
+        scale = max(float(want.abs().max()), float(value.detach()))  # clipped hard, the slope is 0 up to rounding
         assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * scale)
         assert torch.allclose(plis.privacy_loss(x, y)[i], value, rtol=1e-10)
 
@@ -88,55 +82,49 @@ def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> 
         assert torch.allclose(got[key], values, rtol=1e-8, atol=1e-10, equal_nan=True)
 
 
-class TestChunks:
-    @pytest.mark.parametrize("name", ["mnist_cnn", "transformer"])
-    def test_the_memory_ceiling_does_not_change_the_result(self, name: str) -> None:
-        case = build(name, 7)
-        whole = PLIS(case.model, case.loss_fn, private=case.private).attribute(case.inputs, case.targets)
-        parts = PLIS(case.model, case.loss_fn, private=case.private, max_memory=1).attribute(case.inputs, case.targets)
-        assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
+@pytest.mark.parametrize("name", ["mnist_cnn", "transformer"])
+def test_the_memory_ceiling_does_not_change_the_result(name: str) -> None:
+    case = build(name, 7)
+    whole = PLIS(case.model, case.loss_fn, private=case.private).attribute(case.inputs, case.targets)
+    parts = PLIS(case.model, case.loss_fn, private=case.private, max_memory=1).attribute(case.inputs, case.targets)
+    assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
 
-    def test_an_empty_batch(self) -> None:
-        plis = PLIS(networks.mnist_cnn(), nn.CrossEntropyLoss())
-        x, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
-        assert plis.attribute(x, y).shape == (0, 1, 28, 28)
-        assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
 
-    def test_what_one_pass_cannot_see_is_mapped(self) -> None:
-        class Folded(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(3, 2)
+def test_an_empty_batch() -> None:
+    plis = PLIS(zoo.mnist_cnn(), nn.CrossEntropyLoss())
+    x, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
+    assert plis.attribute(x, y).shape == (0, 1, 28, 28)
+    assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
 
-            def forward(self, x: Tensor) -> Tensor:
-                scores = torch.tensordot(x, self.layer.weight, dims=([2], [1])) + self.layer.bias
-                return scores.reshape(len(x), -1).tanh()
 
-        torch.manual_seed(2)
-        model, x, y = Folded().double(), torch.randn(4, 2, 3).double(), torch.randn(4, 4).double()
-        plis = PLIS(model, nn.MSELoss())
-        got = plis.attribute(x, y)
-        assert str(plis.method).startswith("mapped gradients: ")
-        for i in range(4):
-            one = x[i].clone().requires_grad_()
-            (want,) = torch.autograd.grad(privacy_loss(model, nn.MSELoss(), one, y[i], None), one)
-            assert torch.allclose(got[i], want, rtol=1e-8)
+def test_what_one_pass_cannot_see_is_mapped() -> None:
+    def folded(m: Any, x: Tensor) -> Tensor:
+        return (torch.tensordot(x, m.layer.weight, dims=([2], [1])) + m.layer.bias).reshape(len(x), -1).tanh()
+
+    torch.manual_seed(2)
+    model, x, y = (
+        Model(folded, layer=nn.Linear(3, 2)).double(),
+        torch.randn(4, 2, 3).double(),
+        torch.randn(4, 4).double(),
+    )
+    plis = PLIS(model, nn.MSELoss())
+    got = plis.attribute(x, y)
+    assert str(plis.method).startswith("mapped gradients: ")
+    for i in range(4):
+        one = x[i].clone().requires_grad_()
+        (want,) = torch.autograd.grad(privacy_loss(model, nn.MSELoss(), one, y[i], None), one)
+        assert torch.allclose(got[i], want, rtol=1e-8)
 
 
 def test_one_example_does_not_vouch_for_a_batch() -> None:
     """A model that mixes examples passes a trial of one; the next batch is tried again."""
 
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.layer(x)
-            return torch.tanh(h - 0.5 * h.mean(dim=0))
+    def mixing(m: Any, x: Tensor) -> Tensor:
+        h = m.layer(x)
+        return torch.tanh(h - 0.5 * h.mean(dim=0))
 
     torch.manual_seed(3)
-    model, x, y = Mixing().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    model, x, y = Model(mixing, layer=nn.Linear(3, 2)).double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
     plis = PLIS(model, nn.MSELoss())
     alone = torch.cat([plis.attribute(x[i : i + 1], y[i : i + 1]) for i in range(4)])
     assert plis.method == "recorded pass"
@@ -161,23 +149,14 @@ class TestNorms:
         with pytest.raises(ValueError, match="must be integer labels of shape"):
             superpixel_norms(maps, torch.zeros(3, 3, dtype=torch.long))
 
-    def test_coordinates_that_are_not_private_count_as_nothing(self) -> None:
-        case = build("mnist_cnn", 2)
-        plis = PLIS(case.model, case.loss_fn, private=case.private)
-        maps = plis.attribute(case.inputs, case.targets)
-        assert bool(maps.isnan().any())
-        assert torch.allclose(subject_norms(maps), plis.subject(case.inputs, case.targets))
-
 
 def test_refusals() -> None:
-    model = networks.mnist_cnn()
+    model, loss, labels = zoo.mnist_cnn(), nn.CrossEntropyLoss(), torch.zeros(1, dtype=torch.long)
     all_refused(
         {
-            "noise_std=0 must be positive": lambda: PLIS(model, nn.CrossEntropyLoss(), noise_std=0),
-            "clip='soft'": lambda: PLIS(model, nn.CrossEntropyLoss(), max_grad_norm=1.0, clip="soft"),
-            "nothing private to measure": lambda: PLIS(model, nn.CrossEntropyLoss()).attribute(
-                torch.zeros(1, 1, 28, 28, dtype=torch.long), torch.zeros(1).long()
-            ),
+            "noise_std=0": lambda: PLIS(model, loss, noise_std=0),
+            "clip='soft'": lambda: PLIS(model, loss, max_grad_norm=1.0, clip="soft"),
+            "nothing private": lambda: PLIS(model, loss).attribute(labels.expand(1, 1, 28, 28), labels),
         }
     )
 
@@ -215,19 +194,3 @@ class TestExposure:
             exposure.rank_by_exposure([0.1, float("nan")])
         with pytest.raises(ValueError, match="0 of 2 are outliers"):
             exposure.auroc([1.0, 2.0], [False, False])
-
-
-def test_an_exact_poisson_step_weighs_the_same_direction() -> None:
-    """The FIM under κ∥ minus that under κ⊥ alone is (κ∥ − κ⊥) a aᵀ/s²: PLIS spans it."""
-    case = build("mlp", 3)
-    options: dict[str, Any] = {"max_grad_norm": case.C, "noise_multiplier": 1.0}
-    amplification = fisher.PoissonAmplification(0.1)
-    poisson = fisher.exact_fim(*case.arguments, **options, amplification=amplification)
-    plain = fisher.exact_fim(*case.arguments, **options)
-    plis = PLIS(case.model, case.loss_fn, noise_std=case.C, max_grad_norm=case.C)
-    maps, loss = plis.attribute(case.inputs, case.targets), plis.privacy_loss(case.inputs, case.targets)
-    perp, par = amplification.factors(loss.sqrt())
-    a = maps * case.C / (2 * loss.sqrt()[:, None])  # s² PLIS/(2‖g̃‖), ‖g̃‖ = s·sqrt(PL)
-    rank_one = a[:, :, None] * a[:, None, :] / case.C**2
-    want = perp[:, None, None] * plain + (par - perp)[:, None, None] * rank_one
-    assert torch.allclose(poisson, want, rtol=1e-8, atol=1e-10)

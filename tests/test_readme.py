@@ -32,14 +32,6 @@ def test_code_blocks_run(page: str, code: str) -> None:
     assert len(namespace) > 1
 
 
-def test_every_page_of_the_guide_has_code_and_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in sorted((ROOT / "docs" / "guide").glob("*.md")):
-        assert "```python\n" in page.read_text(), page.name
-        assert f"(guide/{page.name})" in index, page.name
-        assert f"\nguide/{page.stem}\n" in index, page.name
-
-
 def test_the_table_of_subsampling_factors_is_right() -> None:
     page = (ROOT / "docs" / "guide" / "choosing-noise.md").read_text()
     header = next(line for line in page.splitlines() if line.startswith("| q | σ = "))
@@ -53,27 +45,13 @@ def test_the_table_of_subsampling_factors_is_right() -> None:
             assert printed == pytest.approx([float(kappa) for kappa in factors], rel=0.05), (q, sigma)
 
 
-@pytest.mark.parametrize("q", [0.001, 0.01, 0.1, 0.5])
-def test_scaling_the_noise_up_errs_on_the_safe_side(q: float) -> None:
-    rho = torch.linspace(0.01, 20, 2000, dtype=torch.float64)
-    for kappa in fisher.PoissonAmplification(q).factors(rho):
-        assert (kappa.diff() > -1e-12).all()
-
-
-def test_links_and_pictures_of_the_pages_exist() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_the_diff_to_plain_opacus_is_two_lines() -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
     removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
     added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
     assert len(removed) == len(added) == 2
-    assert [
-        line.replace("FILPrivacyEngine", "PrivacyEngine").replace("torchfil", "opacus") for line in added
-    ] == removed
+    replaced = [line.replace("FILPrivacyEngine", "PrivacyEngine").replace("torchfil", "opacus") for line in added]
+    assert replaced == removed
     kept = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     setup = (
         "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"

@@ -33,15 +33,8 @@ def test_tensors_and_structure_are_those_of_pytrees(tree: Any) -> None:
 
 def test_forms_differ_where_more_than_tensors_does() -> None:
     assert form_of((A, {"k": True})) == form_of((B, {"k": True}))
-    different = [
-        (A, {"k": True}),
-        (A, {"k": 1}),
-        (A, {"k": False}),
-        (A, {"m": True}),
-        [A, {"k": True}],
-        (A, A),
-        (A, None),
-    ]
+    different: list[Any] = [(A, {key: value}) for key, value in (("k", True), ("k", 1), ("k", False), ("m", True))]
+    different += [[A, {"k": True}], (A, A), (A, None)]
     assert len({form_of(tree) for tree in different}) == len(different)
 
 

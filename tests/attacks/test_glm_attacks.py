@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy import optimize, stats
+from scipy import stats
 
 from tests.cases import DEVICE
 from tests.glm.glm_cases import CODES, COLUMNS, table
@@ -111,41 +111,12 @@ def test_label_instead_of_an_intercept() -> None:
     assert np.allclose(guess.cpu().numpy()[clear], X[clear], atol=1e-5)
 
 
-@pytest.mark.parametrize("l2", [0.02, 0.0])
-def test_targets_of_any_size(l2: float) -> None:
+def test_targets_of_any_size() -> None:
     """Margins of some hundreds, which a known label must not keep from being found."""
     X, y, _ = table("linear")
-    model = LinearRegression(l2=l2, fit_intercept=True, tolerance=1e-12, device=DEVICE).fit(X, y + 300)
+    model = LinearRegression(l2=0.02, fit_intercept=True, tolerance=1e-12, device=DEVICE).fit(X, y + 300)
     guess, _ = GLMReconstruction(model, X, y + 300, label="known").reconstruct(model._fit.weights[:, 0], range(len(y)))
     assert np.allclose(guess.cpu().numpy(), X, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["ridge with intercept", "logistic with intercept"])
-def test_label_and_intercept_maximise_the_likelihood(name: str) -> None:
-    """Against a search over the whole example: min over x of ‖H_i⁻¹(v − b(x)·(x, 1))‖, H_i of the others."""
-    X, y, _ = table(name)
-    model = MODELS[name]().fit(X, y, sample_weight=np.linspace(0.5, 2, len(y)))
-    attack = GLMReconstruction(model, X, y, label="known")
-    view = attack.view
-    noise = normal(len(view.weights), seed=4)
-    release = view.weights + 1e-3 * noise
-    rows = [2, 30, 55]
-    found, _ = attack.reconstruct(release, rows)
-    for i, guess in zip(rows, found, strict=True):
-        others = torch.arange(len(y), device=DEVICE) != i
-        slopes = view.sample_weight * view.loss.first(view.X @ release, view.y)
-        v = -(slopes[others] @ view.X[others] + view.ridge * release) / view.sample_weight[i]
-        curvature = view.sample_weight * view.loss.second(view.X @ view.weights, view.y)
-        hessian = (view.X[others].mT * curvature[others]) @ view.X[others] + torch.diag(view.ridge)
-
-        def misfit(x: np.ndarray, i: int = i, v: torch.Tensor = v, hessian: torch.Tensor = hessian) -> np.ndarray:
-            whole = torch.cat([torch.as_tensor(x), torch.ones(1, dtype=torch.float64)]).to(v)
-            slope = view.loss.first((whole @ release)[None], view.y[i : i + 1])
-            return torch.linalg.solve(hessian, v - slope * whole).cpu().numpy()
-
-        best = optimize.least_squares(misfit, X[i], xtol=1e-14, ftol=1e-14, gtol=1e-14, x_scale="jac")
-        assert np.linalg.norm(best.x - X[i]) > 1e-3
-        assert np.allclose(guess.cpu().numpy(), best.x, atol=1e-5)
 
 
 @pytest.mark.parametrize("label", ["known", "unknown"])
@@ -157,10 +128,8 @@ def test_errors_are_those_of_the_guesses(label: str, value_range: tuple[float, f
     attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)  # type: ignore[arg-type]
     rows = [3, 40, 11]
     result = attack.run(sigma, trials, rows=rows, seed=2)
-    noise = normal(trials, 6, seed=2)
-    guesses = (
-        torch.stack([attack.reconstruct(attack.view.weights + sigma * row, rows)[0] for row in noise]).cpu().numpy()
-    )
+    releases = attack.view.weights + sigma * normal(trials, 6, seed=2)
+    guesses = torch.stack([attack.reconstruct(release, rows)[0] for release in releases]).cpu().numpy()
     errors = np.square(guesses - X[rows]).mean(axis=2)  # [trials, 3]
     assert result.ids == rows
     assert np.allclose(result.achieved, errors.mean(axis=0), rtol=1e-4)
@@ -169,19 +138,25 @@ def test_errors_are_those_of_the_guesses(label: str, value_range: tuple[float, f
 
 
 def test_small_noise_reaches_the_information() -> None:
-    """With label and intercept the likeliest guess errs by tr(I⁻¹)/d, the least that an unbiased one can."""
-    name, sigma = "logistic with intercept", 1e-6
+    """With label and intercept the likeliest guess errs by tr(I⁻¹)/d, the least that an unbiased one can; it is one."""
+    name, sigma, rows = "logistic with intercept", 1e-6, [4, 20]
     X, y, _ = table(name)
     model = MODELS[name]().fit(X, y)
-    result = GLMReconstruction(model, X, y, label="known").run(sigma, 2000, seed=0)
+    attack = GLMReconstruction(model, X, y, label="known")
+    result = attack.run(sigma, 2000, seed=0)
     fim = model.sensitivity(X, y, private_target=False).gram(slice(None)) / sigma**2
     least = bounds.mse_from_fim(fim).cpu().numpy()
     assert result.standard_error is not None
     assert (abs(result.achieved - least) < 4.5 * result.standard_error + 0.01 * least).mean() > 0.9
     assert abs(np.median(result.achieved / least) - 1) < 0.05  # the examples share the releases' luck
+    found = biased_bound(attack, sigma, rows, 20000, seed=0)
+    assert found.response == pytest.approx([1, 1], abs=0.03)
+    assert found.bound == pytest.approx(least[rows].tolist(), rel=0.03)
+    with pytest.raises(ValueError, match="sigma=0 must be positive and trials=5"):
+        biased_bound(attack, 0, rows, 5)
 
 
-@pytest.mark.parametrize("label", ["known", "unknown"])
+@pytest.mark.parametrize("label", [pytest.param("known", marks=pytest.mark.slow), "unknown"])
 def test_the_mean_guess_follows_the_example_as_refits_say(label: str) -> None:
     """tr J_μ by parts against differences over refits with the example moved, same noise; a bound that holds."""
     name, sigma, row, step, trials = "logistic with intercept", 3e-3, 11, 1e-3, 4000
@@ -200,11 +175,8 @@ def test_the_mean_guess_follows_the_example_as_refits_say(label: str) -> None:
             moved = X.copy()
             moved[row, column] += sign * step
             other = attacked(moved)
-            means.append(
-                other.guesses(other.view.weights + sigma * noise, torch.tensor([row], device=DEVICE))[
-                    0, :, column
-                ].mean()
-            )
+            guesses = other.guesses(other.view.weights + sigma * noise, torch.tensor([row], device=DEVICE))
+            means.append(guesses[0, :, column].mean())
         slopes.append(float(means[1] - means[0]) / (2 * step))
     found = biased_bound(attack, sigma, [row], 40 * trials, seed=1)
     assert 0.02 < np.mean(slopes) < 0.9
@@ -213,63 +185,17 @@ def test_the_mean_guess_follows_the_example_as_refits_say(label: str) -> None:
     assert 0.3 * achieved < found.bound[0] < 1.01 * achieved
 
 
-def test_nobody_is_biased_without_a_reason() -> None:
-    """At small noise the likeliest guess is unbiased: it follows the example, and its bound is tr(I⁻¹)/d."""
-    name, sigma, rows = "logistic with intercept", 1e-6, [4, 20]
-    X, y, _ = table(name)
-    model = MODELS[name]().fit(X, y)
-    found = biased_bound(GLMReconstruction(model, X, y, label="known"), sigma, rows, 20000, seed=0)
-    fim = model.sensitivity(X, y, private_target=False).gram(slice(None))[rows] / sigma**2
-    assert found.response == pytest.approx([1, 1], abs=0.03)
-    assert found.bound == pytest.approx(bounds.mse_from_fim(fim).tolist(), rel=0.03)
-    with pytest.raises(ValueError, match="sigma=0 must be positive and trials=5"):
-        biased_bound(GLMReconstruction(model, X, y), 0, rows, 5)
-
-
 def test_what_cannot_be_attacked_is_refused() -> None:
     X, y, levels = table("linear")
-    model = MODELS["linear"]().fit(X, y)
+    model, counts = MODELS["linear"]().fit(X, y), PoissonRegression(l2=1.0).fit(X, levels)
     all_refused(
         {
             "label='known'": lambda: GLMReconstruction(model, X, y),
             "it was not fitted on them": lambda: GLMView.build(model, X, y + 1),
             "X has shape": lambda: GLMView.build(model, X[1:], y[1:]),
             "SoftmaxRegression has 2": lambda: GLMView.build(SoftmaxRegression(l2=0.1).fit(X, levels), X, levels),
-            r"rows .4.": lambda: NominalAttribute([0], np.array([[0.0], [1.0]])).levels(
-                np.array([[0.0]] * 4 + [[2.0]])
-            ),
-            "poisson loss has no": lambda: BlackBoxInversion(
-                PoissonRegression(l2=1.0).fit(X, levels), X, levels, ATTRIBUTE
-            ),
+            "rows .4.": lambda: NominalAttribute([0], np.eye(2)[:, :1]).levels(np.array([[0.0]] * 4 + [[2.0]])),
+            "poisson loss": lambda: BlackBoxInversion(counts, X, levels, ATTRIBUTE),
             "sigma=-1 must be": lambda: WhiteBoxInversion(model, X, y, ATTRIBUTE).run(-1),
         }
     )
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_attacks_follow_the_model_to_a_gpu() -> None:
-    """The same numbers from tensors on a GPU as from arrays on a CPU, release by release."""
-    name, sigma = "logistic with intercept", 1e-4
-    X, y, _ = table(name)
-    data = [torch.as_tensor(values, device="cuda") for values in (X, y)]
-    there, here = MODELS[name]().set_params(device="cuda").fit(*data), MODELS[name]().set_params(device="cpu").fit(X, y)
-
-    def source() -> torch.Generator:
-        return torch.Generator().manual_seed(0)
-
-    for inversion in (WhiteBoxInversion, BlackBoxInversion):
-        pair = [inversion(m, *d, ATTRIBUTE) for m, d in ((there, data), (here, (X, y)))]
-        guesses = [attack.run(100 * sigma, 50, generator=source()).guesses for attack in pair]
-        assert (guesses[0] == guesses[1]).mean() > 0.999
-    for label in ("known", "unknown"):
-        for value_range in (None, (-3.0, 3.0)):
-            attacks = [
-                GLMReconstruction(m, *d, label=label, value_range=value_range)  # type: ignore[arg-type]
-                for m, d in ((there, data), (here, (X, y)))
-            ]
-            assert attacks[0].view.X.is_cuda
-            found, expected = (attack.run(sigma, 40, generator=source()) for attack in attacks)
-            assert np.allclose(found.achieved, expected.achieved, rtol=1e-3)
-            own, plain = (biased_bound(attack, sigma, [1, 5], 40, generator=source()) for attack in attacks)
-            assert np.allclose(own.response, plain.response, rtol=1e-2, atol=1e-3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.fisher.recorded_cases import Model
 from torchfil.attacks.guesses import best_guess, transcript_ratios, true_positive_rates
 from torchfil.attacks.transcripts import record_dpsgd
 from torchfil.guessing import largest_true_positive_rate
@@ -17,18 +19,6 @@ from torchfil.questions import Absent, Change, Label, Question, Token
 
 RATES = (0.01, 0.05, 0.1, 0.3, 0.5)
 MODELS = ("logistic", "two layers", "tokens")
-
-
-class TokensAndReLU(nn.Module):
-    """An integer input and an activation without a derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, 2)
-        self.out = nn.Linear(2, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(F.relu(self.table(tokens)).sum(dim=1))
 
 
 def problem(kind: str) -> tuple[nn.Module, Tensor, Tensor, Question, Private | None]:
@@ -42,7 +32,9 @@ def problem(kind: str) -> tuple[nn.Module, Tensor, Tensor, Question, Private | N
             return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double(), x, y, Label(2), None
         tokens = torch.randint(0, 3, (5, 2))
         tokens[0, 0] = 0
-        return TokensAndReLU().double(), tokens, y, Token(0, (1,)), Private(submodule="table")
+        parts = {"table": nn.Embedding(3, 2), "out": nn.Linear(2, 2)}  # an activation without a derivative
+        model = Model(lambda m, tokens: m.out(F.relu(m.table(tokens)).sum(dim=1)), **parts)
+        return model.double(), tokens, y, Token(0, (1,)), Private(submodule="table")
 
 
 def settings(q: float, sigma: float = 1.2, steps: int = 12) -> dict[str, float | int]:
@@ -90,26 +82,19 @@ def test_ledger_is_the_divergence_of_forty_thousand_runs(kind: str, q: float) ->
     check_ledger_and_bounds(kind, q, runs=40_000)
 
 
-def test_membership_of_a_run_without_the_example() -> None:
-    model, inputs, targets, *_ = problem("logistic")
-    attack = best_guess(
-        model, nn.CrossEntropyLoss(), inputs, targets, Absent(), [0, 2], runs=1_000, seed=2,
-        false_positive_rates=(0.1,), **settings(0.3),
-    )  # fmt: skip
-    assert attack.verdicts == [["held"], ["held"]]
-    assert (attack.achieved > 0.1).all()
-
-
-def test_known_batches_tell_more() -> None:
+def test_membership_and_known_batches() -> None:
+    """Whether the run had the example; an attacker who knows the batches is told more."""
     model, inputs, targets, question, _ = problem("logistic")
-    attacks = [
-        best_guess(
-            model, nn.CrossEntropyLoss(), inputs, targets, question, [0], runs=500, seed=2,
-            secret_batches=secret, **settings(0.3),
-        )
-        for secret in (True, False)
-    ]  # fmt: skip
-    assert attacks[0].divergence[0] < attacks[1].divergence[0]
+
+    def attack(asked: Question, runs: int, **more: Any) -> Any:
+        given = {"runs": runs, "seed": 2, **settings(0.3), **more}
+        return best_guess(model, nn.CrossEntropyLoss(), inputs, targets, asked, [0], **given)
+
+    member = attack(Absent(), 1_000, false_positive_rates=(0.1,))
+    assert member.verdicts == [["held"]]
+    assert (member.achieved > 0.1).all()
+    secret, known = (attack(question, 500, secret_batches=secret).divergence[0] for secret in (True, False))
+    assert secret < known
 
 
 def test_rates_of_separated_runs() -> None:

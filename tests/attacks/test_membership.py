@@ -37,10 +37,7 @@ def test_likelihood_ratio_reaches_the_gaussian_optimum() -> None:
     optimum = 1 - normal.cdf(normal.icdf(torch.tensor(0.99)) - 2).item()  # P(N(2, 1) > 99 % quantile)
     assert found.tpr_at(0.01) == pytest.approx(optimum, abs=0.06)
     assert found.by_example().achieved.mean() == pytest.approx(normal.cdf(torch.tensor(1.0)).item(), abs=0.02)
-
-
-def test_nothing_is_found_where_nothing_leaks() -> None:
-    for found in membership_inference(gaussian_runs(0.0)).values():
+    for found in membership_inference(gaussian_runs(0.0)).values():  # nothing leaks
         assert found.auc == pytest.approx(0.5, abs=0.02)
         assert found.tpr_at(0.1) < 0.14
 
@@ -55,23 +52,25 @@ def test_log_odds_and_splits() -> None:
 
 
 def test_refusals() -> None:
-    runs = gaussian_runs(1.0, runs=3)
+    """Runs that diverged, too: one NaN made the pooled variance NaN, and the ratio a coin."""
+    runs, members, log_odds = gaussian_runs(1.0, runs=3), torch.rand(6, 20) < 0.5, torch.randn(6, 20)
+    inputs, labels = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long)
+    diverged = log_odds.clone()
+    diverged[4, 3] = torch.nan
     all_refused(
         {
             "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(runs, 0),
             "targets=9 must be between 1": lambda: membership_inference(runs, targets=9),
-            "fpr=2 must lie in": lambda: membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(
-                2
-            ),
+            "fpr=2": lambda: membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(2),
             "must both be": lambda: ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool)),
-            "leaves 5 members": lambda: shadow_runs(
-                lambda rows, run: nn.Identity(), torch.zeros(5, 2), torch.zeros(5).long(), runs=1, share=1.0
-            ),
+            "leaves 5 members": lambda: shadow_runs(lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0),
+            r"runs \[4\] are not finite": lambda: ShadowRuns(diverged, members),
+            "torch.uint8": lambda: ShadowRuns(log_odds, members.to(torch.uint8)),
         }
     )
 
 
-@pytest.mark.parametrize(("targets", "n"), [(1, 40), (1, 400), (5, 40)])
+@pytest.mark.parametrize(("targets", "n"), [(1, 40), (5, 40)])
 def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
     """A threshold chosen on the scores that it judges would find members among them."""
     rng = np.random.default_rng(0)
@@ -81,15 +80,3 @@ def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
         result = MembershipResult("loss threshold", rng.normal(size=(targets, n)), members, 0.5, 0.0)
         means.append(result.by_example().achieved.mean())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 300**0.5 + 0.5 / n)
-
-
-def test_runs_that_diverged_are_refused() -> None:
-    """One NaN made the pooled variance NaN, and the ratio a coin."""
-    members = torch.rand(6, 20) < 0.5
-    for wrong in (torch.nan, torch.inf):
-        log_odds = torch.randn(6, 20)
-        log_odds[4, 3] = wrong
-        with pytest.raises(ValueError, match=r"the log-odds of runs \[4\] are not finite"):
-            ShadowRuns(log_odds, members)
-    with pytest.raises(TypeError, match=r"members is of torch.uint8; give booleans"):
-        ShadowRuns(torch.randn(6, 20), members.to(torch.uint8))

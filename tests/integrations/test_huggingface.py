@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from tests.distributed.rank_runs import replaying
 from tests.integrations.ledgers import DELTA, assert_same_run
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine, Private
@@ -91,20 +91,18 @@ def by_logits(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     """The same steps by hand, on the batches and with the order of parameters (of the noise) that the trainer had."""
-    network, data = model().train(), examples()
+    network = model().train()
     names = {id(value): name for name, value in trainer.model.named_parameters()}
     ordered = [network.get_parameter(names[id(p)]) for group in trainer.optimizer.param_groups for p in group["params"]]
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(ordered, lr=LR)
-    loader: Any = DataLoader(data, batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(examples(), batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
     given = {"max_grad_norm": C, "criterion": by_logits, **privacy()}
     wrapped, optimizer, loader = engine.make_private(network, optimizer, loader, **given)
-    loader.batch_sampler._on_start()
-    for rows in trainer.batches:
-        loader.dataset.__getitems__(rows)
-        batch = loader.collate_fn([data[row] for row in rows])
-        optimizer.zero_grad()
-        by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
-        optimizer.step()
+    with replaying(trainer.batches):
+        for batch in chain(loader, loader):
+            optimizer.zero_grad()
+            by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
+            optimizer.step()
     return engine, network
 
 
@@ -178,9 +176,9 @@ def test_optimizers_and_devices_that_are_refused(tmp_path: Path) -> None:
         FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
 
 
-@pytest.mark.parametrize("kind", ["as it comes", "other columns", "padded to the longest"])
+@pytest.mark.parametrize("kind", ["as it comes", "padded to the longest"])
 def test_models_and_data_as_they_come(kind: str, tmp_path: Path) -> None:
-    """Positions for the whole batch and a padding row that is not trained; a column that the model does not take."""
+    """Positions for the whole batch, a padding row that is not trained, a column that the model does not take."""
     given: dict[str, Any] = {"model": model()}
 
     def collate(samples: list[Any]) -> dict[str, Any]:
@@ -189,9 +187,8 @@ def test_models_and_data_as_they_come(kind: str, tmp_path: Path) -> None:
 
     if kind == "as it comes":
         given["model"].bert.embeddings.word_embeddings.padding_idx = 0
-        given["train_dataset"] = [{k: v for k, v in each.items() if k != "position_ids"} for each in examples()]
-    elif kind == "other columns":
-        given["train_dataset"] = [{**example, "text": torch.zeros(3)} for example in examples()]
+        data = [{**example, "text": torch.zeros(3)} for example in examples()]
+        given["train_dataset"] = [{k: v for k, v in each.items() if k != "position_ids"} for each in data]
     else:
         given["data_collator"] = collate
     assert trained(tmp_path, given=given, per_device_train_batch_size=2, max_steps=4).state.global_step == 4
@@ -210,7 +207,7 @@ def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (4, 0), (3, 1)])  # in a pass over the data, and at its end
+@pytest.mark.parametrize(("stop", "workers"), [(3, 1), (4, 0)])  # in a pass over the data, and at its end
 def test_a_resumed_run_is_the_uninterrupted_one(stop: int, workers: int, tmp_path: Path) -> None:
     def run(folder: str, resumed: Any = None) -> Any:
         options = privacy(accounting=Accounting(seed=3, num_probes=1, track=("diagonal",)))
@@ -227,15 +224,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(stop: int, workers: int, tmp_pat
     assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
 
 
-@pytest.mark.parametrize("stop", [3, 4])  # in the middle of a pass, and after it
-def test_resumed_runs_share_no_noise(stop: int, tmp_path: Path) -> None:
+def test_resumed_runs_share_no_noise(tmp_path: Path) -> None:
     def run(resumed: Any = None) -> list[torch.Tensor]:
         with recorded_noise() as drawn:
             given = {"privacy": privacy(noise_generator=None)}
-            trained(tmp_path, resumed, given=given, save_strategy="steps", save_steps=stop)
+            trained(tmp_path, resumed, given=given, save_strategy="steps", save_steps=3)
         return drawn
 
-    check_no_noise_is_shared(run(), *(run(str(tmp_path / f"checkpoint-{stop}")) for _ in range(2)))
+    check_no_noise_is_shared(run(), *(run(str(tmp_path / "checkpoint-3")) for _ in range(2)))
 
 
 def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path) -> None:
@@ -243,7 +239,7 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="No valid checkpoint"):
         trained(tmp_path, True, **saving)
     trained(tmp_path, **saving, save_only_model=True)
-    with pytest.raises(ValueError, match="accounting"):
+    with pytest.raises(ValueError, match="torchfil_state"):
         trained(tmp_path, True, **saving)
 
     # of other data: all or nothing
@@ -269,12 +265,6 @@ def test_evaluation_in_training_changes_nothing(tmp_path: Path) -> None:
     assert evaluating.evaluate()["eval_loss"] == pytest.approx(min(logged))
 
 
-def test_gradients_that_are_all_zero_are_told(tmp_path: Path) -> None:
-    trainer = made(tmp_path, given={"criterion": lambda logits, labels: (0 * logits).sum(dim=1).mean()}, max_steps=1)
-    with pytest.warns(UserWarning, match="(?i)all .* are exactly (0|zero)"):
-        trainer.train()
-
-
 @pytest.mark.parametrize(("option", "tolerance"), [("bf16", 0.05), ("gradient_checkpointing", 1e-5)])
 def test_the_same_run_but_for_rounding(option: str, tolerance: float, tmp_path: Path) -> None:
     runs = []
@@ -288,12 +278,3 @@ def test_the_same_run_but_for_rounding(option: str, tolerance: float, tmp_path: 
     assert option != "bf16" or not torch.equal(exact, other)
     losses = [run.state.log_history[0]["loss"] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=0.02 if option == "bf16" else 1e-6)
-
-
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[2] / "examples" / "huggingface_leakage.py"
-    given = ["--epochs", "1", "--examples", "400", "--path", str(tmp_path / "leakage.csv")]
-    monkeypatch.setattr(sys, "argv", [example.name, *given])
-    runpy.run_path(str(example), run_name="__main__")
-    assert "ε = " in capsys.readouterr().out
-    assert (tmp_path / "leakage.csv").exists()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,12 @@ LR = 0.3
 
 
 class Classifier(pl.LightningModule):
-    temperature = 1.0
-
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x) / self.temperature
+        return self.network(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -44,13 +40,6 @@ class Classifier(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=LR)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-class Cooling(Classifier):
-    """An attribute that a schedule changes."""
-
-    def on_train_epoch_start(self) -> None:
-        self.temperature = 1.0 + self.current_epoch
 
 
 class CallsASubmodule(Classifier):
@@ -76,29 +65,6 @@ class Manual(Classifier):
 class Quasi(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
-
-
-class Looking(Classifier):
-    """No gradients of single examples are formed."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        assert not any(part._forward_hooks or part._backward_hooks for part in self.modules())
-        assert all(getattr(p, "grad_sample", None) is None for p in self.parameters())
-
-
-class AutoEncoder(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self(batch[0]), batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
 
 
 class ByName(TensorDataset):
@@ -133,31 +99,21 @@ def trainer(callback: Any, folder: Path, **more: Any) -> Any:
 
 
 def fit(
-    folder: Path, kind: type = Classifier, data: Any = None, validation: Any = None, **more: Any
+    folder: Path, kind: type = Classifier, data: Any = None, validated: bool = False, inner: Any = None, **more: Any
 ) -> tuple[Any, Any]:
     """The callback and the module after a fit."""
-    callback, fitted = FILCallback(**options()), module(kind)
-    trainer(callback, folder, **more).fit(fitted, data or loader(), validation)
+    callback, fitted = FILCallback(module=inner, **options()), module(kind)
+    trainer(callback, folder, **more).fit(fitted, loader(**(data or {})), loader(batch_size=10) if validated else None)
     return callback, fitted
 
 
-class Cooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network, self.temperature = module().network, 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x) / self.temperature
-
-
-def plain_loop(kind: type = TensorDataset, *, workers: int = 0, cooling: bool = False) -> tuple[FILPrivacyEngine, Any]:
-    network, engine, batches = Cooled(), FILPrivacyEngine(), loader(kind, num_workers=workers)
+def plain_loop(kind: type = TensorDataset, *, workers: int = 0) -> tuple[FILPrivacyEngine, Any]:
+    network, engine, batches = module().network, FILPrivacyEngine(), loader(kind, num_workers=workers)
     optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     torch.empty((), dtype=torch.int64).random_(generator=batches.generator)  # Lightning opens the plain loader once
     model, optimizer, private = engine.make_private(network, optimizer, batches, **options())
-    for epoch in range(2):
-        network.temperature = 1.0 + epoch * cooling
+    for _ in range(2):
         for batch in private:
             x, y = batch.values() if isinstance(batch, dict) else batch
             optimizer.zero_grad()
@@ -169,33 +125,25 @@ def plain_loop(kind: type = TensorDataset, *, workers: int = 0, cooling: bool = 
 
 FITS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "workers": {"data": lambda: loader(num_workers=1), "truth": {"workers": 1}},
+    "workers": {"data": {"num_workers": 1}, "truth": {"workers": 1}},
     "manual": {"kind": Manual},
-    "looking": {"kind": Looking},
-    "cooling": {"kind": Cooling, "truth": {"cooling": True}},
-    "accumulated": {"data": lambda: loader(batch_size=2), "accumulate_grad_batches": 2},  # one batch of mean size 2·2
-    "validated": {"validation": lambda: loader(batch_size=10), "val_check_interval": 2},
+    "accumulated": {"data": {"batch_size": 2}, "accumulate_grad_batches": 2},  # one batch of mean size 2·2
+    "validated": {"validated": True, "val_check_interval": 2},
+    "a module of the module": {"kind": CallsASubmodule, "inner": "network", "data": {"kind": ByName}},
 }
+FITS["a module of the module"]["truth"] = {"kind": ByName}
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_the_ledger_is_that_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     given = dict(FITS[name])
     truth = given.pop("truth", {})
-    callback, fitted = fit(
-        tmp_path, **{key: value() if key in ("data", "validation") else value for key, value in given.items()}
-    )
+    callback, fitted = fit(tmp_path, **given)
     assert_same_run(callback.engine, fitted, *plain_loop(**truth))
     assert not any(part._forward_hooks or part._backward_hooks for part in fitted.modules())
     copy.deepcopy(fitted)
     with pytest.raises(ValueError, match="already accounts for a run"):
         trainer(callback, tmp_path).fit(fitted, loader())
-
-
-def test_a_module_of_the_module(tmp_path: Path) -> None:
-    callback, fitted = FILCallback(module="network", **options()), module(CallsASubmodule)
-    trainer(callback, tmp_path).fit(fitted, loader(ByName))
-    assert_same_run(callback.engine, fitted, *plain_loop(ByName))
 
 
 def test_resumed_fits_share_no_noise(tmp_path: Path) -> None:
@@ -284,26 +232,3 @@ def test_scheduled_accumulation_and_other_modes_are_refused(tmp_path: Path) -> N
     for option in ({"wrap_model": True}, {"grad_sample_mode": "hooks"}):
         with pytest.raises(TypeError, match=next(iter(option))):
             FILCallback(**option)
-
-
-def test_an_autoencoder_is_accounted_for_as_in_a_loop(tmp_path: Path) -> None:
-    """Lightning's first example; tests/engine/test_same_tensor.py compares the loop with brute force."""
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    exact = Accounting(estimator="exact", amplification="none")
-    settings = options(poisson_sampling=False, accounting=exact)
-    callback, network, engine = FILCallback(**settings), module(AutoEncoder).network, FILPrivacyEngine()
-    trainer(callback, tmp_path, max_epochs=1).fit(module(AutoEncoder), DataLoader(TensorDataset(x), 4))
-    optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
-    model, optimizer, batches = engine.make_private(network, optimizer, DataLoader(TensorDataset(x), 4), **settings)
-    for (rows,) in batches:
-        nn.functional.mse_loss(model(rows), rows).backward()
-        optimizer.step()
-    torch.testing.assert_close(callback.engine.get_fil().value, engine.get_fil().value)
-
-
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[2] / "examples" / "lightning_leakage.py"
-    monkeypatch.setattr(sys, "argv", [example.name, "--epochs", "1", "--path", str(tmp_path / "leakage.csv")])
-    runpy.run_path(str(example), run_name="__main__")
-    assert "ε = " in capsys.readouterr().out
-    assert (tmp_path / "leakage.csv").exists()

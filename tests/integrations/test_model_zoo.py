@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from torchfil.fisher.models import check_modules
-from torchfil.utils.errors import UnsupportedModuleError
 
 sys.path.append(str(Path(sys.prefix) / "vision"))  # where the Makefile puts timm and torchvision
 for package in ("transformers", "peft", "timm", "torchvision"):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed (make test-integrations)", allow_module_level=True)
 
-from tests.integrations.model_zoo.outcomes import CASES, MODELS, Case, Outcome, outcome_of  # noqa: E402
-from tests.integrations.model_zoo.table import DOCS, read_table, text_of  # noqa: E402
+from tests.integrations.model_zoo.outcomes import CASES, DOCS, MODELS, Case, outcome_of, read_table, text_of  # noqa: E402
 from tests.integrations.model_zoo.truth import assert_true, trained  # noqa: E402
 
 WRITTEN = read_table(DOCS.read_text())
@@ -55,12 +49,6 @@ def test_few_models_are_refused_and_none_fails() -> None:
     assert {outcome.kind for outcome in WRITTEN.values()} <= {"runs", "runs (vmap)", "refused"}
 
 
-def test_reasons_survive_the_page() -> None:
-    refused = Outcome("refused", "ValueError: a reason [N]. Do 1. this / that")
-    outcomes = {**dict.fromkeys(CASES, Outcome("runs (vmap)")), CASES[1]: refused}
-    assert read_table(text_of(outcomes)) == outcomes
-
-
 @pytest.mark.parametrize("name", ["multilayer perceptron", "Opacus DPMultiheadAttention", "timm vit"])
 def test_more_steps(name: str) -> None:
     """Beyond the first steps, in which the engine tries and learns."""
@@ -81,20 +69,3 @@ def test_the_truth_notices(forged: str) -> None:
     run.steps[-1] = replace(step, **forgeries[forged])
     with pytest.raises(AssertionError, match="off by"):
         assert_true(run)
-
-
-def test_the_remedy_for_timms_batch_normalisation_works() -> None:
-    """Opacus's ModuleValidator does not know its layers with an activation."""
-    import timm
-
-    model: Any = timm.create_model("mobilenetv3_small_050", num_classes=3)
-    layers = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    for _ in range(layers):
-        with pytest.raises(UnsupportedModuleError, match="BatchNormAct2d") as refused:
-            check_modules(model, allow_dropout=True)
-        remedy = re.search(r"for each such layer: (.*\))\), or freeze", str(refused.value))
-        assert remedy is not None
-        exec(remedy[1], {"model": model, "nn": nn})
-    check_modules(model, allow_dropout=True)
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)

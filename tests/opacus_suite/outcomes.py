@@ -3,68 +3,53 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .reasons import REASONS
+from tests.mutations import tomllib
 
 EXPECTED = Path(__file__).with_name("expected.json")
-PASSED, SKIPPED, UNEXPLAINED = "passed", "skipped", "unexplained"
+PASSED, UNEXPLAINED = "passed", "unexplained"
 
 Record = Mapping[str, Any]  # of one test, as the plugin writes it
+
+
+class Reason(NamedTuple):
+    """A documented reason for which a test does not pass; reasons.toml says what each field is."""
+
+    name: str
+    title: str
+    why: str
+    error: str
+    tests: str = ""
+
+    def explains(self, test: str, record: Record) -> bool:
+        """Whether the failure that the plugin recorded is this one."""
+        text = f"{record.get('error')}: {record.get('text')}"
+        return bool(re.search(self.tests, test) and re.search(self.error, text))
+
+
+REASONS = [Reason(**each) for each in tomllib.loads(EXPECTED.with_name("reasons.toml").read_text())["reason"]]
 
 
 def outcome_of(test: str, record: Record) -> str:
     """ "passed", "skipped", the name of the documented reason for which it ends otherwise, or "unexplained"."""
     if record["outcome"] != "failed":
         return str(record["outcome"])
-    reason = next((reason for reason in REASONS if reason.explains(test, record)), None)
-    return UNEXPLAINED if reason is None else reason.name
+    return next((reason.name for reason in REASONS if reason.explains(test, record)), UNEXPLAINED)
 
 
-def engine_tests(stock: Mapping[str, Record]) -> list[str]:
-    """The tests that make an engine and pass with Opacus's: a test that fails with it says nothing about ours."""
-    return [test for test, record in stock.items() if record["engine"] and record["outcome"] == PASSED]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a run says beside the list of expected outcomes.
-
-    Attributes:
-        lost: Tests that were expected to pass and do not.
-        unexplained: Tests that end in a way that no documented reason covers.
-        gained: Tests that pass and were not expected to.
-        moved: Tests that end for another documented reason than expected.
-    """
-
-    lost: list[str]
-    unexplained: list[str]
-    gained: list[str]
-    moved: list[str]
-
-    @property
-    def good(self) -> bool:
-        return not (self.lost or self.unexplained)
-
-
-def compare(records: Mapping[str, Record], expected: Mapping[str, Record]) -> Comparison:
-    """Compare the outcomes of the tests that were run with those that are listed."""
-    comparison = Comparison([], [], [], [])
-    for test, record in records.items():
-        outcome, listed = outcome_of(test, record), expected.get(test, {}).get("outcome")
-        if outcome == UNEXPLAINED:
-            comparison.unexplained.append(test)
-        elif listed == PASSED and outcome != PASSED:
-            comparison.lost.append(test)
-        elif outcome == PASSED and listed not in (PASSED, None):
-            comparison.gained.append(test)
-        elif listed is not None and outcome != listed:
-            comparison.moved.append(test)
-    return comparison
+def surprise(test: str, record: Record, expected: Mapping[str, Record]) -> str | None:
+    """How the test ended otherwise than listed: "lost" and "unexplained" are failures, "gained" and "moved" are not."""
+    outcome, listed = outcome_of(test, record), expected.get(test, {}).get("outcome")
+    if outcome == UNEXPLAINED:
+        return UNEXPLAINED
+    if listed is None or outcome == listed:
+        return None
+    return "lost" if listed == PASSED else "gained" if outcome == PASSED else "moved"
 
 
 def load_expected() -> dict[str, dict[str, Any]]:
@@ -86,18 +71,10 @@ def summary(outcomes: Mapping[str, str]) -> str:
     counts = Counter(outcomes.values())
 
     rows = ["| tests | outcome | why | test functions |", "|---:|---|---|---|", f"| {counts[PASSED]} | pass | | |"]
-    for reason in REASONS:
-        if counts[reason.name]:
-            names = ", ".join(sorted(functions[reason.name]))
-            rows.append(f"| {counts[reason.name]} | {reason.title} | {reason.why} | {names} |")
-    if counts[UNEXPLAINED]:
-        rows.append(f"| {counts[UNEXPLAINED]} | not explained | | {', '.join(sorted(functions[UNEXPLAINED]))} |")
+    for name, title, why in [*(reason[:3] for reason in REASONS), (UNEXPLAINED, "not explained", "")]:
+        if counts[name]:
+            rows.append(f"| {counts[name]} | {title} | {why} | {', '.join(sorted(functions[name]))} |")
     return "\n".join([*rows, f"| **{len(outcomes)}** | call an engine | | |"])
-
-
-def unused_reasons(outcomes: Mapping[str, str]) -> list[str]:
-    """The documented reasons for which no test ends any more."""
-    return [reason.name for reason in REASONS if reason.name not in outcomes.values()]
 
 
 def quick_part(seconds: Mapping[str, float], outcomes: Mapping[str, str], budget: float = 80) -> set[str]:

@@ -25,8 +25,11 @@ _records: dict[str, dict[str, Any]] = {}
 _running: list[str] = []
 
 
-def _recorded(engine: type) -> type:
-    """The engine class, with a note for every test that makes one or asks it for a private model."""
+def _replacement(engine: type, seeded: bool) -> type:
+    """The engine class, with a note for every test that makes one.
+
+    Where ``seeded``, its noise and draws follow ``torch.manual_seed``, as the tests expect.
+    """
 
     class RecordedEngine(engine):  # type: ignore[misc]
         @functools.wraps(engine.__init__)
@@ -35,38 +38,25 @@ def _recorded(engine: type) -> type:
                 _records[_running[-1]]["engine"] = True
             super().__init__(*args, **options)
 
+        @functools.wraps(engine.make_private)
+        def make_private(self, *args: Any, **options: Any) -> Any:
+            if seeded and options.get("noise_generator") is None and not self.secure_mode:
+                options["noise_generator"] = torch.default_generator
+            return super().make_private(*args, **options)
+
     RecordedEngine.__name__ = RecordedEngine.__qualname__ = engine.__name__
     return RecordedEngine
 
 
-def _seeded(engine: type) -> type:
-    """The engine class, whose noise and draws follow ``torch.manual_seed``, as the tests expect."""
-
-    class SeededEngine(engine):  # type: ignore[misc]
-        @functools.wraps(engine.make_private)
-        def make_private(self, *args: Any, **options: Any) -> Any:
-            if options.get("noise_generator") is None and not self.secure_mode:
-                options["noise_generator"] = torch.default_generator
-            return super().make_private(*args, **options)
-
-    SeededEngine.__name__ = SeededEngine.__qualname__ = engine.__name__
-    return SeededEngine
-
-
 def pytest_configure(config: pytest.Config) -> None:
     import_torchvision()
-    if os.environ[ENGINE_VARIABLE] == "stock":
-        engine = opacus.PrivacyEngine
-    else:
-        import torchfil
+    stock = os.environ[ENGINE_VARIABLE] == "stock"
+    import torchfil
 
-        if ROOT not in Path(torchfil.__file__).resolve().parents:
-            raise pytest.UsageError(
-                f"torchfil was imported from {torchfil.__file__}, not from {ROOT}: another copy would be tested"
-            )
-        engine = _seeded(torchfil.FILPrivacyEngine)
-    replacement = _recorded(engine)
-    opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = replacement
+    if ROOT not in Path(torchfil.__file__).resolve().parents:
+        raise pytest.UsageError(f"torchfil was imported from {torchfil.__file__}, not from {ROOT}")
+    engine = opacus.PrivacyEngine if stock else torchfil.FILPrivacyEngine
+    opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = _replacement(engine, seeded=not stock)
     hypothesis.settings.register_profile(
         "opacus-suite",
         max_examples=16,

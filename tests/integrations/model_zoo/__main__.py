@@ -9,8 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from .outcomes import CASES, WRONG, Case, Outcome, outcome_of
-from .table import DOCS, read_table, text_of, told
+from .outcomes import CASES, DOCS, WRONG, Case, Outcome, outcome_of, read_table, text_of
 
 
 def main() -> int:
@@ -28,7 +27,9 @@ def main() -> int:
     written = read_table(DOCS.read_text()) if options.k and DOCS.exists() else {}
     everything = {case: outcomes.get(case) or written.get(case) for case in CASES}
     DOCS.write_text(text_of({case: outcome for case, outcome in everything.items() if outcome is not None}))
-    print(told(outcomes))
+    print(
+        *(f"{case}: {outcome.kind}: {outcome.reason}" for case, outcome in outcomes.items() if outcome.reason), sep="\n"
+    )
     print(f"{sum(not outcome.reason for outcome in outcomes.values())} of {len(outcomes)} run; {DOCS} is written")
     return int(any(outcome.kind == WRONG for outcome in outcomes.values()))
 

@@ -139,11 +139,11 @@ TASKS: dict[str, tuple[Any, Any]] = {
 
 def model(
     name: str,
-    options: dict[str, Any],
-    private: str | tuple[str, ...] = (),
-    drops: tuple[str, ...] = BERT_DROPS,
+    options: Any,
+    private: Any = (),
+    drops: Any = BERT_DROPS,
     *,
-    head: str | None = None,
+    head: Any = None,
     build: Any = built,
     **more: Any,
 ) -> Model:
@@ -164,94 +164,54 @@ def model(
     return Model(name, partial(build, given=(head, options, drops)), private=private, **fields)
 
 
-BERT, TOKENS, PREFIX = "bert.embeddings.word_embeddings", "model.embed_tokens", "base_model.model."
-CLASSIFIER = "BertForSequenceClassification"
-SIDES_OF_T5 = ("encoder.embed_tokens", "decoder.embed_tokens")
-HIDDEN = {**ENCODER, "output_hidden_states": True}
+def lora(
+    name: str, head: str, options: Any, private: str, drops: Any, targets: list[str], task: str, **more: Any
+) -> Model:
+    """A line of the table: a model with LoRA."""
+    build = partial(adapted, targets=targets, task=task, **more)
+    return model(name, options, f"base_model.model.{private}", drops, head=head, build=build)
+
+
+TABLE, TOKENS, CLASSIFIER = "embeddings.word_embeddings", "model.embed_tokens", "BertForSequenceClassification"
+BERT, SIDES_OF_T5 = f"bert.{TABLE}", ("encoder.embed_tokens", "decoder.embed_tokens")
+HIDDEN, OUTSIDE = {**ENCODER, "output_hidden_states": True}, {"loss_inside": False, "criterion_needed": True}
+ALBERT = {**ENCODER, "embedding_size": 6, "num_hidden_layers": 2}
+OPT = {**DECODER, "ffn_dim": W, "word_embed_proj_dim": W}
+PHI, PHI_DROPS = {**DECODER, "partial_rotary_factor": 0.5}, ("resid_pdrop", "embd_pdrop", *DROPS)
+T5_DROPS, FAN = ("dropout_rate", "classifier_dropout"), {"task": "CAUSAL_LM", "fan_in_fan_out": True}
+WAV2VEC2_NAME = "Wav2Vec2ForSequenceClassification (frozen feature encoder)"
 MODELS = [
     model(CLASSIFIER, ENCODER, BERT),
     model(f"{CLASSIFIER}, token_type_ids", ENCODER, BERT, data=partial(texts, segments=True)),
     model(f"{CLASSIFIER}, padded to each batch's longest", ENCODER, BERT, data=unpadded, collate=to_the_longest),
-    model(
-        f"{CLASSIFIER}, a loss on its hidden states",
-        HIDDEN,
-        BERT,
-        loss=hidden_loss,
-        loss_inside=False,
-        criterion_needed=True,
-    ),
+    model(f"{CLASSIFIER}, a loss on its hidden states", HIDDEN, BERT, loss=hidden_loss, **OUTSIDE),
     model("BertForTokenClassification", ENCODER, BERT),
     model("BertForMaskedLM (tied)", ENCODER, BERT),
-    model("RobertaForSequenceClassification", ENCODER, "roberta.embeddings.word_embeddings"),
-    model("DistilBertForSequenceClassification", DISTIL, "distilbert.embeddings.word_embeddings", DISTIL_DROPS),
-    model("ElectraForSequenceClassification", {**ENCODER, "embedding_size": 6}, "electra.embeddings.word_embeddings"),
-    model(
-        "AlbertForSequenceClassification",
-        {**ENCODER, "embedding_size": 6, "num_hidden_layers": 2},
-        "albert.embeddings.word_embeddings",
-        (*BERT_DROPS, "classifier_dropout_prob"),
-    ),
-    model(
-        "DebertaV2ForSequenceClassification",
-        DEBERTA,
-        "deberta.embeddings.word_embeddings",
-        (*BERT_DROPS, "pooler_dropout"),
-    ),
+    model("RobertaForSequenceClassification", ENCODER, f"roberta.{TABLE}"),
+    model("DistilBertForSequenceClassification", DISTIL, f"distilbert.{TABLE}", DISTIL_DROPS),
+    model("ElectraForSequenceClassification", {**ENCODER, "embedding_size": 6}, f"electra.{TABLE}"),
+    model("AlbertForSequenceClassification", ALBERT, f"albert.{TABLE}", (*BERT_DROPS, "classifier_dropout_prob")),
+    model("DebertaV2ForSequenceClassification", DEBERTA, f"deberta.{TABLE}", (*BERT_DROPS, "pooler_dropout")),
     model("GPT2LMHeadModel (tied)", GPT2, "transformer.wte", GPT2_DROPS),
     model("GPT2ForSequenceClassification", GPT2, "transformer.wte", GPT2_DROPS),
     model("LlamaForCausalLM", DECODER, TOKENS, DROPS),
     model("LlamaForSequenceClassification", DECODER, TOKENS, DROPS),
     model("MistralForCausalLM", {**DECODER, "sliding_window": 4}, TOKENS, DROPS),
     *(model(f"{name}ForCausalLM", DECODER, TOKENS, DROPS) for name in ("Qwen2", "Qwen3", "Gemma")),
-    model(
-        "OPTForCausalLM",
-        {**DECODER, "ffn_dim": W, "word_embed_proj_dim": W},
-        "model.decoder.embed_tokens",
-        ("dropout", "attention_dropout"),
-    ),
+    model("OPTForCausalLM", OPT, "model.decoder.embed_tokens", ("dropout", "attention_dropout")),
     model("GPTNeoXForCausalLM", DECODER, "gpt_neox.embed_in", ("hidden_dropout", "attention_dropout")),
-    model("PhiForCausalLM", {**DECODER, "partial_rotary_factor": 0.5}, TOKENS, ("resid_pdrop", "embd_pdrop", *DROPS)),
+    model("PhiForCausalLM", PHI, TOKENS, PHI_DROPS),
     model("T5ForConditionalGeneration", T5, SIDES_OF_T5, ("dropout_rate",)),
     model("BartForConditionalGeneration", BART, tuple(f"model.{side}" for side in SIDES_OF_T5), ("dropout",)),
-    model(
-        "T5ForSequenceClassification",
-        T5,
-        tuple(f"transformer.{side}" for side in SIDES_OF_T5),
-        ("dropout_rate", "classifier_dropout"),
-    ),
+    model("T5ForSequenceClassification", T5, tuple(f"transformer.{side}" for side in SIDES_OF_T5), T5_DROPS),
     *(model(f"{name}ForImageClassification", {**IMAGE, **BODY, "patch_size": 4}) for name in ("ViT", "DeiT")),
     model("SwinForImageClassification", SWIN, drops=("drop_path_rate", *BERT_DROPS)),
     model("ConvNextForImageClassification", {**CONVNEXT, "layer_scale_init_value": 0.5}, drops=("drop_path_rate",)),
-    model(
-        "Wav2Vec2ForSequenceClassification (frozen feature encoder)",
-        WAV2VEC2,
-        drops=WAV2VEC2_DROPS,
-        build=frozen_features,
-    ),
+    model(WAV2VEC2_NAME, WAV2VEC2, drops=WAV2VEC2_DROPS, build=frozen_features),
     model("WhisperForAudioClassification", WHISPER, drops=("dropout", "attention_dropout", "activation_dropout")),
-    model(
-        "BERT with LoRA (peft)",
-        ENCODER,
-        PREFIX + BERT,
-        head=CLASSIFIER,
-        build=partial(adapted, targets=["query", "value"], task="SEQ_CLS"),
-    ),
-    model(
-        "GPT-2 with LoRA (peft, Conv1D)",
-        GPT2,
-        PREFIX + "transformer.wte",
-        GPT2_DROPS,
-        head="GPT2LMHeadModel",
-        build=partial(adapted, targets=["c_attn"], task="CAUSAL_LM", fan_in_fan_out=True),
-    ),
-    model(
-        "Llama with LoRA (peft)",
-        DECODER,
-        PREFIX + TOKENS,
-        DROPS,
-        head="LlamaForCausalLM",
-        build=partial(adapted, targets=["q_proj", "v_proj"], task="CAUSAL_LM"),
-    ),
+    lora("BERT with LoRA (peft)", CLASSIFIER, ENCODER, BERT, BERT_DROPS, ["query", "value"], "SEQ_CLS"),
+    lora("GPT-2 with LoRA (peft, Conv1D)", "GPT2LMHeadModel", GPT2, "transformer.wte", GPT2_DROPS, ["c_attn"], **FAN),
+    lora("Llama with LoRA (peft)", "LlamaForCausalLM", DECODER, TOKENS, DROPS, ["q_proj", "v_proj"], "CAUSAL_LM"),
     model("BERT, head only", ENCODER, BERT, head=CLASSIFIER, build=partial(partly, parts="classifier")),
     model("BERT, biases only (BitFit)", ENCODER, BERT, head=CLASSIFIER, build=partial(partly, parts="bias")),
 ]

@@ -13,22 +13,24 @@ the same numbers again. It calls the model as it is, without vmap, hooks of the 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.cases import grouped
 from tests.engine.brute_force import SIGMA, C, random_state_kept, set_random_state
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine import executor
 from torchfil.fisher.estimators import draw_bits, register_estimator, signs_of, weight_probes
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -56,8 +58,8 @@ class Step:
     weights: dict[str, Tensor]
     batch: Any
     ids: list[int]
-    seeds: tuple[int, ...] = ()
-    released: Tensor | None = None
+    seeds: tuple[int, ...]
+    released: Tensor
 
 
 @dataclass
@@ -69,14 +71,14 @@ class Trained:
         plain: A copy of the module, of before it was made private.
         engine: With the ledger.
         steps: One by one.
-        mapped: Why gradients were mapped over examples; None: the pass was recorded.
+        mapped: Whether gradients were mapped over examples, or the pass was recorded.
     """
 
     model: Model
     plain: nn.Module
     engine: FILPrivacyEngine
     steps: list[Step]
-    mapped: str | None
+    mapped: bool
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -100,52 +102,28 @@ def trained(model: Model, way: str, *, dropout: bool, count: int = STEPS, **opti
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     plain, engine = copy.deepcopy(module), FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
-    data = Noted(model.data())
-    loader: Any = DataLoader(data, batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
+    loader: Any = DataLoader(model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
     if way == "train_step" or (way == "loop" and model.criterion_needed):
         options = {"criterion": model.loss, **options}
     given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": "none", "seed": 3, **options}
     notes: list[tuple[int, ...]] = []
     steps: list[Step] = []
     torch.manual_seed(4)
-    with noted_probes(notes) as estimator, mapped_reasons() as reasons:
+    with noted_probes(notes) as estimator, mock.patch.object(executor.logger, "warning") as warning:
         wrapped, optimizer, loader = engine.make_private(
             module, optimizer, loader, **grouped(estimator=estimator, noise_generator=seeded(5), **given)
         )
-        data.read.clear()
-        while len(steps) < count:
-            for batch in loader:
-                steps.append(begun(module, batch, list(data.read)))
-                notes.clear()
-                take(model, way, engine, wrapped, optimizer, batch)
-                steps[-1].seeds = notes[-1] if notes else ()
-                grads = [value.grad.flatten() for value in trainable.values()]
-                steps[-1].released = torch.cat(grads) * optimizer.expected_batch_size
-                if len(steps) == count:
-                    break
-                data.read.clear()
-    return Trained(model, plain, engine, steps, reasons[-1] if reasons else None)
-
-
-def begun(module: nn.Module, batch: Any, ids: list[int]) -> Step:
-    """What a step on this batch begins with."""
-    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    copied = copy.deepcopy(dict(batch) if isinstance(batch, Mapping) else list(batch))
-    return Step(torch.get_rng_state(), weights, copied, ids)
-
-
-class Noted(Dataset[Any]):
-    """A data set that notes which of its examples are read."""
-
-    def __init__(self, examples: Any) -> None:
-        self.examples, self.read = examples, list[int]()
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(int(index))
-        return self.examples[index]
+        for batch in islice(chain.from_iterable(repeat(loader)), count):
+            weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            copied = copy.deepcopy(dict(batch) if isinstance(batch, Mapping) else list(batch))
+            began = torch.get_rng_state(), weights, copied, list(batch._ids)
+            notes.clear()
+            take(model, way, engine, wrapped, optimizer, batch)
+            grads = [value.grad.flatten() for value in trainable.values()]
+            released = torch.cat(grads) * optimizer.expected_batch_size
+            steps.append(Step(*began, notes[-1] if notes else (), released))
+    mapped = any("mapped over examples" in call.args[0] for call in warning.call_args_list)
+    return Trained(model, plain, engine, steps, mapped)
 
 
 def take(model: Model, way: str, engine: FILPrivacyEngine, wrapped: Any, optimizer: Any, batch: Any) -> None:
@@ -174,24 +152,6 @@ def noted_probes(notes: list[tuple[int, ...]]) -> Iterator[str]:
     name = "noted-weight-probes"
     register_estimator(name, noting, quantities=("trace", "diagonal", "matrix"), one_pass=True, overwrite=True)
     yield name
-
-
-@contextmanager
-def mapped_reasons() -> Iterator[list[str]]:
-    """Why gradients were mapped over examples, as the log says it."""
-    reasons: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "mapped over examples" in record.getMessage():
-                reasons.append(record.getMessage().partition("slower: ")[2])
-
-    handler, logger = Handler(), logging.getLogger("torchfil")
-    logger.addHandler(handler)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(handler)
 
 
 def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Tensor]]:
@@ -246,7 +206,6 @@ def assert_true(run: Trained) -> None:
     assert ledger is not None, "no step was measured"
     traces = torch.zeros(ledger.num_examples, dtype=torch.float64)
     for step in run.steps:
-        assert step.released is not None
         total = torch.zeros_like(step.released)
         with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
             for number, (clipped, products) in zip(step.ids, clipped_and_products(run, step), strict=True):

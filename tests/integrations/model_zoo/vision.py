@@ -118,22 +118,10 @@ def model(name: str, build: Any, size: int = 8, *, drops: bool = True, **options
 
 VIT: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "mlp_ratio": 1.0}
 CONVNEXT: dict[str, Any] = {"dims": (4, 4, 6, 6), "depths": (1, 1, 1, 1), "patch_size": 1}
-RESNET: dict[str, Any] = {
-    "stem_type": "deep",
-    "stem_width": 4,
-    "channels": (4, 4, 6, 6),
-    "layers": (1, 1, 1, 1),
-    "groups": True,
-}
-SWIN: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 2,
-    "embed_dim": 4,
-    "depths": (2, 1),
-    "num_heads": (1, 2),
-    "window_size": 2,
-}
-SWIN |= {"more_drops": ("attn_drop_rate", "proj_drop_rate")}
+RESNET: dict[str, Any] = {"stem_type": "deep", "stem_width": 4, "channels": (4, 4, 6, 6), "layers": (1, 1, 1, 1)}
+RESNET |= {"groups": True}
+SWIN: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 4, "depths": (2, 1), "num_heads": (1, 2)}
+SWIN |= {"window_size": 2, "more_drops": ("attn_drop_rate", "proj_drop_rate")}
 SMOOTH = "torchvision mobilenet_v3, GroupNorm, SmoothnessValidator.fix(activation='silu')"
 MODELS = [
     model("timm vit", "vit_tiny_patch16_224", **VIT),
