@@ -166,7 +166,8 @@ def check(folder: Path, size: int, steps: int, kills: int, seed: int) -> None:
     assert temporaries(folder / "killed") == []
 
 
-@pytest.mark.parametrize(("size", "kills"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kills"), [(1, 2), (2, 3)])
 def test_few_kills(tmp_path: Path, size: int, kills: int) -> None:
     check(tmp_path, size, 30 * kills, kills, seed=5)
 

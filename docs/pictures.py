@@ -1,4 +1,4 @@
-"""The report's pictures in docs/images, on made-up patients: ``python -m tests.report.pictures``. Needs Chromium."""
+"""The report's pictures in docs/images, on made-up patients: ``python -m docs.pictures``. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfil.gate.policy import load_policy
 from torchfil.report import write_report
 from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parent / "images"
 COUNT, STEPS = 3855, 600
 GENOTYPES, SITES = ["CC", "CT", "TT"], [f"site {k}" for k in range(1, 7)]
 PAPER, DESK = (255, 255, 255), (216, 212, 202)
