@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -153,6 +154,13 @@ def _released(run: Run, every: int) -> Tensor:
     return torch.cat([sums[name] for name in names.values() if name in sums])
 
 
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Inside, nothing is computed by cuDNN and fused attention, which have no second derivative; random numbers stay."""
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
 def clipped_gradient_of_one(
     module: nn.Module,
     begun: Pass,
@@ -170,7 +178,7 @@ def clipped_gradient_of_one(
         at.get_submodule(submodule).register_forward_hook(
             lambda _module, _inputs, output: output + offset[0] if offset else seen.append(output)
         )
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
+    with plain_kernels(), torch.no_grad(), recorded_masks() as masks:
         set_random_state(begun.state)
         call(at, begun.x)
     private = begun.x if submodule is None else torch.zeros_like(seen[0])
@@ -206,7 +214,7 @@ def clipped_gradient_of_one(
 def clipped_gradients(module: nn.Module, begun: Pass, *settings: Any, **options: Any) -> Tensor:
     """g̃ of a pass, [batch, p]; arguments as in :func:`clipped_and_jacobian`."""
     of_one, private = clipped_gradient_of_one(module, begun, *settings, **options)
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
+    with plain_kernels():
         return torch.stack([of_one(row, i) for i, row in enumerate(private)]).detach()
 
 
@@ -224,8 +232,7 @@ def clipped_and_jacobian(module: nn.Module, begun: Pass, *settings: Any, **optio
     def twice(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         return (of_one(z, i),) * 2
 
-    # what cuDNN and fused attention compute has no second derivative
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+    with plain_kernels():
         pairs = [jacrev(twice, has_aux=True)(row, i) for i, row in enumerate(private)]
     jacobians, values = map(torch.stack, zip(*pairs, strict=True))
     return values.detach(), jacobians.flatten(2).detach()

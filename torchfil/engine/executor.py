@@ -318,7 +318,7 @@ class Executor:
 
     def begin_graph(self, gradients: ExampleGradients) -> StartedGraph | None:
         """The forward half of a CUDA graph over the examples, with their masks; None if there is no such graph."""
-        tried = self._plans.get(self._key(gradients))
+        tried = self._plans.get(self._key(gradients)) if len(gradients) else None
         if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
             return None
         return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
