@@ -156,7 +156,7 @@ def _released(run: Run, every: int) -> Tensor:
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Inside, nothing is computed by cuDNN and fused attention, which have no second derivative; random numbers stay."""
+    """Inside, neither cuDNN nor fused attention computes: they have no second derivative. Random numbers stay."""
     with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
         yield
 
