@@ -113,7 +113,7 @@ test-opacus: $(OPACUS_PACKAGES)/.installed
 	$(PYTEST_ENV) PYTHONPATH=$(OPACUS_PACKAGES) $(VENV)/bin/python -m tests.opacus_suite $(OPACUS)
 
 test-integrations: $(VISION_PACKAGES)/.installed
-	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest $(PARALLEL) tests/integrations tests/test_readme.py
+	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest $(PARALLEL) tests/integrations tests/test_readme.py tests/test_examples.py -k "not test_examples or lightning or huggingface"
 
 models: $(VISION_PACKAGES)/.installed
 	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m tests.integrations.model_zoo --workers $(WORKERS) $(MODELS)

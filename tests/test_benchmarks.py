@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import comparison, large, loops, paper, targets, zoo
+from benchmarks import comparison, loops, paper, targets, zoo
 from benchmarks import many_examples as many
 from benchmarks.scale_model import fitted, measured_in_float32, tables
-from benchmarks.tables import page
-from tests.fisher.recorded_cases import Model
 from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.report import load
@@ -87,34 +83,6 @@ def test_the_command_writes_both_files(
     assert text in capsys.readouterr().out
 
 
-class Output(NamedTuple):
-    loss: Any
-    logits: Any
-
-
-def classified(m: Any, input_ids: Any, attention_mask: Any, position_ids: Any, labels: Any = None) -> Output:
-    """The loss too, as Hugging Face's models give it."""
-    logits = m.head((m.words(input_ids) * attention_mask[..., None]).mean(dim=1))
-    return Output(None if labels is None else nn.functional.cross_entropy(logits, labels), logits)
-
-
-@pytest.mark.slow
-def test_a_large_model_runs_by_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(small: bool) -> nn.Module:
-        return Model(classified, words=nn.Embedding(50, 4), head=nn.Linear(4, 2))
-
-    model = large.LargeModel("tiny", (), build, partial(large._texts, 50, 8, causal=False), 4, "words")
-    monkeypatch.setattr(large, "LARGE", {"tiny": model})
-    found = large.compare_large("tiny", "cpu", quick=True)
-    assert list(found["precisions"]) == ["float32", "bf16 autocast"]
-    for rows in found["precisions"].values():
-        assert list(rows) == list(large.METHODS)
-        assert not {title: row["failed"] for title, row in rows.items() if "failed" in row}
-        assert rows[large.UNIT]["ratio"] == 1
-    text = page({"machine": command.machine("cpu"), "quick": True, "large": {"tiny": found}})
-    assert "tiny (tiny), batch 4, bf16 autocast" in text
-
-
 def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     run = targets.kept("digits", 0, "cpu", examples=60, epochs=2, rate=0.5, target_mse_bound=0.1, of="probes")
@@ -157,10 +125,6 @@ def test_the_layers_are_those_of_the_paper() -> None:
     assert [shape[0] for shape in shapes(zoo.small_alexnet())] == [16, 32, 64, 256, 2]
     assert [shape[0] for shape in shapes(zoo.vgg11())] == [16, 16, 16, 16, 32, 32, 64, 64, 256, 128, 2]
     assert [shape[0] for shape in shapes(zoo.fcnet())] == [32] * 8 + [2]
-    vgg = zoo.vgg11(activation=nn.ReLU, pool="max")
-    pools = [name for name, module in vgg.named_children() if isinstance(module, nn.MaxPool2d)]
-    assert pools == ["pool6", "pool7", "pool8"]
-    assert sum(isinstance(module, nn.ReLU) for module in vgg) == 10  # every layer but the output
 
 
 # --- the cost model

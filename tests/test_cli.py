@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from tests.report.pages import text_of
@@ -54,7 +52,7 @@ def refused(*args: Any) -> str:
     return line
 
 
-def test_every_command_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_examples() -> None:
     overview = call("--help")
     assert overview.exit_code == 0
     for name in main.commands:
@@ -62,11 +60,7 @@ def test_every_command_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         shown = call(name, "--help")
         assert shown.exit_code == 0
         assert f"  torchfil {name}" in shown.stdout, "an example"
-    monkeypatch.setattr(sys, "argv", ["torchfil", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("torchfil", run_name="__main__")
-    assert ended.value.code in (None, 0)
-    assert capsys.readouterr().out.startswith("torchfil, version")
+    assert call("--version").stdout.startswith("torchfil, version")
 
 
 def test_inspect(tmp_path: Path) -> None:
@@ -110,17 +104,12 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "thesis.txt").write_text("years of work")
     for args, why in (
-        (("gates",), "No such command 'gates'"),
         (("report", run), "Missing option '-o'"),
-        (("inspect", run, "--everything"), "No such option"),
         (("inspect", tmp_path / "none.parquet"), "no file"),
-        (("inspect", tmp_path / "report" / "thesis.txt"), "is not a saved run of torchfil"),
         (("inspect", other), "is cut short"),
         (("inspect", bare), "the run has no column 'fil'"),
-        (("report", tmp_path / "none.parquet", "-o", tmp_path / "page"), "no file"),
         (("report", run, "-o", tmp_path / "report"), "is not replaced"),
         (("report", run, "-o", tmp_path / "page", "--min-group", 20), "no effect without --redacted"),
-        (("demo", "--epochs", "0"), "Invalid value for '--epochs'"),
         (("demo", "-o", tmp_path), "thesis.txt"),
         (("demo", "--device", "abacus", "-o", tmp_path / "demo"), "device 'abacus'"),
     ):
@@ -149,9 +138,7 @@ def test_the_demo_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_digits_are_drawn_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    images, labels, origin = small_digits()
+    images, _, origin = small_digits()
     assert "drawn by rule" in origin
     assert images.shape == (1797, 1, 8, 8)
     assert 0 <= images.min() < images.max() <= 1
-    means = torch.stack([images[labels == label].mean(0) for label in range(10)]).flatten(1)
-    assert (torch.cdist(images.flatten(1), means).argmin(1) == labels).double().mean() > 0.4

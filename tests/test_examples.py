@@ -122,7 +122,7 @@ def test_private_training_on_digits(start: Start, tmp_path: Path) -> None:
 
 
 def test_inversions_of_several_networks_are_joined(start: Start, tmp_path: Path) -> None:
-    """What two calls attacked through one network each, with the statistics over both; other runs do not fit."""
+    """What two calls attacked through one network each, with the statistics over both."""
     found, parts = tmp_path / "out" / "attack_inversion.json", [tmp_path / f"{number}.json" for number in range(2)]
     settings = "--out {out} --images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5 --seed 5 --device cpu"
     for number, part in enumerate(parts):
@@ -133,12 +133,7 @@ def test_inversions_of_several_networks_are_joined(start: Start, tmp_path: Path)
     joined = json.loads(found.read_text())
     first, second = joined["networks"]
     assert (first["seed"], second["seed"]) == (5, 6)
-    assert first["plis"] != second["plis"]
-    assert [len(first[arm]["ssim"]) for arm in ("plain", "noisy")] == [6, 3]
     high = [np.mean([one["plain"]["ssim"][i] for i in np.argsort(one["plis"])[-2:]]) for one in (first, second)]
     assert joined["summary"]["plain"]["ssim"]["plis"]["high"][0] == pytest.approx(np.mean(high))
     with pytest.raises(SystemExit, match="must differ"):
         start("attack_inversion", f"{join} {parts[0]} {parts[0]}")
-    parts[1].write_text(json.dumps({**joined, "rows": [0]}))
-    with pytest.raises(SystemExit, match="other settings"):
-        start("attack_inversion", f"{join} {parts[0]} {parts[1]}")

@@ -66,11 +66,7 @@ def test_files_that_github_reads() -> None:
     yaml = pytest.importorskip("yaml")
     read = {name: yaml.safe_load(text) for name, text in workflows().items()}
     assert {"lint.yml", "tests.yml", "docs.yml", "wheel.yml"} <= set(read)
-    versions = read["tests.yml"]["jobs"]["tests"]["strategy"]["matrix"]["python-version"]
-    assert versions == ["3.10", "3.11", "3.12", "3.13"]
     assert all(workflow["permissions"] == {"contents": "read"} for workflow in read.values())
-    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
-        assert {"name", "description", "body"} <= set(yaml.safe_load(form.read_text())), form.name
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == torchfil.__version__
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

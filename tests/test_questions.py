@@ -61,13 +61,9 @@ def test_what_cannot_be_asked() -> None:
     all_refused(
         {
             "either values= or by=": lambda: Column(0, values=(1.0,), by=(1.0,)),
-            "1 entries for 2 answers": lambda: Column(0, values=(1.0, 2.0), names=("a",)),
             "at least two answers": lambda: OneHot((0,)),
-            "1 values for 2 columns": lambda: OneHot((0, 1), high=(1.0,)),
             "two classes": lambda: Label(1),
-            "no values": lambda: Token(0, ()),
             "at least one answer": lambda: Change({}),
-            "give a function": lambda: Change({"a": 3}),  # type: ignore[dict-item]
             "different names": lambda: check_questions({"a": Column(0, values=(1.0, 1.0))}),
             "1 positional inputs": lambda: values(Column(0, by=(1.0,), input=1)),
             r"are \['a'\]": lambda: values(Column(0, by=(1.0,), input="c"), {"a": TABLE}),

@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import subprocess
 import sys
 import time
 import traceback
@@ -79,6 +80,19 @@ def _context(preloaded: Sequence[str]) -> Any:
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the server reads it
     context.set_forkserver_preload(list(preloaded))
     return context
+
+
+def printed_by_two(code: str, folder: Path, *, torchrun: bool = True) -> str:
+    """What code prints that runs on two processes, which torchrun starts or the code itself."""
+    script = folder / "train.py"
+    script.write_text(code)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    root = str(Path(__file__).parents[2])
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root}
+    command = [sys.executable, *start, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> None:

@@ -23,16 +23,12 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.txt"
 STEPS_PER_PASS = 6
 
 
-def begin(rank: int, size: int, store: Path, seconds: int) -> None:
-    torch.set_num_threads(1)
-    if size > 1:
-        timeout = datetime.timedelta(seconds=seconds)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-
-
 def train(rank: int, size: int, attempt: int, folder: Path, steps: int) -> None:
     """One of the processes: begin, or go on from the checkpoint; after each pass comes one, then a line about all."""
-    begin(rank, size, folder / f"store{attempt}", 60)
+    torch.set_num_threads(1)
+    if size > 1:
+        store, timeout = f"file://{folder}/store{attempt}", datetime.timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     with contextlib.suppress(RuntimeError) if size > 1 else contextlib.nullcontext():  # the other rank was killed
         made = make("digits", questions={}, estimator="weight-probes", num_probes=2, batch_size=12)
         assert len(made.loader) == STEPS_PER_PASS
@@ -50,31 +46,8 @@ def train(rank: int, size: int, attempt: int, folder: Path, steps: int) -> None:
     os._exit(3)
 
 
-def hang(rank: int, size: int, folder: Path, way: str) -> None:
-    """One of processes that wait for each other at most 8 s, of which rank 1 falls asleep in its third step."""
-    begin(rank, size, folder / "store", 8)  # a first step takes a while on a busy machine
-    made = make("digits", questions={}, batch_size=12)
-    step = made.engine.train_step if way == "train_step" else lambda x, y: take_step(made, x, y)
-    for place, (x, y) in enumerate(made.loader):
-        if place == 2 and rank == 1:
-            time.sleep(60)
-        before = hashed(own(made))
-        try:
-            step(x, y)
-        except RuntimeError as error:
-            unchanged = hashed(own(made)) == before and taken(made) == place
-            (folder / f"error{rank}").write_text(f"{unchanged} {type(error).__name__}: {error}")
-            os._exit(0)
-
-
 def taken(made: Made) -> int:
     return sum(count for *_, count in made.engine.accountant.history)
-
-
-def own(made: Made) -> Any:
-    """What this rank has booked, and the weights."""
-    ledger = made.engine._training.run.ledger
-    return {} if ledger is None else dict(ledger.sums), made.module.state_dict()
 
 
 def digest(made: Made) -> str:
@@ -177,14 +150,3 @@ def test_few_kills(tmp_path: Path, size: int, kills: int) -> None:
 def test_twenty_kills(tmp_path: Path, size: int) -> None:
     """Its quick sister has two; the numbers of docs/guide/scale.md come from here (pytest -s)."""
     check(tmp_path, size, 300, 20, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "way"), [(3, "loop"), (2, "train_step")])
-def test_a_rank_that_hangs_is_told(tmp_path: Path, size: int, way: str) -> None:
-    with started(hang, size, tmp_path, way) as processes:
-        for rank in {*range(size)} - {1}:
-            processes[rank].join(100)
-            text = (tmp_path / f"error{rank}").read_text()
-            assert text.startswith("True StepNotTakenError: "), text
-            assert all(part in text for part in ("the end of step 3", "last checkpoint", "timeout="))

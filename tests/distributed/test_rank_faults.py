@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import Made, make, replaying, take_step, whole
 from tests.engine.hunger import room_for
 from torchfil import FILPrivacyEngine, check
+from torchfil.engine.distributed.ranks import StepNotTakenError
 
 DRAWS = [[[i, i + 1, i + 2] for i in range(0, 28, 4)], [[i, i + 1] for i in range(30, 58, 4)]]  # of 7 steps
 EVERYBODY = [[list(range(first, 61, 2))] * 7 for first in (0, 1)]
@@ -109,6 +111,22 @@ def test_ranks_must_agree_and_a_refusal_inside_a_logical_batch_ends_the_run(two_
     assert all("no longer at the same one" in each.errors[1] for each in (there, here))
     for each in two_ranks.run(played, DRAWS, step=with_penalty, sharded=True):
         assert "does not go through the model's output" in each.errors[0]
+
+
+def cut_off() -> bool:
+    """Whether a step in which the ranks no longer hear each other leaves weights and accounting as they were."""
+    made = make("digits", questions={})
+    with replaying(DRAWS[dist.get_rank()]):
+        batch = next(iter(made.loader))
+    before = [whole(p) for p in made.module.parameters()]
+    silent = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("timed out"))
+    with silent, pytest.raises(StepNotTakenError, match="end of step 1"):
+        take_step(made, *batch)
+    return all(map(torch.equal, before, made.module.parameters())) and not made.engine.accountant.history
+
+
+def test_a_step_whose_ranks_are_cut_off_is_not_taken(two_ranks: RankPool) -> None:
+    assert two_ranks.run(cut_off) == [True, True]
 
 
 def test_only_the_rank_that_ran_out_of_memory_halves(two_ranks: RankPool) -> None:

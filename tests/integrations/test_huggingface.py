@@ -106,9 +106,9 @@ def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     return engine, network
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_ledger_is_that_of_the_plain_loop(workers: int, tmp_path: Path) -> None:
-    given = {"leakage_path": tmp_path / "leakage.csv", "delta": 1e-5}
+@pytest.mark.parametrize(("workers", "criterion"), [(0, None), (1, nn.CrossEntropyLoss())])
+def test_the_ledger_is_that_of_the_plain_loop(workers: int, criterion: Any, tmp_path: Path) -> None:
+    given = {"leakage_path": tmp_path / "leakage.csv", "delta": 1e-5, "criterion": criterion}
     trainer = trained(tmp_path, given=given, dataloader_num_workers=workers)
     assert all(trainer.batches), "this seed draws an empty batch"
     assert len(trainer.batches) == 8
@@ -123,17 +123,6 @@ def test_empty_batches_release_noise_and_are_accounted_for(tmp_path: Path) -> No
     assert sum(steps for *_, steps in trainer.engine.accountant.history) == len(trainer.batches) == 24
     assert sum(trainer.engine.leakage_columns()[1]["participations"]) == sum(map(len, trainer.batches))
     assert any(not torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
-
-
-def test_evaluation_and_other_losses(tmp_path: Path) -> None:
-    data = [{**example, "labels": torch.rand(())} for example in examples()]
-    given = {"model": model(labels=1), "train_dataset": data, "eval_dataset": data}
-    given["criterion"] = lambda logits, labels: nn.functional.mse_loss(logits[:, 0], labels)
-    trainer = trained(tmp_path, given=given, num_train_epochs=1)
-    batch = default_collate(data)
-    labels = batch.pop("labels")
-    expected = nn.functional.mse_loss(trainer.model(**batch).logits[:, 0], labels)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
 class OwnLoss(FILTrainer):
@@ -164,33 +153,19 @@ def test_what_cannot_be_accounted_for_is_refused(name: str, tmp_path: Path) -> N
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_optimizers_and_devices_that_are_refused(tmp_path: Path) -> None:
-    bert = model()
-    optimizer = torch.optim.LBFGS(bert.parameters())
-    several = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
-    with pytest.raises(ValueError, match="LBFGS"):
-        made(tmp_path, given={"model": bert, "optimizers": several}).train()
+def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2
     with pytest.raises(ValueError, match="distributed training"):
         FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
 
 
-@pytest.mark.parametrize("kind", ["as it comes", "padded to the longest"])
-def test_models_and_data_as_they_come(kind: str, tmp_path: Path) -> None:
+def test_models_and_data_as_they_come(tmp_path: Path) -> None:
     """Positions for the whole batch, a padding row that is not trained, a column that the model does not take."""
     given: dict[str, Any] = {"model": model()}
-
-    def collate(samples: list[Any]) -> dict[str, Any]:
-        longest = max(int(sample["attention_mask"].sum()) for sample in samples)
-        return {k: v if k == "labels" else v[:, :longest] for k, v in default_collate(samples).items()}
-
-    if kind == "as it comes":
-        given["model"].bert.embeddings.word_embeddings.padding_idx = 0
-        data = [{**example, "text": torch.zeros(3)} for example in examples()]
-        given["train_dataset"] = [{k: v for k, v in each.items() if k != "position_ids"} for each in data]
-    else:
-        given["data_collator"] = collate
+    given["model"].bert.embeddings.word_embeddings.padding_idx = 0
+    data = [{**example, "text": torch.zeros(3)} for example in examples()]
+    given["train_dataset"] = [{k: v for k, v in each.items() if k != "position_ids"} for each in data]
     assert trained(tmp_path, given=given, per_device_train_batch_size=2, max_steps=4).state.global_step == 4
 
 
@@ -251,18 +226,12 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
 
 
 def test_evaluation_in_training_changes_nothing(tmp_path: Path) -> None:
-    """Nothing of an evaluation is accounted for, the model goes back to training, and the best model can be kept."""
-    both: dict[str, Any] = {
-        f"{what}_{k}": v for what in ("eval", "save") for k, v in (("strategy", "steps"), ("steps", 2))
-    }
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    """Nothing of an evaluation is accounted for, and the model goes back to training."""
     plain = trained(tmp_path)
-    evaluating = trained(tmp_path, given={"eval_dataset": examples(7)}, **both, **best)
-    logged = [entry["eval_loss"] for entry in evaluating.state.log_history if "eval_loss" in entry]
-    assert len(logged) == 4
+    evaluating = trained(tmp_path, given={"eval_dataset": examples(7)}, eval_strategy="steps", eval_steps=2)
+    assert sum("eval_loss" in entry for entry in evaluating.state.log_history) == 4
     assert plain.batches == evaluating.batches
     assert evaluating.engine.leakage_columns() == plain.engine.leakage_columns()
-    assert evaluating.evaluate()["eval_loss"] == pytest.approx(min(logged))
 
 
 @pytest.mark.parametrize(("option", "tolerance"), [("bf16", 0.05), ("gradient_checkpointing", 1e-5)])
@@ -270,11 +239,9 @@ def test_the_same_run_but_for_rounding(option: str, tolerance: float, tmp_path: 
     runs = []
     for settings in ({}, {option: True}):
         AcceleratorState._reset_state(reset_partial_state=True)
-        runs.append(trained(tmp_path, logging_steps=1, **settings))
+        runs.append(trained(tmp_path, **settings))
         AcceleratorState._reset_state(reset_partial_state=True)
     assert runs[1].model.dtype == torch.float32
     exact, other = (run.engine.get_fil().value for run in runs)
     torch.testing.assert_close(other, exact, rtol=tolerance, atol=1e-3 if option == "bf16" else 0)
     assert option != "bf16" or not torch.equal(exact, other)
-    losses = [run.state.log_history[0]["loss"] for run in runs]
-    assert losses[1] == pytest.approx(losses[0], rel=0.02 if option == "bf16" else 1e-6)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankPool, printed_by_two
 from tests.distributed.rank_runs import Draws, as_one, replaying
 from tests.opacus_suite.vision import import_torchvision
 from torchfil import Accounting
@@ -237,11 +235,5 @@ def test_the_guides_code_runs_on_two_processes(name: str, tmp_path: Path) -> Non
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
     (code,) = [block for block in blocks if f"torchfil.integrations.{name}" in block]
     code = code.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
-    script = tmp_path / "train.py"
-    script.write_text(f"{code}\nimport torch.distributed as dist\nassert dist.get_world_size() == 2\n")
-    start = [] if name == "lightning" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(guide.parents[2])}
-    command = [sys.executable, *start, str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(" rows x ") == 2  # every rank answers
+    code += "\nimport torch.distributed as dist\nassert dist.get_world_size() == 2\n"
+    assert printed_by_two(code, tmp_path, torchrun=name != "lightning").count(" rows x ") == 2  # every rank answers

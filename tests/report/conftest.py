@@ -16,11 +16,3 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver = started(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
-
-
-@pytest.fixture
-def narrow(browser: Any) -> Iterator[Any]:
-    size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    yield browser
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -67,17 +67,3 @@ def search(browser: Any, text: str, expected: str) -> None:
 def text_of(browser: Any, selector: str) -> str:
     text: str = browser.find_element("css selector", selector).text
     return " ".join(text.split())
-
-
-def cut(browser: Any) -> list[str]:
-    """Elements that stick out of the page and of every container that scrolls."""
-    script = """
-    const out = [], width = document.documentElement.clientWidth;
-    for (const element of document.querySelectorAll('main *')) {
-      if (element.closest('.scroll, svg, dialog, #rows') || !element.checkVisibility()) continue;
-      const box = element.getBoundingClientRect();
-      if (box.width > 0 && (box.right > width + 1 || box.left < -1)) out.push(element.outerHTML.slice(0, 80));
-    }
-    return out"""
-    found: list[str] = browser.execute_script(script)
-    return found

@@ -80,13 +80,6 @@ def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkey
         assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
 
 
-def nested(depth: int) -> Any:
-    value: Any = "x"
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 class TestAbsurdNumbers:
     """Exit code 2, and never a rule that holds because a number is absurd."""
 
@@ -94,9 +87,7 @@ class TestAbsurdNumbers:
         ("part", "changes"),
         [
             ("about", {"epsilon": math.nan}),
-            ("about", {"delta": 2.0}),
             ("about", {"mechanism": {"sample_rate": -1}}),
-            ("pictures", {"rows": [-1, 0, 1, 2]}),
             ("pictures", {"rows": [0, 1, 2, 29]}),
         ],
         ids=str,
@@ -116,8 +107,6 @@ class TestAbsurdNumbers:
     def test_no_examples_and_deep_json(self, run: Path, policy: Path, tmp_path: Path) -> None:
         empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
         assert "has no examples" in refused("gate", save(empty, tmp_path / "empty.parquet"), "--policy", policy)
-        odd = edited(run, {"about": {"title": "odd", "seed": nested(600)}})
-        assert "RecursionError" in refused("inspect", odd, "--json")
         deep = edited(run, b"[" * 10**5 + b"]" * 10**5)
         assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
 

@@ -165,40 +165,22 @@ def test_a_name_that_the_run_does_not_have_is_refused(run: SavedRun, policy: dic
         check(run, parse_policy(policy))
 
 
-def test_the_unit_of_the_data_does_not_matter(template_policy: Policy) -> None:
-    for run in (worrying(), worrying(safe=True)):
-        error = 100.0 * np.asarray(run.attributes.error)
-        other = dataclasses.replace(
-            run,
-            about=run.about | {"dataset": {"input_range": [0.0, 100.0]}},
-            columns=run.columns | {name: 1e4 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
-            attributes=dataclasses.replace(run.attributes, error=error, error_low=error),
-        )
-        before, after = ([(v.rule, v.passed) for v in check(each, template_policy)] for each in (run, other))
-        assert before == after
-
-
 class TestPolicies:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("min_mse_bond = 1", "did you mean 'min_mse_bound'"),
-            ("min_mse_bound = 'small'", "a number"),
-            ("min_mse_bound = true", "a number"),
             ("min_mse_bound = nan", "a number"),
-            (f"min_mse_bound = 1{'0' * 400}", "a number"),
             ("min_mse_bound = -1", "0 or more"),
             ("min_group_size = 2.5", "a whole number"),
             ("max_violated_bounds = true", "a whole number"),
             ("allow_seeded_noise = 1", "true or false"),
             ("min_attribute_error = 3", "a table"),
-            ("min_attribute_error.age = true", "a table"),
             ("attribute_spread.age = 0", "positive and finite"),
             ("max_share_spared = 2", "a share"),
             ("max_share_of_concern = 0.5", "belong together"),
             ("min_mse_bound = ", "TOML"),
             ("", "limits nothing"),
-            ("min_group_size = 10\nmax_violated_bounds = 3\n", "limits nothing"),
         ],
     )
     def test_wrong_ones_are_refused(self, tmp_path: Path, text: str, message: str) -> None:

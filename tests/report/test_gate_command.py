@@ -50,16 +50,13 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
     """A mistake is not a failed gate."""
     bare, before = run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}), run.read_bytes()
-    lost, used, wrong = tmp_path / "none" / "policy.toml", ("--policy", policy), tmp_path / "wrong.toml"
-    wrong.write_bytes("max_epsilon = 8".encode("utf-16"))
+    lost, used = tmp_path / "none" / "policy.toml", ("--policy", policy)
     for args, message in (
         ((run, "--policy", tmp_path), "TOML"),
-        ((run, "--policy", wrong), "TOML"),
         ((run, "--policy", lost), "no policy"),
         (used, "name a saved run"),
         (("--init", *used), "is not overwritten"),
         (("--init", "--policy", lost), "No such file"),
-        ((tmp_path / "none.parquet", *used), "no file"),
         ((run, *used, "--list", run), "would overwrite"),
         ((run, *used, "--junit", policy), "would overwrite"),
         ((run, *used, "--json-file", tmp_path / "a", "--junit", tmp_path / "a"), "would overwrite"),
@@ -104,7 +101,5 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
 
     lines = summary.read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: 1 rule broken"]
-    assert lines[3:5] == ["| verdict | rule | what | limit | found | examples |", f"|{' --- |' * 6}"]
-    assert any(line.startswith("| FAIL | min\\_mse\\_bound |") for line in lines)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
     assert "No such file or directory" in refused("gate", run, "--policy", policy)

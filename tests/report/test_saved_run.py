@@ -92,7 +92,7 @@ class TestReading:
     [
         ("named", pd.read_parquet),
         ("questions", lambda path: import_module("polars").read_parquet(path).to_pandas()),
-        ("pixels", lambda path: import_module("duckdb").sql(f"SELECT * FROM '{path}'").df()),
+        ("numbered", lambda path: import_module("duckdb").sql(f"SELECT * FROM '{path}'").df()),
     ],
 )
 def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: Any) -> None:
@@ -106,9 +106,7 @@ def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: An
         np.testing.assert_array_equal(table[column], values)
     for group, labels in run.groups.items():
         assert table[f"group_{group}"].tolist() == labels.tolist()
-    if name == "pixels":
-        np.testing.assert_array_equal(np.stack(table["error_of_attributes"]), run.attributes.error)
-    for j, column in enumerate(facts["attributes"]["error"] if name != "pixels" else ()):
+    for j, column in enumerate(facts["attributes"]["error"]):
         assert column == f"error_of_{run.attributes.names[j]}"
         np.testing.assert_array_equal(table[column], run.attributes.error[:, j])
     for question in run.questions:
@@ -235,19 +233,14 @@ class TestDamage:
         ("facts", "columns", "expected"),
         [
             ({"version": 2}, {}, "is of run format 2"),
-            ({"format": "other"}, {}, "is not a saved run of torchfil"),
-            (b"[]", {}, "is not a saved run of torchfil"),
             (b"{", {}, "is damaged (JSONDecodeError"),
             ({"columns": {"fil": "none"}}, {}, "no column 'none'"),
             ({"columns": {"fil": "group_sex"}}, {}, "hold no numbers"),
             ({"about": []}, {}, "must be dicts"),
-            ({"attacks": [{}]}, {}, "is damaged (KeyError"),
             ({}, {"fil": [None] * 40}, "40 cells are empty"),
             ({}, {"error_of_age": ["1"] * 40}, "do not hold numbers"),
-            ({}, {"achieved_by_gradient": ["much"] * 3 + [None] * 37}, "is damaged (ArrowInvalid"),
             ({"history": {"step": ["1"]}}, {}, "must be numbers"),
             ({}, {"id": [0.5] * 40}, "integers or strings"),
-            ({}, {"words": [["a"]] + [None] * 39}, "1 cells are empty"),
         ],
         ids=lambda value: str(value)[:25],
     )
@@ -259,17 +252,13 @@ class TestDamage:
     ("changes", "expected"),
     [
         ({"columns": {"fil": np.zeros(4)}}, "column 'fil' has shape"),
-        ({"columns": {"kind": np.asarray(["a"] * 5)}}, "hold no numbers"),
         ({"pictures": {"rows": np.asarray([0, 1, 2, 9])}}, "pictures: rows"),
         ({"texts": {"words": [["one"]]}}, "texts has shape"),
         ({"about": {"model": "CNN"}}, "not a dict"),
-        ({"about": {"title": 3}}, "not a text"),
         ({"about": {"epsilon": "large"}}, "not a number"),
-        ({"about": {"delta": True}}, "not a number"),
         ({"about": {"exact": 1}}, "not true or false"),
         ({"about": {"mechanism": {"steps": [3]}}}, "'mechanism.steps' .*not a number"),
         ({"about": {"dataset": {"input_range": [0, 1, 2]}}}, "not two numbers"),
-        ({"about": {"dataset": {"input_range": "01"}}}, "not two numbers"),
     ],
     ids=str,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -63,9 +62,3 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     assert (report / "notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert write_report(made_up(), tmp_path / "empty").exists()
-
-
-def test_the_page_is_installed_with_the_package() -> None:
-    assets = resources.files("torchfil.report") / "assets"
-    assert {path.name for path in assets.iterdir()} == {"charts.css", "page.css", "page.js"}
-    assert "torchfil.report = assets/*, templates/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()
