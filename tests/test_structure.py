@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 # A module imports from its own folder and from rows above; what stands in one row does not know of each other.
@@ -108,8 +110,24 @@ def test_imports_point_one_way() -> None:
     assert not wrong_ways
 
 
-def test_no_folder_is_crowded() -> None:
-    assert max(Counter(folder_of(name) for name in TREES if name != "torchfil").values()) <= MOST_MODULES
+def test_modules_and_imports_by_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints them (``pytest -s``): modules, imports inside of the folder, and imports from other folders."""
+    counts = {folder: [0, 0, 0] for folder in sorted({folder_of(name) for name in TREES if name != "torchfil"})}
+    for name, modules in IMPORTS.items():
+        if name != "torchfil":
+            own = counts[folder_of(name)]
+            inside = sum(folder_of(module) == folder_of(name) for module in modules & TREES.keys() - {"torchfil"})
+            own[:] = own[0] + 1, own[1] + inside, own[2] + len(modules & TREES.keys()) - inside
+    with capsys.disabled():
+        print(f"\n{'folder':16}{'modules':>8}{'imports inside':>16}{'from others':>13}")
+        for folder, (modules, inside, others) in counts.items():
+            print(f"{folder:16}{modules:8}{inside:16}{others:13}")
+    assert all(modules <= MOST_MODULES for modules, *_ in counts.values())
+
+
+def test_every_class_name_has_one_home() -> None:
+    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
 
 
 def test_only_the_engine_knows_opacus() -> None:
