@@ -8,7 +8,7 @@ import pytest
 from opacus.validators import errors
 from torch import nn
 
-from tests.engine.made import make, step
+from tests.engine.loops import make, step
 from torchfil import SmoothnessValidator
 from torchfil.smoothness import NonSmoothModuleError
 from torchfil.utils.errors import UnsupportedModuleError

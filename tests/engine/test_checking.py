@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchfil
-from tests.engine.made import make
+from tests.engine.loops import make
 from torchfil import Private
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

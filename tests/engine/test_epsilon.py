@@ -91,15 +91,6 @@ class TestKnownBatches:
         twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
         assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
 
-    def test_individual_epsilon(self) -> None:
-        """Gradients far above C: everybody's own ε is that of as many Gaussian mechanisms as it took part in."""
-        x, y = data(20).tensors
-        noise = {"noise_multiplier": 2.0, "max_grad_norm": 1e-3, "clip": "hard"}
-        engine = train_known(3, loader(TensorDataset(1e4 * x, y), 4), **noise).engine
-        own = engine.get_individual_epsilon(delta=1e-5).value
-        assert own.tolist() == pytest.approx([engine.get_epsilon(1e-5)] * 20, rel=1e-6)
-        assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
-
     def test_undrawn_examples(self) -> None:
         """What they share is read once for all of them, and equals each one's own reading."""
         run = train_known(0, noise_multiplier=1.0)
@@ -150,21 +141,6 @@ class TestHistory:
         got = individual_epsilon(history, torch.tensor([0]), 1e-6).item()
         assert max(epsilon, 0) <= got * (1 + 1e-9)
         assert got < 1.2 * max(epsilon, 0.05)
-
-    @pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
-    def test_levels_are_those_of_the_formula(self, noise: float) -> None:
-        """The last level k with anchor · 1.05^(k − 8) ≤ noise/ratio; level 0 also for what is below, or no number."""
-        edges = [1.05**-k for k in range(100)]
-        ratio = torch.cat([torch.rand(5000), torch.tensor([*edges, 1.0, 0.0, 1e-30, math.nan])])
-        history = NormHistory(len(ratio))
-        history.anchor, history.noise_multiplier = 1.0, noise
-        found = history.levels_of(ratio)
-        position = 8 + math.log(noise) / math.log(1.05) - ratio.double().clamp(min=1e-12).log() / math.log(1.05)
-        expected = position.add(1e-5).floor().clamp(0, 95).nan_to_num(0).long()
-        on_an_edge = (position.add(1e-5) - position.add(1e-5).round()).abs() < 1e-5
-        assert torch.equal(found[~on_an_edge], expected[~on_an_edge])
-        assert bool(((found - expected).abs() <= 1).all())
-        assert float(on_an_edge.double().mean()) < 0.05
 
 
 class TestOfRuns:

@@ -81,7 +81,6 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     assert (result.num_spared, result.history[0].num_below) == (int(spared.sum()), int((unit > 1).sum()))
     assert torch.equal(result.next_weights, result.weights)
     assert [each.score for each in result.history] == [0.9835, 0.9835]
-    assert all(part in str(result) for part in ("unbiased attackers", "target 1", "0.9835", "2 trainings"))
     assert result.epsilon_of_all_rounds is None
 
 
@@ -148,7 +147,6 @@ def test_without_a_target_a_share_is_spared_and_a_question_is_aimed_at(unit: Ten
     assert result.worst <= 0.25
     assert result.history[0].worst == pytest.approx(float(rates.max()), rel=1e-6)
     assert torch.equal(result.weights < 1, rates > 0.25)
-    assert "every attacker" in str(result)
 
 
 def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
@@ -202,15 +200,11 @@ def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
             equalise(train, **options)
 
 
-NONE: list[dict[str, Any]] = [{"max_rounds": 0}, {"fresh_runs": -1}, {"floor": 0.0}, {"margin": 0.5}, {"delta": 1.0}]
-
-
 def test_options_that_are_none_are_named_before_training() -> None:
-    wrong = {"weights": torch.tensor([0.5, 1.5])}, {"groups": [0, 1], "by": [0, 1, 2]}
-    nouns = *(next(iter(options)) for options in NONE), "clip_weights of example 1", "entry"
-    for options, noun in zip((*NONE, *wrong), nouns, strict=True):
-        with pytest.raises(ValueError, match=noun):
-            torchfil.equalise(lambda weights: pytest.fail("trained"), **options)
+    wrong: dict[str, Any] = {"max_rounds": 0, "fresh_runs": -1, "floor": 0.0, "margin": 0.5}
+    for name, value in {**wrong, "weights": torch.tensor([0.5, 1.5])}.items():
+        with pytest.raises(ValueError, match=name):
+            torchfil.equalise(lambda weights: pytest.fail("trained"), **{name: value})
 
 
 # ------------------------------------------------------------------ small runs, and what a run file keeps
@@ -277,5 +271,3 @@ def test_another_run_is_refused(equalised: Equalised, tmp_path: Path) -> None:
     run = load(other.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert run.about["equalised"] is run.about["noise_choice"] is None
     assert run.rounds == {}
-    begun = torchfil.equalise(train_small, target=1e-6, confidence=None, max_rounds=1, weights=weights)
-    assert begun.fil_before is None  # its rounds began with weights

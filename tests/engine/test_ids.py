@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.engine.loops import data, loader
-from tests.engine.made import make, step
+from tests.engine.loops import data, loader, make, step
 
 
 def train_on(made: Any) -> Any:

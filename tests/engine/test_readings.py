@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from tests.cases import DEVICE, relative_error
-from tests.engine.loops import SIGMA, C, data, network, train
-from tests.engine.made import make
+from tests.engine.loops import SIGMA, C, data, make, network, train
 from tests.engine.ways import LOSS, step
 from torchfil import PLIS, FILPrivacyEngine, fisher
 from torchfil.fisher import Estimate
