@@ -25,6 +25,7 @@ from tests.distributed.rank_runs import CASES, as_one, assert_same, make, replay
 from tests.engine.brute_force import Pass, Run, Truth, random_state
 from tests.engine.loops import SIGMA, C
 from tests.engine.loops import make as make_private
+from tests.engine.ways import weights_of
 
 pytestmark = pytest.mark.torch_versions
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
@@ -128,13 +129,11 @@ def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(two_ra
         weights = parts[0].before[place]
         assert all(torch.equal(weights[name], value) for name, value in parts[1].before[place].items())
         passes.append([Pass(random_state(), weights, *(part[drawn].to(DEVICE) for part in dataset.tensors), drawn)])
-    size, num_coordinates = sum(value.numel() for value in weights.values()), dataset.tensors[0][0].numel()
-    ledger = SimpleNamespace(num_examples=len(dataset), num_coordinates=num_coordinates)
+    ledger = SimpleNamespace(num_examples=len(dataset), num_coordinates=dataset.tensors[0][0].numel())
     about: Any = SimpleNamespace(ledger=ledger, sample_rate=1 / 7)
     options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": None}
-    released = [torch.zeros(size, dtype=torch.float64, device=DEVICE) for _ in passes]
-    whole_run = Run(about, module, module.to(DEVICE), None, None, about, options, passes=passes, released=released)
-    truth = Truth(whole_run)
+    released = [torch.zeros_like(weights_of(module.to(DEVICE)))] * len(passes)
+    truth = Truth(Run(about, module, module, None, None, about, options, passes=passes, released=released))
     assert torch.equal(parts[1].sums["participations"].double(), truth.participations)
     torch.testing.assert_close(parts[1].sums["fim"], truth.fim, rtol=1e-6, atol=1e-9)
 

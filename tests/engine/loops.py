@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy import optimize, stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,14 +41,10 @@ def exact_epsilon(mu: float, delta: float) -> float:
     """ε at δ between N(0, 1) and N(μ, 1) (Balle and Wang 2018)."""
 
     def excess(epsilon: float) -> float:
-        cdf = torch.special.ndtr(torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64))
-        return float(cdf[0] - math.exp(epsilon) * cdf[1])
+        first, second = stats.norm.cdf([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu])
+        return float(first - math.exp(epsilon) * second - delta)
 
-    low, high = 0.0, 100.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > delta else (low, middle)
-    return high
+    return float(optimize.brentq(excess, 0.0, 100.0))
 
 
 @dataclass

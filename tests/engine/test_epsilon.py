@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
-from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
+from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, step, train
 from torchfil import FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
@@ -44,13 +44,10 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
         model, optimizer, private = engine.make_private(
             module=module, optimizer=optimizer, data_loader=loader(data(40)), **noise
         )
-        for x, y in private:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
-            optimizer.step()
+        for batch in private:
+            step(model, optimizer, batch)
         spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
     assert spent[0] == spent[1]
-    assert FILPrivacyEngine().accountant.mechanism() == "rdp"
 
 
 def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **options: Any) -> Trained:
@@ -63,7 +60,7 @@ def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **optio
     for _ in range(passes):
         for x, y in made[2]:
             engine.train_step(x, y)
-    return Trained(engine, *made, [])
+    return Trained(engine, *made)
 
 
 class TestKnownBatches:
@@ -272,8 +269,8 @@ def test_nothing_was_released_or_all() -> None:
 
 def test_population_bound_from_data_box_and_own_prior() -> None:
     values, labels = data(60).tensors
-    engines = [train(data(60), steps=10, seed=seed).engine for seed in (3, 4)]
-    engine, trace = engines[0], engines[0].totals.get_trace()
+    engine = train(data(60), steps=10).engine
+    trace = engine.totals.get_trace()
     mean = trace.value.double().mean().item()
     fitted = engine.get_population_mse_bound()
     by_hand = bounds.population_mse_bound(trace, 5, bounds.Prior.gaussian(values, [labels]))
@@ -287,17 +284,10 @@ def test_population_bound_from_data_box_and_own_prior() -> None:
     own = engine.get_population_mse_bound(bounds.Prior(torch.tensor(2.0), 3.0, "what we know"))
     assert own.bound.value.item() == pytest.approx(5 / (mean + 2.0), rel=1e-6)
     assert own.bound.kind == "estimate"
-    assert "what we know" in str(own)
     with pytest.raises(TypeError, match="public"):
         engine.get_population_mse_bound(values)
     with pytest.raises(ValueError, match="2 coordinates"):
         engine.get_population_mse_bound(bounds.Prior.gaussian(values[:, :2]))
-
-    traces = FILPrivacyEngine.merge(engines).get_trace()
-    merged = bounds.population_mse_bound(traces, 5, bounds.Prior.box(-3, 3, num_coordinates=5)).bound
-    alone = sorted(each.get_population_mse_bound((-3.0, 3.0)).bound.value.item() for each in engines)
-    assert alone[0] <= merged.value.item() <= alone[1]
-    assert merged.standard_error.item() > 0
 
 
 class Mean(nn.Module):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torchfil
 from tests.engine.loops import data, train
+from tests.engine.test_augmentation import Views
 from tests.engine.test_state import same
 from torchfil.accounting.ledger import MAX_POINTS, Timeline
 from torchfil.attacks import AttackResult
@@ -80,14 +81,12 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) ->
     )
     other = torchfil.compare_with_bounds({"patient 3": 0.0, "patient 7": 1e9}, attack)
     first, second = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])).attacks
-    assert (first.name, first.threat_model) == ("a guess", "knows all else")
     assert first.rows.tolist() == second.rows.tolist() == [3, 7]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
     assert first.violated.tolist() == [True, False]
     assert (second.predicted.tolist(), second.violated.tolist()) == ([0.0, 1e9], [False, True])
     page = engine.report(tmp_path / "page", delta=DELTA, title="of a trial", attacks=[attack])
-    assert page == tmp_path / "page" / "index.html"
     assert all(text in page.read_text(encoding="utf-8") for text in ("of a trial", "a guess"))
     assert "patient 7" in (tmp_path / "page" / "leakage.csv").read_text(encoding="utf-8")
     shared = engine.report(tmp_path / "shared", delta=DELTA, redacted=True, min_group=5)
@@ -96,17 +95,11 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) ->
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     """Neither the run nor a generator that the data set draws from."""
-    plain = data(20)
 
-    class Augmented(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return len(plain)
+    def augmented(x: Tensor, y: Tensor) -> Any:
+        return x + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand(()), y
 
-        def __getitem__(self, place: int) -> Any:
-            x, y = plain[place]
-            return x + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand(()), y
-
-    engine = train(Augmented(), steps=2).engine
+    engine = train(Views(augmented), steps=2).engine
 
     def state() -> Any:
         return engine.state_dict(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
