@@ -185,7 +185,7 @@ def test_mixup_is_refused_at_the_first_step(way: str, caplog: pytest.LogCaptureF
         step(*parts[:3], blend(x), y, way)
     with caplog.at_level(logging.INFO):
         for x, y in parts[-1]:
-            step(*parts[:3], ALONE[2](x), y, way)
+            step(*parts[:3], ALONE[1](x), y, way)
     assert sum("views that it saw" in record.message for record in caplog.records) == 1
     assert bool((parts[0].get_fil().value > 0).all())
 

@@ -217,6 +217,7 @@ def test_pausing_and_detaching(way: str) -> None:
     model(batch[0].to(DEVICE)).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
     assert not any(part._forward_hooks or part._backward_hooks for part in module.modules())
+    assert model.to_standard_module() is module
     assert not any(hasattr(p, "grad_sample") for p in module.parameters())
     with pytest.raises(RuntimeError, match="no further step"):
         engine.train_step(*next(batches))
