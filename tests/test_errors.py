@@ -6,7 +6,7 @@ import pytest
 from opacus.validators import errors
 from torch import nn
 
-from tests.engine.made import make, step
+from tests.engine.loops import make, step
 from torchfil.utils.errors import UnsupportedModuleError
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchfil
-from tests.engine.made import make, step
+from tests.engine.loops import make, step
 from tests.refused import all_refused
 from torchfil.attacks import AttackResult, GLMReconstruction
 from torchfil.attacks.base import make_generator, mean_of_trials

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from tests.cases import DEVICE
 from tests.distributed.rank_pool import RankPool, printed_by_two
 from tests.distributed.rank_runs import CASES, as_one, assert_same, make, replaying, shard, trained, whole
-from tests.engine.loops import Step, Trained, truth
-from tests.engine.made import make as make_private
+from tests.engine.brute_force import Pass, Run, Truth, random_state
+from tests.engine.loops import SIGMA, C
+from tests.engine.loops import make as make_private
+from tests.engine.ways import weights_of
 
 pytestmark = pytest.mark.torch_versions
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
@@ -118,14 +121,18 @@ def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(two_ra
     module, dataset, _ = CASES["digits"]()
     run = {**DIGITS, "track": ("diagonal", "fim"), "questions": {}}
     parts = two_ranks.run(trained, **run)
-    steps = []
+    passes = []
     for place, drawn in enumerate(as_one([part.draws for part in parts])):
         weights = parts[0].before[place]
         assert all(torch.equal(weights[name], value) for name, value in parts[1].before[place].items())
-        steps.append(Step(weights, [dataset.tensors[0][drawn]], [dataset.tensors[1][drawn]]))
-    fim, participations = truth(Trained(None, None, None, None, steps), dataset, q=1 / 7, module=module.to(DEVICE))
-    assert torch.equal(parts[1].sums["participations"], participations)
-    torch.testing.assert_close(parts[1].sums["fim"], fim, rtol=1e-6, atol=1e-9)
+        passes.append([Pass(random_state(), weights, *(part[drawn].to(DEVICE) for part in dataset.tensors), drawn)])
+    ledger = SimpleNamespace(num_examples=len(dataset), num_coordinates=dataset.tensors[0][0].numel())
+    about: Any = SimpleNamespace(ledger=ledger, sample_rate=1 / 7)
+    options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": None}
+    released = [torch.zeros_like(weights_of(module.to(DEVICE)))] * len(passes)
+    truth = Truth(Run(about, module, module, None, None, about, options, passes=passes, released=released))
+    assert torch.equal(parts[1].sums["participations"].double(), truth.participations)
+    torch.testing.assert_close(parts[1].sums["fim"], truth.fim, rtol=1e-6, atol=1e-9)
 
     order = torch.randperm(61, generator=torch.Generator().manual_seed(0)).tolist()  # as Opacus deals examples out
     places = [[sorted(order.index(i) // 2 for i in draw) for draw in part.draws] for part in parts]

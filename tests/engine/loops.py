@@ -1,22 +1,21 @@
-"""Training loops for the engine's tests, and the slow truth they are compared with."""
+"""Runs on a small network, and training loops for the engine's tests."""
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import Tensor, nn
+from scipy import optimize, stats
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cases import DEVICE, grouped, relative_error
 from torchfil import FILPrivacyEngine
-from torchfil.fisher import reference
 
 SIGMA, C = 0.9, 0.8
 
@@ -42,21 +41,10 @@ def exact_epsilon(mu: float, delta: float) -> float:
     """ε at δ between N(0, 1) and N(μ, 1) (Balle and Wang 2018)."""
 
     def excess(epsilon: float) -> float:
-        cdf = torch.special.ndtr(torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64))
-        return float(cdf[0] - math.exp(epsilon) * cdf[1])
+        first, second = stats.norm.cdf([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu])
+        return float(first - math.exp(epsilon) * second - delta)
 
-    low, high = 0.0, 100.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > delta else (low, middle)
-    return high
-
-
-@dataclass
-class Step:
-    weights: dict[str, Tensor]
-    x: list[Tensor]
-    y: list[Tensor]
+    return float(optimize.brentq(excess, 0.0, 100.0))
 
 
 @dataclass
@@ -65,7 +53,20 @@ class Trained:
     model: Any
     optimizer: Any
     loader: Any
-    steps: list[Step] = field(default_factory=list)  # for :func:`truth`
+
+
+def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any) -> Any:
+    """Engine, module, private model, optimizer and loader."""
+    module, engine = module if module is not None else network(), FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    plain = dataset if isinstance(dataset, DataLoader) else loader(dataset or data(40), batch_size)
+    return engine, module, *engine.make_private(module, optimizer, plain, **grouped(**options))
+
+
+def step(model: Any, optimizer: Any, batch: Any, loss_fn: Any = F.cross_entropy) -> None:
+    optimizer.zero_grad()
+    loss_fn(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
+    optimizer.step()
 
 
 def physical_batches(private: Any, optimizer: Any, size: int | None) -> Any:
@@ -86,23 +87,17 @@ def train(
     **options: Any,
 ) -> Trained:
     """A loop of so many logical steps."""
-    module = (module if module is not None else network()).to(DEVICE)
-    engine = FILPrivacyEngine()
+    module, taken = (module if module is not None else network()).to(DEVICE), 0
     given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, **options}
-    plain = torch.optim.SGD(module.parameters(), lr=0.3)
     torch.manual_seed(4)
-    made = engine.make_private(module, plain, loader(dataset, batch_size), **grouped(**given))
-    model, optimizer, private = made
-    taken = 0
+    engine, _, model, optimizer, private = make(dataset, module, batch_size, **given)
     while True:
         with physical_batches(private, optimizer, physical) as batches:
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss_fn(model(x.to(DEVICE)), y.to(DEVICE)).backward()
-                optimizer.step()
+            for batch in batches:
+                step(model, optimizer, batch, loss_fn)
                 taken += not optimizer.inside_logical_batch
                 if taken == steps:
-                    return Trained(engine, *made)
+                    return Trained(engine, model, optimizer, private)
 
 
 def assert_same_run(
@@ -123,28 +118,3 @@ def assert_same_run(
     assert one[0].get_epsilon(1e-5) == other[0].get_epsilon(1e-5)
     individual = [engine.get_individual_epsilon(delta=1e-5).value for engine, _ in (one, other)]
     assert torch.allclose(*individual)
-
-
-def truth(run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Σ_t I_t by jacrev at the recorded weights and batches, [n, d, d], and participations [n]."""
-    inputs = dataset.tensors[0]
-    d = inputs[0].numel()
-    fim = torch.zeros(len(dataset), d, d, dtype=torch.float64)
-    participations = torch.zeros(len(dataset), dtype=torch.long)
-    for step in run.steps:
-        x, y = torch.cat(step.x), torch.cat(step.y)
-        if len(x) == 0:
-            continue
-        rows = torch.tensor([int((inputs == row).flatten(1).all(dim=1).nonzero()) for row in x])
-        at = copy.deepcopy(module)
-        at.load_state_dict(step.weights)
-        arguments = (at, F.cross_entropy, x.to(DEVICE), y.to(DEVICE))
-        jacobian = reference.exact_jacobian(*arguments, max_grad_norm=C)
-        if q is None:
-            part = jacobian.mT @ jacobian / (SIGMA * C) ** 2
-        else:
-            clipped = reference.clipped_gradients(*arguments, max_grad_norm=C)
-            part = reference.poisson_fim(jacobian, clipped, SIGMA * C, q)
-        fim.index_add_(0, rows, part.cpu())
-        participations.index_add_(0, rows, torch.ones_like(rows))
-    return fim, participations

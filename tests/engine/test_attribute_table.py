@@ -70,8 +70,8 @@ class TestSaved:
         assert set(run.yardsticks.levels) == {"a", "smokes"}
         assert run.yardsticks.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.yardsticks.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
-        assert float(inputs.std) == pytest.approx(math.sqrt(np.mean(x.var(axis=0))))
-        assert (float(inputs.low), float(inputs.high)) == pytest.approx((x.min(), x.max()))
+        expected = math.sqrt(np.mean(x.var(axis=0))), x.min(), x.max()
+        assert (float(inputs.std), float(inputs.low), float(inputs.high)) == pytest.approx(expected)
 
     def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
         images = torch.rand(24, 1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -85,16 +85,6 @@ class TestSaved:
         assert run.yardsticks is not None
         np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
         np.testing.assert_allclose(run.yardsticks.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
-
-    def test_without_attributes_inputs_have_a_yardstick(self, tmp_path: Path) -> None:
-        engine = train(table_of_people(24), steps=2).engine
-        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, hash_data=False))
-        assert run.attributes is None
-        assert run.yardsticks is not None
-        assert run.yardsticks.attributes.std.shape == (0,)
-        assert float(run.yardsticks.inputs.std) > 0
-        with pytest.raises(ValueError, match="not tracked"):
-            engine.save_run(tmp_path / "run.parquet", delta=DELTA, attribute_groups={"a": ["coordinate 1"]})
 
 
 class TestGroups:
@@ -137,11 +127,7 @@ class TestGroups:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attribute_scales": {"agee": ("years", 1.0)}}, ValueError, "did you mean 'age'"),
-    ({"attribute_scales": {"age": ("years", 0.0)}}, ValueError, "scale"),
-    ({"attribute_scales": {"age": ("years", math.inf)}}, ValueError, "scale"),
     ({"attribute_scales": {"age": ("years", 1.0, math.nan)}}, ValueError, "offset"),
-    ({"attribute_scales": {"age": 14.2}}, TypeError, r"\(unit, scale\)"),
-    ({"attribute_groups": {"a": "a=1"}}, ValueError, "'a' is not an attribute"),
     ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "already"),
     ({"attribute_groups": {"smokes": ["a=1", "a=2"]}}, ValueError, "'smokes' is named 2 times"),
     ({"attribute_groups": {"a": ["age", "a=2"]}}, ValueError, "more than two values"),

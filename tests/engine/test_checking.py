@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchfil
-from tests.engine.made import make
+from tests.engine.loops import make
 from torchfil import Private
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -72,11 +72,8 @@ def test_a_network_that_runs() -> None:
     assert (row["name"], row["kind"], row["count"], row["parameters"]) == ("*", "Linear", 2, 5 * 8 + 9 * 3)
     assert (row["rule"], row["falls_back"]) == ("linear, closed form", False)
     plain, step = found.costs
-    assert (plain.name, plain.relative) == ("plain forward and backward", 1.0)
-    assert step.relative == pytest.approx(step.milliseconds / plain.milliseconds)
-
+    assert (plain.relative, step.relative) == (1.0, pytest.approx(step.milliseconds / plain.milliseconds))
     found = torchfil.check(mlp(nn.ReLU()).eval(), (X, Y), LOSS, num_probes=2)
-    assert all(part in str(found) for part in ("one recorded pass", "2 probes", "1 (ReLU)", "model.train()"))
     assert json.loads(json.dumps(found.to_dict()))["layers"][0]["kind"] == "Linear"
     assert [line.split(":")[0] for line in found.not_smooth] == ["1 (ReLU)"]
     assert any("SmoothnessValidator.fix" in line for line in found.advice)
@@ -89,7 +86,6 @@ def test_layers_without_a_rule_are_told_and_the_model_is_left_as_it_is() -> None
     rows = {row["name"]: row for row in found.rows}
     assert (found.verdict, rows["scale"]["kind"]) == ("recorded", "Parameter")
     assert (rows["pair"]["falls_back"], rows["scale"]["falls_back"]) == (True, False)
-    assert "example by example" in rows["pair"]["rule"]
     assert any("pair (Bilinear)" in line for line in found.advice)
     assert any("calls relu" in line for line in found.not_smooth)
     assert torch.equal(torch.get_rng_state(), state)
@@ -102,8 +98,6 @@ def test_what_is_mapped_over_examples_is_told_with_its_cost() -> None:
     found = torchfil.check(nn.Sequential(Sorted(4, 4), nn.Linear(4, 3)), (X, Y), LOSS)
     assert found.verdict == "mapped"
     assert all(row["falls_back"] for row in found.rows)
-    assert found.costs[1].name.startswith("mapped pass")
-    assert any("recorded pass would be faster" in line for line in found.advice)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +113,6 @@ def test_what_is_refused_is_told(model: nn.Module, batch: Any, options: dict[str
     found = torchfil.check(model, batch, **options)
     assert (found.verdict, found.runs) == ("refused", False)
     assert noun in found.reason
-    assert "is refused" in str(found)
 
 
 def test_losses_private_coordinates_and_batches_of_other_forms() -> None:
@@ -129,10 +122,7 @@ def test_losses_private_coordinates_and_batches_of_other_forms() -> None:
     assert (found.private, found.num_coordinates) == ("the output of 'embedding', 5×5", 25)
     assumed = torchfil.check(mlp(), (X, Y))
     assert "assumed" in assumed.loss
-    assert any("criterion=" in line for line in assumed.advice)
     assert torchfil.check(mlp(), (X, Y), LOSS, Private(coordinates=[0, 2])).num_coordinates == 2
     assert torchfil.check(mlp(), {"a": X, "b": Y}, LOSS, batch_to_inputs=lambda batch: (batch["a"], batch["b"])).runs
-    with pytest.raises(RuntimeError, match="shapes"):
-        torchfil.check(mlp(), (X[:, :3], Y))
     with pytest.raises(ValueError, match="num_probes"):
         torchfil.check(mlp(), (X, Y), num_probes=0)

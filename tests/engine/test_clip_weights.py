@@ -134,7 +134,6 @@ TWICE = {"accounting": Accounting(clip_weights=[0.5] * N)}
         ({4: math.nan}, {}, ValueError, "nan"),
         ({99: 0.5}, {}, KeyError, "99"),
         ([0.5] * 3, {}, ValueError, "shape"),
-        ({"person 3": 2.0}, {"id_of": [f"person {i}" for i in range(N)]}, ValueError, "'person 3'"),
         ([0.5] * N, TWICE, ValueError, "twice"),
     ],
 )

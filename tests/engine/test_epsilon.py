@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
-from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
+from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, step, train
 from torchfil import FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
@@ -44,13 +44,10 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
         model, optimizer, private = engine.make_private(
             module=module, optimizer=optimizer, data_loader=loader(data(40)), **noise
         )
-        for x, y in private:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
-            optimizer.step()
+        for batch in private:
+            step(model, optimizer, batch)
         spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
     assert spent[0] == spent[1]
-    assert FILPrivacyEngine().accountant.mechanism() == "rdp"
 
 
 def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **options: Any) -> Trained:
@@ -63,7 +60,7 @@ def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **optio
     for _ in range(passes):
         for x, y in made[2]:
             engine.train_step(x, y)
-    return Trained(engine, *made, [])
+    return Trained(engine, *made)
 
 
 class TestKnownBatches:
@@ -90,15 +87,6 @@ class TestKnownBatches:
     def test_a_sampler_that_repeats_is_counted(self) -> None:
         twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
         assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
-
-    def test_individual_epsilon(self) -> None:
-        """Gradients far above C: everybody's own ε is that of as many Gaussian mechanisms as it took part in."""
-        x, y = data(20).tensors
-        noise = {"noise_multiplier": 2.0, "max_grad_norm": 1e-3, "clip": "hard"}
-        engine = train_known(3, loader(TensorDataset(1e4 * x, y), 4), **noise).engine
-        own = engine.get_individual_epsilon(delta=1e-5).value
-        assert own.tolist() == pytest.approx([engine.get_epsilon(1e-5)] * 20, rel=1e-6)
-        assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
 
     def test_undrawn_examples(self) -> None:
         """What they share is read once for all of them, and equals each one's own reading."""
@@ -151,33 +139,19 @@ class TestHistory:
         assert max(epsilon, 0) <= got * (1 + 1e-9)
         assert got < 1.2 * max(epsilon, 0.05)
 
-    @pytest.mark.parametrize("noise", [1.0, 0.7, 1.3])
-    def test_levels_are_those_of_the_formula(self, noise: float) -> None:
-        """The last level k with anchor · 1.05^(k − 8) ≤ noise/ratio; level 0 also for what is below, or no number."""
-        edges = [1.05**-k for k in range(100)]
-        ratio = torch.cat([torch.rand(5000), torch.tensor([*edges, 1.0, 0.0, 1e-30, math.nan])])
-        history = NormHistory(len(ratio))
-        history.anchor, history.noise_multiplier = 1.0, noise
-        found = history.levels_of(ratio)
-        position = 8 + math.log(noise) / math.log(1.05) - ratio.double().clamp(min=1e-12).log() / math.log(1.05)
-        expected = position.add(1e-5).floor().clamp(0, 95).nan_to_num(0).long()
-        on_an_edge = (position.add(1e-5) - position.add(1e-5).round()).abs() < 1e-5
-        assert torch.equal(found[~on_an_edge], expected[~on_an_edge])
-        assert bool(((found - expected).abs() <= 1).all())
-        assert float(on_an_edge.double().mean()) < 0.05
-
 
 class TestOfRuns:
     def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon(self) -> None:
         """A regression target far out of reach: hard clipping leaves a norm of exactly C at every step."""
         x, y = data(40).tensors[0], torch.zeros(40, 3, dtype=torch.float64)
         y[0] = 1e6
-        options = {"module": nn.Linear(5, 3).double(), "loss_fn": F.mse_loss, "clip": "hard"}
-        engine = train(TensorDataset(x, y), steps=10, **options).engine
-        own = engine.get_individual_epsilon([0, 1], delta=1e-5)
+        module = nn.Linear(5, 3).double()
+        nn.init.zeros_(module.weight)  # so that all others' gradients are small
+        engine = train(TensorDataset(x, y), steps=10, module=module, loss_fn=F.mse_loss, clip="hard").engine
+        own = engine.get_individual_epsilon(range(6), delta=1e-5)
         assert own.kind == "estimate"
-        assert own.value[1] < own.value[0] == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
-        assert engine.leakage([0, 1], delta=1e-5)["individual_epsilon"].tolist() == own.value.tolist()
+        assert own.value[1:].min() < own.value[0] == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+        assert engine.leakage(range(6), delta=1e-5)["individual_epsilon"].tolist() == own.value.tolist()
 
     def test_norm_refresh_looks_everybody_up(self) -> None:
         """Clipped softly: by hard clipping or nearly so, all norms of this model would be C."""
@@ -296,8 +270,8 @@ def test_nothing_was_released_or_all() -> None:
 
 def test_population_bound_from_data_box_and_own_prior() -> None:
     values, labels = data(60).tensors
-    engines = [train(data(60), steps=10, seed=seed).engine for seed in (3, 4)]
-    engine, trace = engines[0], engines[0].totals.get_trace()
+    engine = train(data(60), steps=10).engine
+    trace = engine.totals.get_trace()
     mean = trace.value.double().mean().item()
     fitted = engine.get_population_mse_bound()
     by_hand = bounds.population_mse_bound(trace, 5, bounds.Prior.gaussian(values, [labels]))
@@ -311,17 +285,10 @@ def test_population_bound_from_data_box_and_own_prior() -> None:
     own = engine.get_population_mse_bound(bounds.Prior(torch.tensor(2.0), 3.0, "what we know"))
     assert own.bound.value.item() == pytest.approx(5 / (mean + 2.0), rel=1e-6)
     assert own.bound.kind == "estimate"
-    assert "what we know" in str(own)
     with pytest.raises(TypeError, match="public"):
         engine.get_population_mse_bound(values)
     with pytest.raises(ValueError, match="2 coordinates"):
         engine.get_population_mse_bound(bounds.Prior.gaussian(values[:, :2]))
-
-    traces = FILPrivacyEngine.merge(engines).get_trace()
-    merged = bounds.population_mse_bound(traces, 5, bounds.Prior.box(-3, 3, num_coordinates=5)).bound
-    alone = sorted(each.get_population_mse_bound((-3.0, 3.0)).bound.value.item() for each in engines)
-    assert alone[0] <= merged.value.item() <= alone[1]
-    assert merged.standard_error.item() > 0
 
 
 class Mean(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchfil
 from tests.cases import DEVICE
-from tests.engine.loops import data, loader, network
+from tests.engine.loops import data, loader, make
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.ids import ExampleIds
 from torchfil.engine import Equalised
@@ -81,7 +81,6 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     assert (result.num_spared, result.history[0].num_below) == (int(spared.sum()), int((unit > 1).sum()))
     assert torch.equal(result.next_weights, result.weights)
     assert [each.score for each in result.history] == [0.9835, 0.9835]
-    assert all(part in str(result) for part in ("unbiased attackers", "target 1", "0.9835", "2 trainings"))
     assert result.epsilon_of_all_rounds is None
 
 
@@ -148,7 +147,6 @@ def test_without_a_target_a_share_is_spared_and_a_question_is_aimed_at(unit: Ten
     assert result.worst <= 0.25
     assert result.history[0].worst == pytest.approx(float(rates.max()), rel=1e-6)
     assert torch.equal(result.weights < 1, rates > 0.25)
-    assert "every attacker" in str(result)
 
 
 def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
@@ -163,11 +161,8 @@ def test_groups_alone_with_a_target_and_public_cells(unit: Tensor) -> None:
     assert len(result.weights.unique()) == 2
     assert bool((result.weights[label == 0] == 1).all())
     assert set(result.history[0].group_means) == {0, 1}
-    named = {i: ("f", "m")[i % 2] for i in range(2000)}
-    result = equalise(Trainer(exposure), groups=named, max_rounds=6)
-    assert result.met
-    assert result.worst >= 1
-    assert result.history[-1].group_ratio <= 1.05
+    result = equalise(Trainer(exposure), groups={i: i % 2 for i in range(2000)}, max_rounds=6)
+    assert (result.met, result.worst >= 1, result.history[-1].group_ratio <= 1.05) == (True, True, True)
     cells = torch.arange(2000) // 10
     by_cell, alone = (equalise(Trainer(unit), by=by).weights.view(200, 10) for by in (cells, None))
     assert torch.equal(by_cell, alone.amin(dim=1, keepdim=True).expand(-1, 10))
@@ -202,15 +197,11 @@ def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
             equalise(train, **options)
 
 
-NONE: list[dict[str, Any]] = [{"max_rounds": 0}, {"fresh_runs": -1}, {"floor": 0.0}, {"margin": 0.5}, {"delta": 1.0}]
-
-
 def test_options_that_are_none_are_named_before_training() -> None:
-    wrong = {"weights": torch.tensor([0.5, 1.5])}, {"groups": [0, 1], "by": [0, 1, 2]}
-    nouns = *(next(iter(options)) for options in NONE), "clip_weights of example 1", "entry"
-    for options, noun in zip((*NONE, *wrong), nouns, strict=True):
-        with pytest.raises(ValueError, match=noun):
-            torchfil.equalise(lambda weights: pytest.fail("trained"), **options)
+    wrong: dict[str, Any] = {"max_rounds": 0, "fresh_runs": -1, "floor": 0.0, "margin": 0.5}
+    for name, value in {**wrong, "weights": torch.tensor([0.5, 1.5])}.items():
+        with pytest.raises(ValueError, match=name):
+            torchfil.equalise(lambda weights: pytest.fail("trained"), **{name: value})
 
 
 # ------------------------------------------------------------------ small runs, and what a run file keeps
@@ -223,9 +214,8 @@ SEEDS = count()
 def train_small(weights: Tensor | None, passes: int = 3) -> tuple[FILPrivacyEngine, float]:
     """Private training of a small network on forty examples, another seed at each call."""
     torch.manual_seed(next(SEEDS))
-    module, engine = network(), FILPrivacyEngine()
-    given = module, torch.optim.SGD(module.parameters(), lr=0.2), loader(data(40), generator=None)
-    *_, private = engine.make_private(*given, criterion=nn.CrossEntropyLoss(), clip_weights=weights)
+    plain = loader(data(40), generator=None)
+    engine, *_, private = make(plain, criterion=nn.CrossEntropyLoss(), clip_weights=weights)
     for _ in range(passes):
         for x, y in private:
             engine.train_step(x.to(DEVICE), y.to(DEVICE))
@@ -277,5 +267,3 @@ def test_another_run_is_refused(equalised: Equalised, tmp_path: Path) -> None:
     run = load(other.save_run(tmp_path / "run.parquet", delta=DELTA))
     assert run.about["equalised"] is run.about["noise_choice"] is None
     assert run.rounds == {}
-    begun = torchfil.equalise(train_small, target=1e-6, confidence=None, max_rounds=1, weights=weights)
-    assert begun.fil_before is None  # its rounds began with weights

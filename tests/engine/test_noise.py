@@ -16,9 +16,10 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cases import DEVICE
+from tests.engine.test_augmentation import Views
 from torchfil import FILPrivacyEngine
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -262,16 +263,6 @@ class TestSeeding:
             assert not torch.equal(*(source(rank).uniform(100) for rank in range(2)))
 
 
-class Augmented(Dataset[Any]):
-    """Other values at every reading."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, row: int) -> tuple[Tensor, int]:
-        return torch.randn(8), row % 2
-
-
 def with_one_changed() -> TensorDataset:
     x, y = (part.clone() for part in private()[3].plain_dataset.tensors)
     x[7] = 3.0
@@ -301,5 +292,6 @@ def test_other_runs_are_not_resumed_and_nothing_changes(tmp_path: Path) -> None:
         assert all(torch.equal(value, before[name]) for name, value in other[1].state_dict().items())
         assert not other[0].accountant.history
         releases(other)  # it goes on as the new run that it is
-    path = saved(private(dataset=Augmented()), tmp_path / "augmented.pt")
-    releases(resumed(path, dataset=Augmented()))
+    augmented = Views(lambda _, y: (torch.randn(8), y % 2))  # other values at every reading
+    path = saved(private(dataset=augmented), tmp_path / "augmented.pt")
+    releases(resumed(path, dataset=augmented))

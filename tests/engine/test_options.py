@@ -5,7 +5,6 @@ Ghost clipping, clipping="per_layer" and seeded noise release what Opacus releas
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -20,15 +19,11 @@ from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Pass, Truth, clipped_and_jacobian, make, random_state, take
 from tests.engine.loops import SIGMA, C, data, loader, network, physical_batches
 from tests.engine.ways import LOSS, start, step, trained, weights_of
-from torchfil import Accounting, Execution, FILPrivacyEngine, clipping
+from torchfil import Accounting, FILPrivacyEngine, clipping
 from torchfil.fisher import Theorem4Amplification
 
-GHOST: dict[str, Any] = {
-    "noise_multiplier": SIGMA,
-    "grad_sample_mode": "ghost",
-    "criterion": LOSS,
-    "max_grad_norm": 0.2,
-}
+GHOST: dict[str, Any] = {"grad_sample_mode": "ghost", "criterion": LOSS}
+GHOST |= {"noise_multiplier": SIGMA, "max_grad_norm": 0.2}
 SUM = {"loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}
 LIMITS = [0.2, 0.05, 0.3, 0.1]
 NORM = math.hypot(*LIMITS)
@@ -98,8 +93,6 @@ def test_training_is_opacus_own(options: Any, ours: Any, how: str | None) -> Non
 def test_the_clip_of_ghost_clipping_is_hard_unless_another_is_given() -> None:
     assert private(**GHOST, clip="smooth")[1].clip.name == "smooth"
     assert private(**GHOST)[1].clip.name == "hard"
-    with pytest.raises(ValueError, match="'ghost'"):
-        private(grad_sample_mode="ghost_fsdp")
 
 
 def test_with_epsilon_and_without_wrapping() -> None:
@@ -111,13 +104,11 @@ def test_with_epsilon_and_without_wrapping() -> None:
     hooks.cleanup()
 
 
-def test_looks_are_at_what_is_released(caplog: pytest.LogCaptureFixture) -> None:
+def test_looks_are_at_what_is_released() -> None:
     """PLIS, ∂(‖g̃‖/s)²/∂z at the present weights, and ‖g̃‖/‖C‖ of a refresh; the recorded pass has no such norms."""
     module, dataset, weights = network(), data(12), torch.linspace(0.3, 1, 12).double()
-    with caplog.at_level(logging.INFO, logger="torchfil"):
-        parts = start(module, dataset, "auto", lr=0.3, clip_weights=weights, **PER_LAYER)
-        engine = trained(*parts, steps=1)
-    assert "mapped over examples" in caplog.text
+    parts = start(module, dataset, "auto", lr=0.3, clip_weights=weights, **PER_LAYER)
+    engine = trained(*parts, steps=1)
     x, y = (part.to(DEVICE) for part in dataset.tensors)
     now = Pass(random_state(), module.state_dict(), x, y, list(range(12)))
     g, jacobian = clipped_and_jacobian(network(), now, max_grad_norm=LIMITS, clip_weights=weights)
@@ -126,21 +117,6 @@ def test_looks_are_at_what_is_released(caplog: pytest.LogCaptureFixture) -> None
     engine.refresh_norms()
     assert relative_error(engine._training.run.history.ratio, g.norm(dim=1) / NORM) < 1e-5
     assert parts[2].max_grad_norms == pytest.approx(LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_grad_norm": 1.0}, "list of 4"),
-        ({"max_grad_norm": [1.0, 2.0]}, "list of 4"),
-        ({"max_grad_norm": [1.0, 1.0, 1.0, 0.0]}, "positive"),
-        ({"clipping": "flat"}, "'per_layer'"),
-        ({"clipping": "per_token"}, "'per_layer'"),
-    ],
-)
-def test_thresholds_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        private(**{**PER_LAYER, **options})
 
 
 def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> None:
@@ -153,15 +129,6 @@ def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> Non
     total = math.hypot(0.3, 0.2, 0.1)
     expected = {"0.weight": 0.1 / total, "2.weight": 0.3 / total, "2.bias": 0.2 / total}
     assert engine._training.run.options.shares == pytest.approx(expected)
-
-
-def test_memory_follows_the_gpu_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what is free, never less than on a CPU."""
-    for free, expected in ((2**36, 2**34), (2**20, 2**30)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert Execution().memory_on(torch.device("cuda")) == expected
-    assert Execution().memory_on(torch.device("cpu")) == 2**30
-    assert Execution(max_memory=5).memory_on(torch.device("cuda")) == 5
 
 
 @pytest.mark.parametrize(("rate", "steps"), [({}, 6), ({"sample_rate": 0.35}, 4)])

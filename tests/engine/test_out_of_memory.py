@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, grouped
+from tests.engine.brute_force import Run, make, take, train
 from tests.engine.hunger import room_for
 from tests.engine.loops import assert_same_run, data, loader, network
 from tests.engine.test_state import same
@@ -35,41 +36,19 @@ QUICK = ("dropout", "exact", "hooks")
 SLOW = pytest.mark.slow
 
 
-class Run:
-    """A run of which single steps can be taken."""
+def begun(way: str = "recorded", **more: Any) -> Run:
+    options = {"noise_multiplier": 0.9, "max_grad_norm": 0.1, "estimator": "weight-probes", "amplification": None}
+    options |= {"criterion": nn.CrossEntropyLoss(), **WAYS[way], **more}
+    module = copy.deepcopy(options.pop("module", network())).double()
+    return make(module, data(60), batch_size=16, **options)
 
-    def __init__(self, way: str = "recorded", **more: Any) -> None:
-        torch.manual_seed(0)
-        options = {"noise_multiplier": 0.9, "max_grad_norm": 0.1, "seed": 3, **WAYS[way], **more}
-        module = copy.deepcopy(options.pop("module", network())).double().to(DEVICE)
-        self.way, self.module, self.engine = way, module, FILPrivacyEngine()
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
-        noise = torch.Generator(device=DEVICE).manual_seed(8)
-        given = grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, **options)
-        made = self.engine.make_private(module, optimizer, loader(data(60), 16), **given)
-        self.model, self.optimizer, self.loader = made
-        self.batches = self.all_batches()
 
-    def all_batches(self) -> Any:
-        while True:
-            yield from self.loader
+def go_on(run: Run, way: str, steps: int = 2) -> None:
+    train(run, steps=len(run.passes) + steps, way=way)
 
-    def step(self, batch: Any = None) -> None:
-        x, y = next(self.batches) if batch is None else batch
-        if self.way == "train_step":
-            self.engine.train_step(x, y)
-            return
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(x.to(DEVICE)), y.to(DEVICE)).backward()
-        self.optimizer.step()
 
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    @property
-    def state(self) -> tuple[Any, Any]:
-        return copy.deepcopy((self.engine.state_dict(), self.module.state_dict()))
+def state_of(run: Run) -> tuple[Any, Any]:
+    return copy.deepcopy((run.engine.state_dict(), run.module.state_dict()))
 
 
 def assert_same(cut: Run, whole: Run, tolerance: float = 1e-9) -> None:
@@ -84,14 +63,15 @@ def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
     """Masks are drawn once, also where memory ends in a step whose first pieces had succeeded."""
     if way == "dropout" and DEVICE == "cuda":
         pytest.skip("a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
-    whole = Run(way)
-    whole.steps(4)
-    cut = Run(way)  # with the same random numbers
-    cut.steps(2)
+    whole = begun(way)
+    go_on(whole, way)
+    go_on(whole, way)
+    cut = begun(way)  # with the same random numbers
+    go_on(cut, way)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with room_for(4, skipped) as device:
-            cut.steps(2)
+            go_on(cut, way)
     assert device.refused
     assert skipped or max(device.served) <= 4
     assert_same(cut, whole)
@@ -117,20 +97,20 @@ def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, own: b
     """Not even one example fits, or the user's own pass fails: with memory again, it is as if nothing had been."""
     layer = Hungry() if own else nn.Identity()
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), layer, nn.Linear(6, 3))
-    run, whole = Run(way, module=module), Run(way, module=module)
-    run.steps(2)
-    batch, before = next(run.batches), run.state
+    run, whole = (begun(way, module=module) for _ in range(2))
+    batches = iter(run.private)
+    take(run, next(batches))
+    batch, before = next(batches), state_of(run)
     if own:
         run.module[2].fails = True
     with contextlib.nullcontext() if own else room_for(0), pytest.raises(torch.OutOfMemoryError) as refused:
-        run.step(batch)
+        take(run, batch)
     assert own or "step was not taken" in str(refused.value)
-    assert same(run.state, before)
+    assert same(state_of(run), before)
     if own:
         run.module[2].fails = False
-    run.step(batch)
-    run.steps(1)
-    whole.steps(4)
+    take(run, batch)
+    go_on(whole, way)
     assert_same(run, whole, 1e-12)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.cases import DEVICE, grouped
 from tests.engine import ways
-from tests.engine.loops import SIGMA, C, data, loader, network, train
+from tests.engine.loops import SIGMA, C, data, loader, network, step, train
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
@@ -37,7 +37,6 @@ def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_n
     probes, rate = choose(0.05, 0.08, 1.0, 19.0, 0.16)
     assert probes == 4
     assert 0.95 < rate < 1
-    assert choose(0.01, 0.08, 1.0, 5.0, 0.16) == (13, 1.0)
 
 
 class Simulated:
@@ -51,9 +50,9 @@ class Simulated:
         self.truth = torch.zeros(self.n, dtype=torch.float64)
         self.probes_used = 0
         scale = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
-        for step in range(1, int(passes / self.share) + 1):
+        for taken in range(1, int(passes / self.share) + 1):
             rows = (torch.rand(self.n, generator=generator) < self.share).nonzero().flatten()
-            x = scale[rows] * (0.3 + torch.exp(torch.tensor(-3.0 * step * self.share / passes)))
+            x = scale[rows] * (0.3 + torch.exp(torch.tensor(-3.0 * taken * self.share / passes)))
             x = x * torch.exp(unevenness * torch.randn(len(rows), generator=generator, dtype=torch.float64))
             self.truth[rows] += x
             contribution = Contribution(rows, x)
@@ -69,8 +68,8 @@ class Simulated:
                 contribution = Contribution(rows, x, additions=added)
             ledger.add(contribution)
             self.pace.note([contribution])
-            if step % 2 == 0:
-                self.pace.update(ledger, step * self.share)
+            if taken % 2 == 0:
+                self.pace.update(ledger, taken * self.share)
         self.trace = Leakage(ledger, ExampleIds(self.n)).get_trace()
 
     def relative_error(self) -> float:
@@ -103,11 +102,6 @@ def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     assert 0.08 < float(reached) <= 0.1
 
 
-def test_a_looser_target_costs_less() -> None:
-    costs = [simulated(target, 40, 0).probes_used for target in (0.1, 0.2)]
-    assert costs[0] > 4 / 3 * costs[1]
-
-
 def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
     torch.manual_seed(0)
     module = nn.Linear(5, 3).double().to(DEVICE)  # many steps are taken, and the pace does not depend on the model
@@ -120,13 +114,11 @@ def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
 def go_on(made: Any, epochs: int, *, whole: bool = True) -> FILPrivacyEngine:
     engine, model, optimizer, private = made
     for _ in range(epochs):
-        for x, y in private:
+        for batch in private:
             if whole:
-                engine.train_step(x, y)
+                engine.train_step(*batch)
             else:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
-                optimizer.step()
+                step(model, optimizer, batch)
     return engine
 
 

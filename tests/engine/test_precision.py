@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.cases import DEVICE
 from tests.engine.architectures import Encoder
 from tests.engine.ways import LOSS, start
-from torchfil import Execution, FILPrivacyEngine, Private
+from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian
@@ -137,5 +137,3 @@ def test_precision_of_probes(name: str, precision: str, cast: bool, tmp_path: Pa
         assert apart(ours, truth) > 0
     saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert saved.about["mechanism"]["probe_precision"] == precision
-    with pytest.raises(ValueError, match="probe_precision"):
-        Execution(probe_precision="fp8")

@@ -8,7 +8,6 @@ import math
 import random
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.planning.calibration import LeakageTarget, NoiseSearch, TargetCheck, choose_noise
+from torchfil.planning.calibration import LeakageTarget, NoiseSearch
 from torchfil.questions import Absent
 from torchfil.report import load, write_report
 
@@ -56,15 +55,12 @@ def made(**options: Any) -> Any:
     return engine, *engine.make_private_with_bound(**start(**{"target_mse_bound": 2.0, **options}))
 
 
-def test_the_target_is_met_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_target_is_met_and_told(tmp_path: Path) -> None:
     engine, _, optimizer, private = made(progress=True, max_grad_norm=0.01)
-    assert "pilot 1, σ = " in capsys.readouterr().err
-    assert "after 3 steps" in str(train(engine, private, 1).check_bound())
-    check, choice = train(engine, private, 2).check_bound(), engine.pilot
+    check, choice = train(engine, private).check_bound(), engine.pilot
     assert check.met
     assert check.headroom >= 1
     assert check.mse_bound == engine.get_smallest_mse_bound(0.95, "probes")
-    assert str(check).startswith("met after 9 steps: every MSE bound at least 2")
     assert engine.bound_target == LeakageTarget(2.0, of="probes")
     assert not engine.check_bound(LeakageTarget(1e6, of="probes")).met
 
@@ -74,7 +70,6 @@ def test_the_target_is_met_and_told(capsys: pytest.CaptureFixture[str], tmp_path
     headrooms = {pilot.noise_multiplier: pilot.check.headroom for pilot in choice.pilots}
     assert headrooms[sigma] >= 1.25
     assert all(headroom < 1.25 for other, headroom in headrooms.items() if other < sigma)
-    assert all(f"σ = {pilot.noise_multiplier:.4g}" in str(choice) for pilot in choice.pilots)
 
     run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert run.about["noise_choice"] == {
@@ -120,9 +115,8 @@ def test_a_refusal_leaves_everything_as_it_was() -> None:
     assert not optimizer.state
     assert module.training
     engine.make_private(module, optimizer, given["data_loader"])  # is free for another
-    for read in (lambda: engine.pilot, engine.check_bound):
-        with pytest.raises(RuntimeError, match="make_private_with_bound"):
-            read()
+    with pytest.raises(RuntimeError, match="make_private_with_bound"):
+        engine.check_bound()
     with pytest.raises(ValueError, match="already accounts"):  # before any pilot
         engine.make_private_with_bound(**given)
 
@@ -136,13 +130,11 @@ def test_a_question_is_aimed_at_and_of_two_targets_the_harder_one_decides(target
     assert check.met
     assert check.true_positive_rate[1] <= min(0.2, float(rates.max()) + 1e-9)  # whose ends hold the run, too
     assert engine.bound_target.question == "member"
-    assert "every attacker" in str(check)
     headroom = engine.bound_target.largest_divergence / check.divergence[1]
     if not targets:
         assert (check.mse_bound, check.headroom) == (None, headroom)
     else:
         assert check.headroom == min(check.mse_bound[1] / 0.01, headroom) == headroom
-        assert ", and " in engine.bound_target.wanted
 
 
 def test_a_loop_of_ones_own_trains_the_pilots() -> None:
@@ -160,9 +152,8 @@ def test_a_loop_of_ones_own_trains_the_pilots() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.3
 
 
-def test_a_run_that_misses_warns_once_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_misses_warns_once_and_goes_on() -> None:
     engine, _, optimizer, private = made()
-    assert "pilot" not in capsys.readouterr().err
     optimizer.noise_multiplier = 0.3
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -170,7 +161,6 @@ def test_a_run_that_misses_warns_once_and_goes_on(capsys: pytest.CaptureFixture[
     assert sum("already missed its target" in str(each.message) for each in told) == 1
     assert [count for *_, count in engine.accountant.history] == [EPOCHS * len(private)]
     assert not engine.check_bound().met
-    assert "missed by a factor of" in str(engine.check_bound())
 
 
 REFUSED: dict[str, dict[str, Any]] = {  # the noun that is told
@@ -179,8 +169,6 @@ REFUSED: dict[str, dict[str, Any]] = {  # the noun that is told
     "0.5 and 1": {"confidence": 0.5},
     "noise_multiplier": {"noise_multiplier": 1.0},
     "of='probes'": {"of": "run"},
-    "margin": {"margin": -0.1},
-    "grid": {"grid": 1.0},
     "max_noise_multiplier": {"max_noise_multiplier": -1.0},
     "whole draws": {"accumulation_steps": 2},
     "epochs": {"epochs": 0},
@@ -194,16 +182,6 @@ REFUSED: dict[str, dict[str, Any]] = {  # the noun that is told
 def test_what_is_refused(noun: str) -> None:
     with pytest.raises((ValueError, TypeError, RuntimeError), match=noun):
         made(**REFUSED[noun])
-
-
-def test_ends_far_from_the_estimates_are_told_apart() -> None:
-    target = LeakageTarget(1.0)
-    pilots: Any = SimpleNamespace(epochs=20, run=lambda sigma, number: None)
-    for end, noun in ((0.2, "lower the learning rate"), (0.75, "σ of about 2.6"), (0.0, "no end that holds")):
-        found = TargetCheck(target, (0.8, end), None, 5, 5)
-        checked: Any = SimpleNamespace(wanted=target.wanted, check=lambda run, found=found: found)
-        with pytest.raises(ValueError, match=noun):
-            choose_noise(pilots, checked, NoiseSearch(max_noise_multiplier=2.0))
 
 
 # ------------------------------------------------------------------ the search

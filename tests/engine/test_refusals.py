@@ -12,29 +12,25 @@ import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.cases import DEVICE
-from tests.engine.loops import data, loader, network
-from tests.engine.made import make, step
+from tests.engine.loops import data, loader, make, network, step
 from torchfil import Accounting, Execution, FILPrivacyEngine
 from torchfil.engine.loader import ids_of_batch
-from torchfil.fisher import PoissonAmplification, Theorem4Amplification
 from torchfil.questions import Absent
 
 NAN = math.nan
 ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     *({"rel_error": value} for value in (0.0, 5.0, NAN)),
     *({name: 0} for name in ("num_probes", "epochs", "sketch_rank", "accumulation_steps", "norm_refresh")),
-    *({"fil_rate": value} for value in (0.0, 1.5, NAN)),
-    *({"sample_rate": value} for value in (0.0, 1.1)),
+    *({name: value} for name in ("fil_rate", "sample_rate") for value in (0.0, 1.5, NAN)),
     {"expected_batch_size": 0},
     {"num_probes": 2, "rel_error": 0.1},
     {"fil_rate": 0.5, "rel_error": 0.1},
     {"estimator": "exact", "rel_error": 0.1},
     {"estimator": "magic"},
     {"amplification": "magic"},
-    {"track": ("spectrum",)},
     {"track": "spectrum"},
     {"track": ("diagonal",), "estimator": "coordinates"},
     {"num_probes": 1, "track": ("fim",)},
@@ -58,18 +54,11 @@ def test_other_objects_refuse_at_construction() -> None:
     for wrong, noun in ((3, "factors"), (Mute(), "secret_batches")):
         with pytest.raises(TypeError, match=noun):
             Accounting(amplification=wrong)
-    for amplification in ("poisson", "theorem4", PoissonAmplification(), Theorem4Amplification()):
-        with pytest.raises(ValueError, match="poisson_sampling"):
-            Accounting(amplification=amplification).amplification_for(poisson_sampling=False)
-    with pytest.raises(ValueError, match="max_memory"):
-        Execution(max_memory=0)
+    for options in ({"max_memory": 0}, {"probe_precision": "fp8"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Execution(**options)
     with pytest.raises(ValueError, match="rpd"):
         FILPrivacyEngine(accountant="rpd")
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from data(8)
 
 
 def layers(*parts: nn.Module) -> nn.Module:
@@ -88,17 +77,17 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "threshold": ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
     "adaptive clipping": ({"clipping": "adaptive"}, ValueError, "factors"),
     "one threshold for all layers": ({"clipping": "per_layer"}, ValueError, "list of 4"),
+    "a layer without": ({"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, 0.0]}, ValueError, "positive"),
     "mode": ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "sharded"),
     "clip that exceeds C": ({"clip": "gelu-paper"}, ValueError, "exceed"),
     "unknown clip": ({"clip": "soft"}, ValueError, "registered"),
     "reduction": ({"loss_reduction": "none"}, ValueError, "'mean' or 'sum'"),
-    "amplification": ({"amplification": "poisson", "poisson_sampling": False}, ValueError, "poisson_sampling"),
+    "amplification": ({"amplification": "theorem4", "poisson_sampling": False}, ValueError, "poisson_sampling"),
     "rate of known batches": ({"sample_rate": 0.5, "poisson_sampling": False}, ValueError, "leave one"),
     "misspelt": ({"noise_multiplyer": 1.0}, TypeError, "noise_multiplyer"),
     "no memory": ({"max_ledger_memory": 10}, MemoryError, "Track less"),
     "weighted draws": ({"dataset": WEIGHTED}, ValueError, "same probability"),
     "repeated draws": ({"dataset": WEIGHTED, "poisson_sampling": False}, ValueError, "replacement=False"),
-    "stream": ({"dataset": DataLoader(Stream(), batch_size=4)}, ValueError, "id_of"),
     "nobody": ({"dataset": DataLoader(TensorDataset(torch.zeros(0, 5), torch.zeros(0)), 4)}, ValueError, "empty"),
     "no batch size": ({"dataset": DataLoader(data(40), batch_size=None)}, ValueError, "batch_size"),
     "batch norm": ({"module": layers(nn.Linear(5, 6), nn.BatchNorm1d(6))}, ValueError, "batch normalisation"),
@@ -107,7 +96,6 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class weights": ({"criterion": nn.CrossEntropyLoss(torch.ones(3).double())}, ValueError, "reduction='sum'"),
     "too few ids": ({"id_of": list(range(39))}, ValueError, "39 keys"),
     "one id": ({"id_of": ["x"] * 40}, ValueError, "more than one"),
-    "one tensor as id": ({"id_of": [torch.tensor(7)] * 40}, ValueError, "gives 7 to more than one"),
     "a text for a question": ({"questions": {"member": "absent"}}, TypeError, "Absent"),
     "questions without names": ({"questions": [Absent()]}, TypeError, "name"),
 }  # fmt: skip
@@ -124,13 +112,11 @@ def test_make_private_refuses_and_touches_nothing(case: str) -> None:
 
 
 DIRECT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    *(({name: 1}, TypeError, f"{name}.*Accounting") for name in ("estimator", "fil_rate", "amplification")),
-    *(({name: 1}, TypeError, f"{name}.*Execution") for name in ("max_memory", "cuda_graphs")),
+    ({"estimator": 1}, TypeError, "estimator.*Accounting"),
+    ({"max_memory": 1}, TypeError, "max_memory.*Execution"),
     ({"probes": 3}, TypeError, "'probes'"),
-    ({"num_probes": 2, "rel_error": 0.1}, ValueError, "num_probes"),
     ({"accounting": Accounting(estimator="coordinates"), "track": "diagonal"}, ValueError, "coordinates"),
     ({"accounting": Accounting(num_probes=2), "num_probes": 3}, ValueError, "twice"),
-    ({"accounting": Accounting(track="plis"), "track": "plis"}, ValueError, "twice"),
 ]
 
 
@@ -150,12 +136,6 @@ def test_options_in_the_wrong_place_leave_the_engine_as_new(
 def test_optimizers_of_other_parameters_and_engines_in_use() -> None:
     module, engine = network(), FILPrivacyEngine(accountant="gdp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(TypeError):
-        engine.make_private(module, optimizer, loader(data(24)), 1.0)
-    with pytest.raises(TypeError, match="noise_multiplier"):
-        engine.make_private_with_epsilon(
-            module, optimizer, loader(data(24)), target_epsilon=3.0, target_delta=1e-3, epochs=2, noise_multiplier=1.0
-        )
     few = torch.optim.SGD(module[0].parameters(), lr=0.1)
     with pytest.raises(ValueError, match="lacks 2 trainable"):
         engine.make_private(module, few, loader(data(24)))
@@ -179,10 +159,7 @@ class Run:
 
     def take(self, model: Any = None, batch: Any = None, loss: Any = F.cross_entropy) -> None:
         """A forward and a backward pass over a batch, and a step."""
-        x, y = (part.to(DEVICE) for part in (batch or next(iter(self.private))))
-        self.optimizer.zero_grad()
-        loss((model or self.model)(x), y).backward()
-        self.optimizer.step()
+        step(model or self.model, self.optimizer, batch or next(iter(self.private)), loss)
 
 
 class Positions(nn.Module):
@@ -238,12 +215,6 @@ def noise_as_target(run: Run) -> None:
     run.optimizer.step()
 
 
-def after_detaching(run: Run) -> None:
-    run.engine.detach()  # the ledger stays
-    assert not any(part._forward_hooks or part._backward_hooks for part in run.module.modules())
-    run.take(model=run.module)
-
-
 BARE = TensorDataset(data(16).tensors[0])
 FIRST = {"poisson_sampling": False}
 STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
@@ -251,7 +222,6 @@ STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "the model as passed": ({}, lambda run: run.take(run.module), RuntimeError, "returned model"),
     "a sum for a mean": ({}, lambda run: run.take(loss=summed), ValueError, "loss_reduction='sum'"),
     "two passes": ({}, twice, ValueError, "one module"),
-    "two passes of known batches": (FIRST, twice, ValueError, "one module"),
     "an example in two pieces": ({}, pieces_that_share_examples, RuntimeError, "twice"),
     "noise of the loop": ({"dataset": BARE, "module": network(5, 5)}, noise_as_target, ValueError, r"forward\(\)"),
     "NaN": ({"dataset": one_nan(), **FIRST}, Run.take, ValueError, "1 of 8 rows: 3"),
@@ -260,7 +230,6 @@ STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "elsewhere": ({}, lambda run: run.take(batch=data(8).tensors), RuntimeError, "loader that make_private"),
     "a part of a batch": ({}, a_part, (RuntimeError, ValueError), "once per batch|disagree"),
     "another length": ({}, shrink, ValueError, "has 30 now"),
-    "detached": ({}, after_detaching, (RuntimeError, ValueError), "[Pp]er sample|backward pass"),
 }  # fmt: skip
 
 
@@ -284,14 +253,11 @@ def test_a_loop_that_steps_the_optimizer_it_passed_is_told_at_the_next_pass() ->
     """That optimizer trains nothing, and nothing else would say so; with "hooks" Opacus refuses the second batch."""
     module, engine = network(), FILPrivacyEngine()
     passed = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, returned, private = engine.make_private(module, passed, loader(data(40)))
+    model, _, private = engine.make_private(module, passed, loader(data(40)))
     for batch in private:
         step(model, passed, batch)
     with pytest.raises(RuntimeError, match="optimizer that make_private returned"):
         next(iter(private))
-    returned.zero_grad()
-    step(model, returned, next(iter(private)))
-    assert engine.get_fil().value.max() > 0
 
 
 def test_a_logical_batch_that_was_left_must_be_discarded() -> None:
@@ -333,32 +299,18 @@ def test_reading_needs_a_step_and_lists_of_ids(tmp_path: Path) -> None:
             getattr(run.engine, name)()
     assert run.engine.get_individual_epsilon(delta=1e-5).value.tolist() == [0.0] * 40
     run.take()
-    for alone in ("person 7", 3):
-        with pytest.raises(TypeError, match="for one example"):
-            run.engine.get_fil(alone)
-    for name, noun in (("get_attribute_fil", "diagonal"), ("get_plis", "plis")):
+    with pytest.raises(TypeError, match="for one example"):
+        run.engine.get_fil("person 7")
+    for read, noun in ((run.engine.get_plis, "plis"), (lambda: run.engine.get_fil(kind="spectral"), "fim")):
         with pytest.raises(ValueError, match=noun):
-            getattr(run.engine, name)()
-    with pytest.raises(ValueError, match="fim"):
-        run.engine.get_fil(kind="spectral")
-    with pytest.raises(ValueError, match="reading"):
-        run.engine.get_rdp_mse_bound(reading="mine")
-    for read in (run.engine.get_individual_epsilon, run.engine.metrics):
-        with pytest.raises(ValueError, match="delta"):
-            read(delta=0)
+            read()
+    with pytest.raises(ValueError, match="delta"):
+        run.engine.get_individual_epsilon(delta=0)
     with pytest.raises(TypeError, match="state_dict"):  # a private model is not pickled
         torch.save(run.model, tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize(
-    ("batch", "id_of", "noun"),
-    [
-        ({"x": torch.zeros(2)}, "key", "'key'"),
-        ((torch.zeros(2),), 3, "id_of=3"),
-        (("ab", torch.zeros(2)), 0, "list"),
-        (([[1], [2]], torch.zeros(2)), 0, "ids"),
-    ],
-)
-def test_ids_that_are_none_are_told(batch: Any, id_of: Any, noun: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=noun):
-        ids_of_batch(batch, id_of)
+def test_ids_that_are_none_are_told() -> None:
+    for batch, id_of in (({"x": torch.zeros(2)}, "key"), (("ab", torch.zeros(2)), 0), (([[1], [2]], [0, 0]), 0)):
+        with pytest.raises((ValueError, TypeError), match="id"):
+            ids_of_batch(batch, id_of)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torchfil
 from tests.engine.loops import data, train
+from tests.engine.test_augmentation import Views
 from tests.engine.test_state import same
-from torchfil import FILPrivacyEngine
-from torchfil.accounting.ledger import MAX_POINTS, Timeline, summary
+from torchfil.accounting.ledger import MAX_POINTS, Timeline
 from torchfil.attacks import AttackResult
 from torchfil.engine.reading import epsilon_over_time
 from torchfil.engine.saving.data import data_sha256
@@ -81,14 +81,12 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) ->
     )
     other = torchfil.compare_with_bounds({"patient 3": 0.0, "patient 7": 1e9}, attack)
     first, second = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])).attacks
-    assert (first.name, first.threat_model) == ("a guess", "knows all else")
     assert first.rows.tolist() == second.rows.tolist() == [3, 7]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
     assert first.violated.tolist() == [True, False]
     assert (second.predicted.tolist(), second.violated.tolist()) == ([0.0, 1e9], [False, True])
     page = engine.report(tmp_path / "page", delta=DELTA, title="of a trial", attacks=[attack])
-    assert page == tmp_path / "page" / "index.html"
     assert all(text in page.read_text(encoding="utf-8") for text in ("of a trial", "a guess"))
     assert "patient 7" in (tmp_path / "page" / "leakage.csv").read_text(encoding="utf-8")
     shared = engine.report(tmp_path / "shared", delta=DELTA, redacted=True, min_group=5)
@@ -97,17 +95,11 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) ->
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     """Neither the run nor a generator that the data set draws from."""
-    plain = data(20)
 
-    class Augmented(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return len(plain)
+    def augmented(x: Tensor, y: Tensor) -> Any:
+        return x + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand(()), y
 
-        def __getitem__(self, place: int) -> Any:
-            x, y = plain[place]
-            return x + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand(()), y
-
-    engine = train(Augmented(), steps=2).engine
+    engine = train(Views(augmented), steps=2).engine
 
     def state() -> Any:
         return engine.state_dict(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -123,11 +115,8 @@ ELSEWHERE = torchfil.compare_with_bounds([1.0], AttackResult("a", "t", [0], [0.5
 @pytest.mark.parametrize(
     ("options", "noun"),
     [
-        ({"attribute_names": ["a", "b"]}, "attribute_names"),
         ({"attribute_names": ["region", "b", "region", "d", "e"]}, "'region'"),
         ({"groups": {"side": ["x"] * 3}}, "'side' has 3 labels"),
-        ({"groups": {"side": {"patient 0": "x"}}}, "'side' has 1 labels"),
-        ({"input_range": (1, 0)}, "input_range"),
         ({"input_range": (-math.inf, 1)}, "finite"),
         ({"attacks": [AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)]}, "'accuracy'"),
         ({"attacks": [ELSEWHERE]}, "not among the run's 60 ids"),
@@ -139,13 +128,6 @@ def test_arguments_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=noun):
         trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_too_many_attributes_are_left_out_aloud(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfil.engine.saving.build._MOST_ATTRIBUTES", 4)
-    with pytest.warns(UserWarning, match="attributes are not saved"):
-        run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA))
-    assert run.attributes is None
 
 
 def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
@@ -166,22 +148,16 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     np.testing.assert_allclose(pictures.maps, plis.detach().cpu(), rtol=1e-5, atol=1e-9)
 
 
-class TestTimeline:
-    def test_points_stay_few_and_evenly_spaced(self) -> None:
-        for steps in (1, 199, 200, 1000, 5000):
-            timeline = Timeline()
-            for step in range(1, steps + 1):
-                timeline.note(step, torch.full((3,), float(step)), 1)
-            noted, points = timeline.table(steps, torch.full((3,), float(steps)), 1)
-            assert len(noted) <= MAX_POINTS
-            assert len(noted) >= min(steps, MAX_POINTS // 2)
-            assert noted[-1] == steps
-            assert len(set(np.diff(noted[:-1]))) <= 1
-            assert torch.equal(points[:, 2].square().round(), torch.tensor(noted, dtype=points.dtype))
-
-    def test_quantiles_are_those_of_the_distribution(self) -> None:
-        values = torch.arange(1.0, 101.0)[torch.randperm(100)]
-        assert (summary(values, 4).square() * 4).round().tolist() == [50, 95, 100]
+def test_points_of_the_timeline_stay_few_and_evenly_spaced() -> None:
+    for steps in (1, 199, 200, 1000, 5000):
+        timeline = Timeline()
+        for step in range(1, steps + 1):
+            timeline.note(step, torch.full((3,), float(step)), 1)
+        noted, points = timeline.table(steps, torch.full((3,), float(steps)), 1)
+        assert min(steps, MAX_POINTS // 2) <= len(noted) <= MAX_POINTS
+        assert noted[-1] == steps
+        assert len(set(np.diff(noted[:-1]))) <= 1
+        assert torch.equal(points[:, 2].square().round(), torch.tensor(noted, dtype=points.dtype))
 
 
 def test_epsilon_over_time_composes_unequal_steps() -> None:
@@ -197,7 +173,6 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
     x = torch.randn(4, 2)
     others = x, x.flip(0), x.double(), x.reshape(4, 2, 1), torch.cat([x, x[:1]]), x + 1e-7
     assert len({data_sha256(TensorDataset(part)) for part in others}) == 6
-    assert data_sha256(TensorDataset(x.clone())) == data_sha256(TensorDataset(x))
     assert data_sha256(TensorDataset(x, x[:, 0])) == data_sha256([(row, row[0]) for row in x])
     assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256([torch.ones(3), torch.ones(2)])
     assert data_sha256(["ab", "c"]) != data_sha256(["a", "bc"])
@@ -210,5 +185,3 @@ def test_runs_that_have_other_settings_or_none(tmp_path: Path) -> None:
     assert [mechanism[name] for name in ("num_probes", "fil_rate", "rel_error")] == [None, None, 0.5]
     with pytest.raises(ValueError, match="not tracked"):
         engine.save_run(path, delta=DELTA, attribute_names=["a"] * 5)
-    with pytest.raises(RuntimeError, match="make_private first"):
-        FILPrivacyEngine().save_run(path, delta=DELTA)

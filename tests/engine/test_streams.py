@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.cases import DEVICE, grouped
-from tests.engine.loops import SIGMA, C, Step, Trained, data, exact_epsilon, network, truth
-from tests.engine.made import make
+from tests.engine.brute_force import Pass, Run, Truth, random_state
+from tests.engine.loops import SIGMA, C, data, exact_epsilon, make, network, step
 from tests.engine.test_state import same
+from tests.engine.ways import weights_of
 from torchfil import FILPrivacyEngine
-from torchfil.fisher import reference
 from torchfil.report import load
 
 DELTA = 1e-5
@@ -41,7 +41,7 @@ class Shards(IterableDataset):
                 yield (x, y, key) if self.kind == "tuple" else {"x": x, "y": y, "key": key}
 
 
-def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Trained:
+def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Run:
     """A run that is ready to train."""
     stream, module = Shards() if stream is None else stream, network()
     plain = DataLoader(stream, batch_size=options.pop("batch_size", 5), num_workers=workers)
@@ -54,25 +54,31 @@ def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Trained:
         private = engine.make_private_with_epsilon(module, optimizer, plain, **settings)
     else:
         private = engine.make_private(module, optimizer, plain, **grouped(**settings))
-    return Trained(engine, *private, [])
+    return Run(engine, module, network(), *private, {"amplification": "none", **settings})
 
 
-def take(run: Trained, x: Tensor, y: Tensor) -> None:
-    run.steps.append(Step({name: p.detach().clone() for name, p in run.model._module.named_parameters()}, [x], [y]))
-    run.optimizer.zero_grad()
-    nn.functional.cross_entropy(run.model(x.to(DEVICE)), y.to(DEVICE)).backward()
-    run.optimizer.step()
+def take(run: Run, batch: Any) -> None:
+    """A step, kept for the truth with the numbers of its examples in the data set."""
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    weights = {name: p.detach().clone() for name, p in run.module.named_parameters()}
+    rows = [int((data(N).tensors[0] == row).all(dim=1).nonzero()) for row in x]  # by value, whatever its id
+    run.passes.append([Pass(random_state(), weights, x.to(DEVICE), y.to(DEVICE), rows)])
+    run.released.append(torch.zeros_like(weights_of(run.module)))
+    step(run.model, run.optimizer, (x, y))
 
 
-def trained(stream: Any = None, *, passes: int = 1, **options: Any) -> Trained:
-    run = made(stream, **options)
+def go_on(run: Run, passes: int = 1) -> Run:
     for _ in range(passes):
-        for x, y in run.loader:
-            take(run, x, y)
+        for batch in run.private:
+            take(run, batch)
     return run
 
 
-def rows_of(run: Trained) -> list[int]:
+def trained(stream: Any = None, *, passes: int = 1, **options: Any) -> Run:
+    return go_on(made(stream, **options), passes)
+
+
+def rows_of(run: Run) -> list[int]:
     """The number in the data set of each of the ledger's rows."""
     return [int(str(key).split()[1]) for key in run.engine.leakage_columns()[0]]
 
@@ -91,10 +97,10 @@ def test_the_ledger_is_the_truth_without_amplification(workers: int) -> None:
     ledger, rows = run.engine.ledger, rows_of(run)
     assert sorted(rows) == list(range(N))
     assert workers or rows == order
-    fim, participations = truth(run, data(N), q=None, module=network())
+    truth = Truth(run)
     assert ledger.num_examples == N
-    assert torch.equal(ledger.sums["participations"].cpu(), participations[rows])
-    torch.testing.assert_close(ledger.sums["fim"].cpu(), fim[rows], rtol=1e-9, atol=1e-12)
+    assert torch.equal(ledger.sums["participations"].cpu().double(), truth.participations[rows])
+    torch.testing.assert_close(ledger.sums["fim"].cpu(), truth.fim[rows], rtol=1e-9, atol=1e-12)
     assert run.engine.get_fil(["person 3"]).value.shape == (1,)
 
 
@@ -102,11 +108,11 @@ def test_rows_grow_as_examples_come() -> None:
     """A batch that is read, and not trained on, adds none."""
     run, seen = made(), []
     assert math.isclose(run.engine.get_epsilon(DELTA), 0)
-    for place, batch in enumerate(run.loader):
+    for place, batch in enumerate(run.private):
         if place == 2:
             continue
         seen += batch._ids
-        take(run, *batch)
+        take(run, batch)
         names, columns = run.engine.leakage_columns()
         assert names == seen
         assert len(columns["fil"]) == run.engine.ledger.num_examples == len(seen)
@@ -121,7 +127,7 @@ def test_epsilon_is_that_of_the_most_frequent_example(accountant: str) -> None:
     run = trained(Shards(order), accountant=accountant)
     alone = create_accountant(accountant)
     alone.history = [(SIGMA, 1.0, 3)]
-    assert len(run.steps) == 5
+    assert len(run.passes) == 5
     assert run.engine.get_epsilon(DELTA) == pytest.approx(alone.get_epsilon(DELTA))
     assert run.engine.get_epsilon(DELTA) >= exact_epsilon(3**0.5 / SIGMA, DELTA) - 1e-3
     if accountant == "rdp":
@@ -131,15 +137,7 @@ def test_epsilon_is_that_of_the_most_frequent_example(accountant: str) -> None:
 
 def test_individual_epsilon_counts_an_examples_own_steps() -> None:
     run = trained(passes=2)
-    inputs, labels = data(N).tensors
-    squares = torch.zeros(N, dtype=torch.float64)
-    for step in run.steps:
-        module = network()
-        module.load_state_dict(step.weights)
-        rows = torch.tensor([int((inputs == row).all(dim=1).nonzero()) for row in step.x[0]])
-        batch = inputs[rows].to(DEVICE), labels[rows].to(DEVICE)
-        clipped = reference.clipped_gradients(module, nn.CrossEntropyLoss(), *batch, max_grad_norm=C, clip="smooth")
-        squares.index_add_(0, rows, (clipped.norm(dim=1) / (SIGMA * C)).square().cpu())
+    squares = Truth(run).squared_norm / (SIGMA * C) ** 2
     own = run.engine.get_individual_epsilon(delta=DELTA).value.cpu()
     assert (own >= epsilon(squares)[rows_of(run)] - 1e-9).all()
     assert (own <= epsilon(squares * 1.05**2)[rows_of(run)] + 1e-6).all()  # norms are rounded up by at most 5 %
@@ -151,23 +149,23 @@ def test_ids_come_from_any_part_of_the_batch(way: str) -> None:
     expected = trained()
     id_of: Any = (lambda batch: batch["key"]) if way == "loop" else "key"
     run = made(Shards(kind="dict"), id_of=id_of, criterion=nn.CrossEntropyLoss())
-    for batch in run.loader:
+    for batch in run.private:
         assert ("key" in batch) == (way == "loop")
         if way == "train_step":
             run.engine.train_step(batch["x"], batch["y"])
         else:
-            take(run, batch["x"], batch["y"])
+            take(run, batch)
     assert rows_of(run) == rows_of(expected)
     torch.testing.assert_close(run.engine.ledger.sums["trace"], expected.engine.ledger.sums["trace"])
 
 
 def test_an_example_twice_in_one_batch_is_refused() -> None:
     run = made(Shards([0, 1, 2, 3, 4, 5, 6, 5, 7, 8]))
-    batches = iter(run.loader)
-    take(run, *next(batches))
+    batches = iter(run.private)
+    take(run, next(batches))
     before = copy.deepcopy(run.engine.state_dict())
     with pytest.raises(RuntimeError, match="twice"):
-        take(run, *next(batches))
+        take(run, next(batches))
     assert same(run.engine.state_dict(), before)
 
 
@@ -191,21 +189,14 @@ def test_what_a_stream_cannot_have_is_refused(noun: str) -> None:
 def test_a_grown_ledger_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """After the first part of the stream, bit for bit as the unbroken run."""
     order = torch.randperm(N, generator=torch.Generator().manual_seed(2)).tolist()
-    first, rest = order[:7], [*order[7:], *order]
-
-    def go_on(run: Trained, stream: list[int]) -> None:
-        run.loader.dataset.order = stream
-        for x, y in run.loader:
-            take(run, x, y)
-
-    whole, resumed = made(), made()
-    go_on(whole, first)
+    whole, resumed = trained(Shards(order[:7])), made()
     saved = {"path": tmp_path / "run.pt"}
     whole.engine.save_checkpoint(**saved, module=whole.model, optimizer=whole.optimizer)
     resumed.engine.load_checkpoint(**saved, module=resumed.model, optimizer=resumed.optimizer)
     assert len(resumed.engine.leakage_columns()[0]) == 7
     for run in (whole, resumed):
-        go_on(run, rest)
+        run.private.dataset.order = [*order[7:], *order]
+        go_on(run)
     assert same(resumed.engine.state_dict(), whole.engine.state_dict())
     assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
 
@@ -233,15 +224,14 @@ def test_noise_for_a_target_epsilon_and_noise_that_falls() -> None:
     run = trained(passes=2, noise_multiplier=None, **target)
     assert 7.9 <= run.engine.get_epsilon(DELTA) <= 8.0
     run = made()
-    for step, (x, y) in enumerate(run.loader):
-        run.optimizer.noise_multiplier = SIGMA if step % 2 else 2 * SIGMA
-        take(run, x, y)
+    for place, batch in enumerate(run.private):
+        run.optimizer.noise_multiplier = SIGMA if place % 2 else 2 * SIGMA
+        take(run, batch)
     assert run.engine.accountant.history == [(SIGMA, 1.0, 1)]
 
 
 def test_the_ledger_may_not_outgrow_memory() -> None:
     run = made(max_ledger_memory=3_000)
     with pytest.raises(MemoryError, match="limit"):
-        for x, y in run.loader:
-            take(run, x, y)
+        go_on(run)
     assert 0 < len(rows_of(run)) < N
