@@ -97,25 +97,6 @@ def test_an_empty_batch() -> None:
     assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
 
 
-def test_what_one_pass_cannot_see_is_mapped() -> None:
-    def folded(m: Any, x: Tensor) -> Tensor:
-        return (torch.tensordot(x, m.layer.weight, dims=([2], [1])) + m.layer.bias).reshape(len(x), -1).tanh()
-
-    torch.manual_seed(2)
-    model, x, y = (
-        Model(folded, layer=nn.Linear(3, 2)).double(),
-        torch.randn(4, 2, 3).double(),
-        torch.randn(4, 4).double(),
-    )
-    plis = PLIS(model, nn.MSELoss())
-    got = plis.attribute(x, y)
-    assert str(plis.method).startswith("mapped gradients: ")
-    for i in range(4):
-        one = x[i].clone().requires_grad_()
-        (want,) = torch.autograd.grad(privacy_loss(model, nn.MSELoss(), one, y[i], None), one)
-        assert torch.allclose(got[i], want, rtol=1e-8)
-
-
 def test_one_example_does_not_vouch_for_a_batch() -> None:
     """A model that mixes examples passes a trial of one; the next batch is tried again."""
 
@@ -141,11 +122,9 @@ class TestNorms:
         assert torch.allclose(plis.subject(case.inputs, case.targets), subject_norms(maps))
         assert torch.allclose(column_norms(maps), maps.square().sum(dim=(1, 2)).sqrt())
         segments = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [5, 5, 5, 5], [5, 5, 5, 5]])
-        got = superpixel_norms(maps, segments)
         want = torch.stack([maps[:, :, segments == k].flatten(1).norm(dim=1) for k in (0, 1, 5)], dim=1)
-        assert torch.allclose(got, want)
-        assert torch.allclose(superpixel_norms(maps, segments.expand(3, -1, -1)), want)
-        assert torch.allclose(got.norm(dim=1), subject_norms(maps))
+        for given in (segments, segments.expand(3, -1, -1)):
+            assert torch.allclose(superpixel_norms(maps, given), want)
         with pytest.raises(ValueError, match="must be integer labels of shape"):
             superpixel_norms(maps, torch.zeros(3, 3, dtype=torch.long))
 
@@ -187,9 +166,7 @@ class TestExposure:
 
     def test_ranking(self) -> None:
         table = exposure.rank_by_exposure([0.5, 2.0, 2.0, 0.1], ids=["a", "b", "c", "d"])
-        assert list(table.index) == ["b", "c", "a", "d"]
-        assert table["rank"].tolist() == [1, 1, 3, 4]
-        assert table["plis"].tolist() == [2.0, 2.0, 0.5, 0.1]
+        assert table["rank"].to_dict() == {"b": 1, "c": 1, "a": 3, "d": 4}
         with pytest.raises(ValueError, match="NaN at \\[1\\]"):
             exposure.rank_by_exposure([0.1, float("nan")])
         with pytest.raises(ValueError, match="0 of 2 are outliers"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,29 +174,13 @@ def test_looks_see_the_sums_of_their_step() -> None:
     torch.testing.assert_close(later.points, now.points, rtol=1e-14, atol=0)
 
 
-def test_every_reader_sees_what_was_added() -> None:
-    readers: tuple[Callable[[Ledger], Any], ...] = (
-        lambda ledger: ledger.sums["participations"],
-        lambda ledger: ledger.sums.at("participations", torch.arange(N)),
-        lambda ledger: ledger.state_dict()["sums"]["participations"],
-        lambda ledger: copy.deepcopy(ledger).sums["participations"],
-        lambda ledger: torch.from_numpy(Leakage(ledger, ExampleIds(N)).arrays()["participations"]),
-        lambda ledger: ledger.own_coordinates - 1,
-    )
-    for read in readers:
-        ledger = Ledger(N, 1)
-        ledger.add(Contribution(ROWS, torch.ones(2), num_coordinates=2))
-        assert read(ledger)[[7, 5, 6]].tolist() == [1, 1, 0]
-
-
-@pytest.mark.parametrize(("limit", "most"), [(None, ledgers.STEPS_QUEUED - 1), (8 * 1000 * 5, 5), (1, 0)])
-def test_the_queue_is_bounded_in_steps_and_bytes(limit: int | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "BYTES_QUEUED", limit or ledgers.BYTES_QUEUED)
+def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "BYTES_QUEUED", 8 * 1000 * 5)
     ledger, queued = Ledger(N, 100, track=("plis",)), []
-    for _ in range(100):
+    for _ in range(20):
         ledger.add(Contribution(torch.arange(10), torch.ones(10), True, {"plis": torch.zeros(10, 100).double()}))
         queued.append(len(ledger._queue))
-    assert most - 1 <= max(queued) <= most
+    assert 4 <= max(queued) <= 5
 
 
 def test_what_is_refused_or_interrupted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +251,7 @@ def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
 
 @pytest.mark.parametrize(
     ("track", "expected"),
-    [((), 68), (("diagonal",), 68 + 12 * 7), (("plis",), 68 + 8 * 7), (("sketch",), 68 + 8 * 7 * 4), (("fim",), 460)],
+    [((), 68), (("diagonal",), 68 + 12 * 7), (("plis", "sketch"), 68 + 8 * 7 + 8 * 7 * 4), (("fim",), 460)],
 )
 def test_bytes_of_an_example_are_stated_and_met(track: tuple[str, ...], expected: int) -> None:
     ledger = Ledger(N, 7, track=track)

@@ -139,9 +139,3 @@ class TestWithoutNoise:
         trace = batch(sigma=0.0).estimate("trace", estimator, 1)
         assert trace.kind == "exact"
         assert bool((trace.value == torch.inf).all())
-
-    def test_plain_functions_go_on_refusing_it(self) -> None:
-        with pytest.raises(ValueError, match="noise_multiplier"):
-            Mechanism.build(1.0, 0.0)
-        weights = Mechanism.build(1.0, 0.0, allow_zero_noise=True).weights(torch.ones(2))
-        assert all(bool(weight.isinf().all()) for weight in weights)

@@ -41,18 +41,10 @@ def test_lowered_weights(values: list[float], most: float, margin: float) -> Non
     assert bool((foreseen[~safe] > 2 ** (-2 / 4) - 1e-5).all())
 
 
-def test_weights_never_rise_and_who_was_not_measured_keeps_its_own() -> None:
-    before = torch.tensor([0.5, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(
-        equalising.lowered_weights(before, exposed([0.01, 4.0]), 1.0), before * torch.tensor([1.0, 0.5])
-    )
-    assert equalising.lowered_weights(torch.ones(2), exposed([9.0, 9.0], measured=[True, False]), 1.0)[1] == 1
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0])
-def test_groups_become_equal(power: float) -> None:
+def test_groups_become_equal() -> None:
     """If exposure responds as ω², three steps bring the means within the ratio, each nearer."""
     torch.manual_seed(0)
+    power = 1.0  # of D; tests of equalising have that of a bound
     unit = torch.rand(300, dtype=torch.float64) * torch.tensor([1.0, 4.0, 9.0])[torch.arange(300) % 3]
     following = equalising.RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
     goal, ratios = equalising.Goal(has_groups=True), []
@@ -73,15 +65,11 @@ def test_factors_of_groups_and_cells() -> None:
     )
     assert math.isnan(levels[2])
     assert equalising.group_factors(torch.ones(3), levels, power=0.5, ratio=1.05)[2] == 1
-    weights, cells = torch.tensor([0.3, 0.2, 0.5, 0.1]), torch.tensor([0, 0, 1, 1])
-    torch.testing.assert_close(equalising.smallest_in_cell(weights, cells), torch.tensor([0.2, 0.2, 0.1, 0.1]))
     with pytest.raises(ValueError, match="cut through"):
         equalising.RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
 
 
-def test_members() -> None:
-    numbers, labels = equalising.members_of({"x": "m", "y": "f", "z": "m"}, ["x", "y", "z"], "groups")
-    assert (numbers.tolist(), labels) == ([0, 1, 0], ("m", "f"))
+def test_labels_that_fit_nobody() -> None:
     for given_labels, noun in (({"x": 1}, "no label for 1 of 2"), (["a"], "1 labels"), ([1.0, math.nan], "NaN")):
         with pytest.raises(ValueError, match=noun):
             equalising.members_of(given_labels, ["x", "y"], "by")
@@ -97,12 +85,6 @@ def test_goals_that_are_none() -> None:
         "group_ratio": {"group_ratio": 1.0},
     }
     all_refused({noun: lambda options=options: equalising.Goal(**options) for noun, options in wrong.items()})
-
-
-def test_a_share_becomes_a_target() -> None:
-    goal = equalising.Goal(share=0.1).settled(exposed(torch.arange(1.0, 101.0)))
-    assert goal.target == pytest.approx(1 / 90)  # ten examples are above 90
-    assert equalising.Goal(has_groups=True).settled(exposed([1.0, 2.0])).target is None
     with pytest.raises(ValueError, match="only 1 of 20"):
         equalising.Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
 

@@ -41,9 +41,6 @@ def test_error_lies_at_the_bound_where_noise_is_small(d: int) -> None:
     assert result.achieved[0] > bound - 4 * result.standard_error[0]
     assert result.achieved[0] < 1.5 * bound
     assert result.squared_bias[0] < 0.01 * bound
-    assert result.trials == 2000
-    assert result.guesses is not None
-    assert result.guesses.shape == (1, 2000, d)
 
 
 def test_in_a_linear_gaussian_model_the_guess_and_its_error_have_closed_forms() -> None:

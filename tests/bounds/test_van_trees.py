@@ -128,9 +128,6 @@ def test_refusals() -> None:
             "the prior has 3 coordinates": lambda: bounds.population_mse_bound(exact(torch.ones(4)), 2, box),
             "mean_trace=-1": lambda: bounds.mse_van_trees(-1, 1, 1.0),
             "leaves nothing unknown": lambda: Prior.gaussian(values[:, :2], [torch.arange(40)]),
-            "nothing unknown": lambda: Prior.gaussian(
-                values[:, :2], [values[:, :2] @ torch.ones(2, 2).double().triu()]
-            ),
             "prior is of 40 examples": lambda: bounds.population_mse_bound(
                 exact(torch.ones(3)), 2, Prior.gaussian(values[:, :2], [values[:, 2].long()])
             ),

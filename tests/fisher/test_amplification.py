@@ -56,7 +56,6 @@ def test_limits_shape_and_dtype() -> None:
             "does not fit",
         ),
         *((lambda a=a: fisher.Mechanism.build(1.0, 1.0, amplification=a), "unknown") for a in ("poisson", "theorem4")),
-        (lambda: fisher.get_amplification("magic"), "none, poisson, theorem4"),
     ],
 )
 def test_refusals(call: Any, noun: str) -> None:
@@ -90,23 +89,20 @@ def test_the_mechanisms_rate_serves_an_amplification_without_one(name: str, give
 def test_an_amplification_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amplification, "_REGISTRY", dict(amplification._REGISTRY))
 
-    class Silent:
+    class Half:
+        secret_batches = False
+
         def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
             return 0.5 * torch.ones_like(rho), 0.25 * torch.ones_like(rho)
-
-    class Half(Silent):
-        secret_batches = False
 
     fisher.register_amplification("half", Half())
     perp, par = fisher.Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
     assert (perp.item(), par.item()) == (0.125, 0.0625)
     with pytest.raises(ValueError, match="overwrite=True"):
         fisher.register_amplification("half", Half())
-    strange: Any = Silent()
-    with pytest.raises(TypeError, match="secret_batches"):
+    strange: Any = 3
+    with pytest.raises(TypeError, match="factors"):
         fisher.register_amplification("strange", strange)
-    with pytest.raises(TypeError, match="secret_batches"):
-        fisher.Mechanism.build(1.0, 1.0, amplification=strange)
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])

@@ -114,12 +114,6 @@ def classifier(model: nn.Module, **changed: Any) -> dict[str, Any]:
     return {"model": model, "loss_fn": cross_entropy, "inputs": X, "targets": Y, **changed}
 
 
-def unused() -> nn.Module:
-    model = build("transformer", 1).model
-    model.unused = nn.Embedding(3, 2)
-    return model
-
-
 def changed(**private: Any) -> dict[str, Any]:
     """The MLP with something else private."""
     return of("mlp", private=Private(**private))
@@ -132,7 +126,6 @@ running = {"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)
 named = {"model": Model(lambda m, age: m.inner(age), inner=nn.Linear(3, 2)), "inputs": {"age": X}}
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "targets": (lambda: of("private_target", targets=TARGETS * BAD), ValueError, "targets has NaN"),
-    "second input": (lambda: of("two_inputs", inputs=(TWO[0], TWO[1] * BAD)), ValueError, r"inputs\[1\] has NaN"),
     "batch norm": (lambda: classifier(batch_norm()), UNSUPPORTED, r"1 \(BatchNorm1d\).*GroupNorm"),
     "batch norm, eval": (lambda: classifier(batch_norm(False)), UNSUPPORTED, "batch normalisation"),
     "batch norm, frozen": (lambda: classifier(batch_norm(True, True)), UNSUPPORTED, "batch normalisation"),
@@ -142,19 +135,12 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
     "integers": (lambda: of("transformer"), ValueError, r"Private\(submodule='embedding'\)"),
     "integers, private": (lambda: of("transformer", private=Private(inputs=0)), TypeError, "int64"),
     "no submodule": (lambda: of("transformer", private=Private(submodule="embeddings")), ValueError, "it has"),
-    "unused submodule": (
-        lambda: of("transformer", model=unused().to(DEVICE).double(), private=Private(submodule="unused")),
-        ValueError,
-        "not called",
-    ),
     "not reduced": (lambda: of("private_target", loss_fn=nn.MSELoss(reduction="none")), ValueError, "2 numbers"),
-    "batch sizes": (lambda: of("mlp", targets=Y[:2]), ValueError, "disagree"),
     "frozen": (lambda: of("mlp", model=build("mlp", 1).model.requires_grad_(False)), ValueError, "no trainable"),
     "private labels": (lambda: changed(target=True), TypeError, "class probabilities"),
     "long mask": (lambda: changed(coordinates=torch.ones(7).bool()), ValueError, "do not fit"),
     "column 2.9": (lambda: changed(coordinates=[2.9]), ValueError, "do not fit"),
     "no column": (lambda: changed(coordinates=torch.zeros(5).bool()), ValueError, "choose nothing"),
-    "no such input": (lambda: changed(inputs="x"), ValueError, "not among the inputs"),
     "twice": (lambda: changed(inputs=(0, 0)), ValueError, "twice"),
     "another name": (lambda: classifier(**named, private=Private(coordinates={"Age": [1]})), ValueError, "Age"),
 }

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tests.cases import SIGMA, Case
 from torchfil import fisher
 from torchfil.clipping import DEFAULT_CLIP
-from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators
+from torchfil.fisher import Estimate, ExampleGradients, PoissonAmplification, estimators
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.recording import RecordedJacobian, plan
+from torchfil.fisher.recording import plan
 
 SEEDS = 250
 SETTINGS: dict[str, Any] = {
@@ -159,24 +159,10 @@ class TestRegistered:
         with pytest.raises(ValueError, match="choose from"):
             fisher.register_estimator("other", columns, quantities=("trace", "colour"))  # type: ignore[arg-type]
 
-    def test_one_that_the_recorded_pass_serves_is_served_by_it(self) -> None:
-        seen = []
-
-        def probes(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
-            seen.append(type(jacobian))
-            return estimators.weight_probes(jacobian, mechanism, quantities, draws)
-
-        fisher.register_estimator("mapped", probes)
-        fisher.register_estimator("recorded", probes, one_pass=True)
-        found = [repeat(regression(), "trace", 1, estimator=name, num_probes=3)[0] for name in ("mapped", "recorded")]
-        assert seen == [ClippedJacobian, RecordedJacobian]
-        torch.testing.assert_close(found[0].value, found[1].value)
-
     def test_what_it_gives_wrongly_is_told(self) -> None:
         for given in (
             lambda moments: {},
             lambda moments: {"diagonal": moments.mean},
-            lambda moments: {"diagonal": replace(moments, mean=moments.mean.sum(dim=1))},
             lambda moments: {"diagonal": replace(moments, variance=moments.variance[:1])},
         ):
 

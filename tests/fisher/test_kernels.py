@@ -64,17 +64,11 @@ def test_tanh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "stride", "dilation", "padding"),
-    [
-        ((3, 3), (1, 1), (1, 1), (1, 1)),
-        ((3, 2), (2, 1), (1, 2), (0, 1)),
-        ((1, 1), (2, 2), (1, 1), (0, 0)),
-        ((8, 8), (2, 2), (1, 1), (3, 3)),
-    ],
+    "walk",  # size, stride, dilation and padding, each down and across
+    [(3, 3, 1, 1, 1, 1, 1, 1), (3, 2, 2, 1, 1, 2, 0, 1), (1, 1, 2, 2, 1, 1, 0, 0), (8, 8, 2, 2, 1, 1, 3, 3)],
 )
-def test_patches(
-    size: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], padding: tuple[int, int]
-) -> None:
+def test_patches(walk: tuple[int, ...]) -> None:
+    size, stride, dilation, padding = (walk[k : k + 2] for k in (0, 2, 4, 6))
     a = drawn(2, 3, 15, 14)
     expected = F.unfold(a, size, dilation, padding, stride)
     torch.testing.assert_close(kernels.unfold_patches(a, size, stride, dilation, padding), expected)

@@ -41,11 +41,8 @@ OPERATORS: dict[str, tuple[Operator, tuple[int, ...], tuple[int, ...]]] = {
     "layer_norm over two": (lambda x, w: F.layer_norm(x, (4, 5), w), (4, 5), (4, 5)),
     "layer_norm without weights": (lambda x, w: F.layer_norm(x * w, (5,)), (4, 5), (5,)),
     "group_norm": (lambda x, w: F.group_norm(x, 2, w), (4, 3, 2), (4,)),
-    "group_norm without weights": (lambda x, w: F.group_norm(x * w, 2), (4, 3), (3,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), (4, 5), (5,)),
     "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), (3, 4), (3,)),
-    "instance_norm without weights": (lambda x, w: F.instance_norm(x * w), (3, 4), (4,)),
-    "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 5), (3, 2, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), (2, 5, 5), (3, 2, 3, 2)),
     "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=2), (4, 3, 3), (4, 2, 2, 2)),
     "conv3d": (F.conv3d, (2, 3, 3, 3), (2, 2, 2, 2, 2)),
@@ -59,9 +56,7 @@ OPERATORS: dict[str, tuple[Operator, tuple[int, ...], tuple[int, ...]]] = {
     "attention with a bias": (lambda x, w: _attention(x, x, x.sin(), attn_mask=w), (2, 4, 5), (2, 4, 4)),
     "cat": (lambda x, w: torch.cat([x, w.expand(1, 2, 5)], dim=1).prod(dim=1), (4, 5), (2, 5)),
     "where": (lambda x, w: torch.where(x > 0, (x * w).sin(), w), (4, 5), (5,)),
-    "masked_fill": (lambda x, w: (x * w).sin().masked_fill(x > 0, 0.5), (4, 5), (5,)),
     "gather": (lambda x, w: (x * w).sin().gather(2, (x > 0).long()), (4, 5), (5,)),
-    "a table by index": (lambda x, w: x.sin() * w[placed(0, 1, 1, 0)].unflatten(0, (2, 2)), (2, 2, 3), (2, 3)),
     "cross_entropy": (lambda x, w: F.cross_entropy((x @ w)[0], placed(0, 2, -100, 1))[None], (4, 5), (5, 3)),
     "weight_norm": (lambda x, w: F.linear(x, torch._weight_norm(w, x.new_ones(3, 1), 0)), (4, 5), (3, 5)),
 }
@@ -76,8 +71,6 @@ OF_IMAGES: dict[str, Operator] = {  # of sin(x · w)
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
     "max_pool2d": lambda x: F.max_pool2d(x, 2),
     "pad, reflecting": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
-    "unfold": lambda x: F.unfold(x, 2),
-    "normalize": lambda x: F.normalize(x, dim=-1),
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
 }
 OPERATORS |= {name: (lambda x, w, f=f: f(x @ w), (4, 5), (5, 4)) for name, f in OF_PRODUCTS.items()}

@@ -32,7 +32,6 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch first": {"batch_first": True},
-    "two layers": {"num_layers": 2, "batch_first": True},
     "no bias": {"bias": False, "batch_first": True},
     "both directions": {"bidirectional": True, "num_layers": 2},
 }

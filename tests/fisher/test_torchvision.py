@@ -26,6 +26,3 @@ def test_resnet18_with_group_norm() -> None:
     settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": Private(coordinates=pixels)}
     truth = reference.exact_fim(*given, **settings, mode="forward")
     assert relative_error(fisher.exact_fim(*given, **settings), truth) < 1e-8
-    low, high = fisher.fim_trace(*given, **settings, num_probes=4).interval(0.9999)
-    exact = torch.einsum("bii->b", truth)
-    assert ((low <= exact) & (exact <= high)).all()

@@ -9,9 +9,6 @@ import pandas
 import pytest
 import torch
 from sklearn import linear_model, metrics
-from sklearn.base import clone
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from tests.glm.glm_cases import CASES, D, N, data, pseudo_huber
 from tests.refused import all_refused
@@ -74,14 +71,11 @@ def test_what_has_no_minimum_is_told() -> None:
     X, y, _ = data("linear", False)
     two = np.array([[-1.0], [1.0]])
     doubled = pandas.DataFrame(np.hstack([X[:, :2], X[:, :1] + X[:, 1:2]]), columns=["age", "height", "sum"])
+    biased = glm.LogisticRegression(l2=0.1, fit_intercept=True)
     separable, coarse = glm.LogisticRegression(), glm.LogisticRegression(l2=0.01, max_iterations=1)
     for error, message, fit in (
         (glm.NotConvergedError, "separable.*Set l2 > 0", lambda: separable.fit(two, [0, 1])),
-        (
-            glm.NotConvergedError,
-            "intercept",
-            lambda: glm.LogisticRegression(l2=0.1, fit_intercept=True).fit(two, [0, 0]),
-        ),
+        (glm.NotConvergedError, "intercept", lambda: biased.fit(two, [0, 0])),
         (glm.NotConvergedError, "above tolerance", lambda: coarse.fit(*data("logistic", False)[:2])),
         (glm.SingularHessianError, r"columns \['(age|height|sum)'\]", lambda: glm.LinearRegression().fit(doubled, y)),
         (glm.SingularHessianError, "columns", lambda: glm.LinearRegression(fit_intercept=True).fit(np.ones((N, 1)), y)),
@@ -91,12 +85,11 @@ def test_what_has_no_minimum_is_told() -> None:
     assert glm.LinearRegression(l2=0.1).fit(doubled, y).coef_.shape == (3,)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e6])
-def test_tables_in_their_own_units_are_fitted(size: float) -> None:
+def test_tables_in_their_own_units_are_fitted() -> None:
     """Areas, years, incomes and prices: rounding leaves gradients of 1e-6 and more."""
     rng = np.random.default_rng(0)
     X = np.stack([rng.normal(2000, 500, N), rng.integers(1950, 2020, N), rng.normal(5e4, 1e4, N)], axis=1)
-    y = size * (150 * X[:, 0] + 10 * X[:, 2] + rng.normal(0, 3e4, N))
+    y = 1e6 * (150 * X[:, 0] + 10 * X[:, 2] + rng.normal(0, 3e4, N))
     model = glm.LinearRegression(l2=1e-2, fit_intercept=True).fit(X, y)
     full = np.column_stack([X, np.ones(N)])
     expected = np.linalg.solve(full.T @ full + N * 1e-2 * np.diag([1.0, 1.0, 1.0, 0.0]), full.T @ y)
@@ -125,14 +118,13 @@ def test_both_solvers_find_the_same_minimum() -> None:
         assert quasi.n_iter_ <= 3, "L-BFGS leaves little to Newton"
 
 
-def test_scores_pipelines_clones_and_column_names() -> None:
+def test_scores_and_column_names() -> None:
     X, y, weights = data("poisson", True)
     poisson, linear = glm.PoissonRegression(l2=0.1).fit(X, y), glm.LinearRegression().fit(X, y)
     assert poisson.score(X, y) == pytest.approx(metrics.d2_tweedie_score(y, poisson.predict(X), power=1))
     assert linear.score(X, y, weights) == pytest.approx(metrics.r2_score(y, linear.predict(X), sample_weight=weights))
     general = glm.GeneralizedLinearModel(pseudo_huber, l2=0.1).fit(X, y)
     assert general.score(X, y) == pytest.approx(-(np.sqrt(1 + (general.predict(X) - y) ** 2) - 1).mean())
-    assert make_pipeline(StandardScaler(), clone(glm.LinearRegression(fit_intercept=True))).fit(X, y).score(X, y) > 0
     frame = pandas.DataFrame(X, columns=list("abcd"))
     named = glm.LinearRegression().fit(frame, y)
     assert np.allclose(*(named.fil(frame, y, attributes={"x": each})["x"] for each in (["b", "d"], [1, 3])))
@@ -159,12 +151,10 @@ def test_refusals() -> None:
             "2 classes": lambda: glm.SoftmaxRegression().fit(X, ["a"] * N),
             "not among the classes": lambda: softmax.fil(X[:1], [7], sample_weight=[1.0]),
             r"rows \[3\], columns \[0\] of X": lambda: glm.LinearRegression().fit(broken, y),
-            "solver": lambda: glm.LinearRegression(solver="adam").fit(X, y),  # type: ignore[arg-type]
             "scale=0": lambda: model.release(0),
             "sigma=0": lambda: model.fil(X, y, sigma=0),
             "fitted on 25": lambda: model.fil(X[:3], y[:3]),
             "reduce": lambda: model.sigma_for(X, y, 0.2, reduce="median"),  # type: ignore[arg-type]
-            "grid=1": lambda: model.sigma_for(X, y, 0.2, grid=1.0),
         }
     )
 

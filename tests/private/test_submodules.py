@@ -117,10 +117,3 @@ def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
         gradients.gradients()
     with pytest.raises(ValueError, match="twice"):
         Private(submodule=["words", "words"])
-
-
-def test_a_table_under_another_name_is_that_table() -> None:
-    model = net(repeated, 2, shared=(7, 2), words=(7, 2))
-    model.words.weight, model.times = model.shared.weight, 1
-    examples = Examples.build(torch.randint(7, (3, 4)), torch.zeros(3), Private(submodule="shared"), model=model)
-    assert list(examples.maps(examples.z)) == ["words"]
