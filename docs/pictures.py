@@ -14,7 +14,7 @@ from tests.report.in_browser import opened, started
 from torchfil.gate.gate import template
 from torchfil.gate.policy import load_policy
 from torchfil.report import write_report
-from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
 
 IMAGES = Path(__file__).parent / "images"
 COUNT, STEPS = 3855, 600
@@ -49,7 +49,7 @@ def patients(noise: float = 1.0) -> SavedRun:
     means, ends = [60.0, 168.0, 78.0, 0.1], [[18.0, 130.0, 35.0, 0.0], [98.0, 203.0, 180.0, 1.0]]
     spread = Spread(np.array(means), deviations, *map(np.array, ends))
     inputs = Spread(*(np.asarray(value) for value in (0.0, 1.0, -3.1, 4.2)))
-    yardsticks = Yardsticks(COUNT, inputs, spread, {"smokes": {"no": 0.9, "yes": 0.1}})
+    baselines = Baselines(COUNT, inputs, spread, {"smokes": {"no": 0.9, "yes": 0.1}})
 
     # questions: whoever leaks more is told more easily from other answers
     genotype = rng.choice(3, p=[0.37, 0.35, 0.28], size=COUNT)
@@ -79,7 +79,7 @@ def patients(noise: float = 1.0) -> SavedRun:
         attributes=attributes,
         groups={"race": race, "site": rng.choice(SITES, size=COUNT)},
         questions=questions,
-        yardsticks=yardsticks,
+        baselines=baselines,
         bounds={"rdp_mse_bound": {"replace_one": 0.004}, "rero": rero},
         history={"step": looks, "epsilon": epsilon * np.sqrt(looks / STEPS)},
     )

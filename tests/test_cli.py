@@ -130,7 +130,7 @@ def test_the_demo_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = load(tmp_path / "demo" / "run.parquet")
     assert len(run) == 300
     assert run.pictures is not None
-    assert run.yardsticks is not None
+    assert run.baselines is not None
     assert set(run.groups["digit"]) == set("0123456789")
     assert run.attributes is not None
     assert run.attributes.pixels.tolist() == [[row, column] for row in range(8) for column in range(8)]  # type: ignore[union-attr]

@@ -15,13 +15,13 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
-from torchfil.accounting.quantities import Asked, Divergence, Sum, available_quantities, path_additions
+from torchfil.accounting.quantities import Divergence, QuestionSpec, Sum, available_quantities, path_additions
 from torchfil.accounting.rows import RowTable
 from torchfil.engine.distributed.ranks import whole_ledger
 
 N, D, STEPS = 40, 3, 45
 ROWS = torch.tensor([7, 5])
-ASKED = {"age": Asked(("old", "young"))}
+ASKED = {"age": QuestionSpec(("old", "young"))}
 ALL = tuple(name for name in available_quantities() if name != "trace")
 SHAPES = {"diagonal": (D,), "diagonal_variance": (D,), "fim": (D, D), "sketch": (D, 2), "plis": (D,)}
 

@@ -72,7 +72,9 @@ def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
     torch.testing.assert_close(leakage.get_fil(rows).value, (trace / d).sqrt())
     torch.testing.assert_close(leakage.get_mse_bound(rows).value, d / trace)
     torch.testing.assert_close(leakage.ledger.sums["sketch"][rows], 2 * measurement.products[rows].double())
-    added = quantities.Divergence("age", quantities.Asked(("old", "young"))).added(torch.ones(3, 2), 0.5, skipping=True)
+    added = quantities.Divergence("age", quantities.QuestionSpec(("old", "young"))).added(
+        torch.ones(3, 2), 0.5, skipping=True
+    )
     assert torch.equal(added["question age"], torch.full((3, 2), 2.0))
 
 

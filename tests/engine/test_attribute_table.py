@@ -43,7 +43,7 @@ def trained() -> Any:
 
 
 class TestSaved:
-    def test_scales_levels_and_yardsticks(self, trained: Any, tmp_path: Path) -> None:
+    def test_scales_levels_and_baselines(self, trained: Any, tmp_path: Path) -> None:
         scales, options = {"age": ("years", -14.2, 51.0)}, {"delta": DELTA, "attribute_names": NAMES}
         path = trained.engine.save_run(
             tmp_path / "run.parquet", attribute_scales=scales, attribute_groups=GROUPS, **options
@@ -60,16 +60,16 @@ class TestSaved:
 
         x = table_of_people().tensors[0].numpy()
         age, shares = 51 - 14.2 * x[:, 0], x[:, 1:4].mean(axis=0)
-        assert run.yardsticks is not None
-        known, inputs = run.yardsticks.attributes, run.yardsticks.inputs
+        assert run.baselines is not None
+        known, inputs = run.baselines.attributes, run.baselines.inputs
         blind = math.sqrt(np.sum(shares * (1 - shares)) / 3)
         np.testing.assert_allclose(known.std, [age.std(), blind, x[:, 4].std()], rtol=1e-9)
         np.testing.assert_allclose(known.mean[[0, 2]], [age.mean(), x[:, 4].mean()])
         np.testing.assert_allclose([known.low[0], known.high[0]], [age.min(), age.max()])
-        assert run.yardsticks.examples == 60
-        assert set(run.yardsticks.levels) == {"a", "smokes"}
-        assert run.yardsticks.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
-        assert run.yardsticks.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
+        assert run.baselines.examples == 60
+        assert set(run.baselines.levels) == {"a", "smokes"}
+        assert run.baselines.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
+        assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
         expected = math.sqrt(np.mean(x.var(axis=0))), x.min(), x.max()
         assert (float(inputs.std), float(inputs.low), float(inputs.high)) == pytest.approx(expected)
 
@@ -82,9 +82,9 @@ class TestSaved:
         engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
         run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=0))
         assert run.attributes is not None
-        assert run.yardsticks is not None
+        assert run.baselines is not None
         np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
-        np.testing.assert_allclose(run.yardsticks.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
+        np.testing.assert_allclose(run.baselines.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
 
 
 class TestGroups:

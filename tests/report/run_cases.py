@@ -11,12 +11,12 @@ import numpy as np
 from torchfil.run.saved_run import (
     AttackRecord,
     Attributes,
+    Baselines,
     Pictures,
     QuestionRecord,
     SavedRun,
     Spread,
     Texts,
-    Yardsticks,
 )
 
 SPARED = (0, 1, 2)  # their places, the most spared last
@@ -122,14 +122,14 @@ def worrying(*, safe: bool = False) -> SavedRun:
     )
 
 
-def with_yardsticks(run: SavedRun, std: float | list[float] = 0.5, **levels: dict[str, float]) -> SavedRun:
+def with_baselines(run: SavedRun, std: float | list[float] = 0.5, **levels: dict[str, float]) -> SavedRun:
     """The run, with a blind guess that is off by ``std``: of inputs by its mean square, of attributes each."""
     deviations = np.broadcast_to(np.asarray(std, dtype=np.float64), len(run.attributes.names)).copy()
     ends = (98765.4, -87654.3, 76543.2)  # found nowhere else: tests look for them
     inputs = (ends[0], math.sqrt(float(np.mean(deviations**2))), *ends[1:])
     by_attribute = [ends[0] + deviations, deviations, ends[1] - deviations, ends[2] + deviations]
-    yardsticks = Yardsticks(len(run), Spread(*map(np.asarray, inputs)), Spread(*by_attribute), levels)
-    return dataclasses.replace(run, yardsticks=yardsticks)
+    baselines = Baselines(len(run), Spread(*map(np.asarray, inputs)), Spread(*by_attribute), levels)
+    return dataclasses.replace(run, baselines=baselines)
 
 
 def pixelated(n: int = 60, side: int = 8, *, seed: int = 0) -> SavedRun:
@@ -140,4 +140,4 @@ def pixelated(n: int = 60, side: int = 8, *, seed: int = 0) -> SavedRun:
     error = np.where(close, 0.1, 9.0) * (1 + 0.01 * rng.random((n, side * side)))
     names = [f"pixel {row},{column}" for row, column in zip(rows, columns, strict=True)]
     attributes = Attributes(names, [""] * len(names), error, error, np.stack([rows, columns], axis=1))
-    return with_yardsticks(made_up(n, attributes=attributes), 0.25)
+    return with_baselines(made_up(n, attributes=attributes), 0.25)

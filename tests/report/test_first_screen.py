@@ -19,7 +19,7 @@ from torchfil.gate.policy import Policy
 from torchfil.gate.rules import rounded_up
 from torchfil.report import write_report
 from torchfil.run.baselines import blind_errors
-from torchfil.run.saved_run import Attributes, SavedRun, Spread, Yardsticks
+from torchfil.run.saved_run import Attributes, Baselines, SavedRun, Spread
 
 PARTS = ("first", "card-who", "card-what", "card-todo")
 
@@ -124,7 +124,7 @@ def test_the_card_gives_a_noise_that_keeps_the_whole_policy(tmp_path: Path) -> N
     assert all(verdict.passed for verdict in check(scaled(run, float(sigma[1]) ** 2), WHOLE))
 
 
-def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> None:
+def test_baselines_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> None:
     """Ages of deviation 12 years, known to 3 for twelve patients; the inputs have deviation 0.7."""
     errors = np.full((200, 2), 40.0)
     errors[:12, 0] = 3.0
@@ -132,7 +132,7 @@ def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> 
     spread = Spread(*(np.asarray(values) for values in ([50.0, 170.0], [12.0, 9.0], [20.0, 150.0], [90.0, 200.0])))
     inputs = Spread(*(np.asarray(value) for value in (0.0, 0.7, -2.0, 2.0)))
     bound = some(2.0, 0.2, list(range(12)))
-    run = bare("yardsticks", bound, attributes=table, yardsticks=Yardsticks(200, inputs, spread, {}))
+    run = bare("baselines", bound, attributes=table, baselines=Baselines(200, inputs, spread, {}))
     run.about["dataset"].pop("input_range")
     cards = written(run, tmp_path)
     assert "12 of 200" in cards["card-who"]
@@ -145,7 +145,7 @@ def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> 
 
     # where inputs alone are exposed, the noise that it takes would tell their deviation
     nothing = Spread(*(np.zeros(0) for _ in range(4)))
-    run = dataclasses.replace(run, attributes=None, yardsticks=Yardsticks(200, inputs, nothing, {}))
+    run = dataclasses.replace(run, attributes=None, baselines=Baselines(200, inputs, nothing, {}))
     public = written(run, tmp_path, redacted=True)
     assert "about 10 of 200" in public["card-who"]
     assert "σ =" not in public["card-todo"]

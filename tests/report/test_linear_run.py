@@ -151,7 +151,7 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     shares = X[:, 1:].mean(axis=0)
     want = [X[:, 0].std(), np.sqrt((shares * (1 - shares)).mean()), y.std()]
     assert np.allclose(blind_errors(run), want)
-    low, high = run.yardsticks.attributes.low, run.yardsticks.attributes.high
+    low, high = run.baselines.attributes.low, run.baselines.attributes.high
     assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
     assert np.isnan(low[1])
     exposed = exposed_examples(run)

@@ -19,7 +19,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.engine.damage import cut_short
-from tests.report.run_cases import made_up, pixelated, with_yardsticks, worrying
+from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
 from tests.report.run_files import edited, facts_of, same
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -38,7 +38,7 @@ RUNS = {
     "named": made_up(text_ids=True),
     "questions": worrying(),
     "pixels": pixelated(side=9),
-    "baselines": with_yardsticks(made_up()),
+    "baselines": with_baselines(made_up()),
     "one example": SavedRun(about={}, ids=np.arange(1), columns={"fil": np.full(1, np.inf)}),
     "no example": SavedRun(about={}, ids=np.arange(0), columns={"fil": np.zeros(0)}),
     "names twice": made_up(groups={"sex'": np.asarray(["a"] * 40), "sex": np.asarray(["b"] * 40)}),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.quantities import OWN_SUMS, Asked, Divergence, Sum, Track, compared, path_sums, tracked
+from torchfil.accounting.quantities import OWN_SUMS, Divergence, QuestionSpec, Sum, Track, compared, path_sums, tracked
 from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
 
 STEPS_QUEUED = 32  # steps that are booked together
@@ -94,7 +94,7 @@ class Ledger:
         device: torch.device | str | Path = "cpu",
         track: Collection[Track] = (),
         sketch_rank: int = 4,
-        questions: Mapping[str, Asked] | None = None,
+        questions: Mapping[str, QuestionSpec] | None = None,
         chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.num_examples, self.laid_out, self.sketch_rank = num_examples, num_coordinates, sketch_rank
@@ -297,7 +297,9 @@ class Ledger:
             state: From :meth:`state_dict`.
             device: As for a new ledger.
         """
-        asked = {name: Asked(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()}
+        asked = {
+            name: QuestionSpec(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()
+        }
         options = (state["track"], state["sketch_rank"], asked, state["chosen"])
         ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
         ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])

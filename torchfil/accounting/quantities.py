@@ -426,7 +426,7 @@ class Plis(TrackedQuantity):
         return sums["plis"]
 
 
-class Asked(NamedTuple):
+class QuestionSpec(NamedTuple):
     """What a ledger needs to know about a question: its answers, and whether they always include the true one."""
 
     answers: tuple[str, ...]
@@ -448,7 +448,7 @@ class Divergence(TrackedQuantity):
     variances: Mapping[str, str]  # type: ignore[misc]
     followed: tuple[str, ...]  # type: ignore[misc]
 
-    def __init__(self, question: str, asked: Asked) -> None:
+    def __init__(self, question: str, asked: QuestionSpec) -> None:
         self.asked = asked
         self.name = f"question {question}"  # type: ignore[misc]
         self.followed = (self.name,)

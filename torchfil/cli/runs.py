@@ -27,7 +27,7 @@ from torchfil.cli.output import (
 )
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import load_policy
-from torchfil.gate.rules import Verdict, told_apart
+from torchfil.gate.rules import Verdict, format_distinct
 from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
@@ -397,7 +397,7 @@ def _in_short(verdicts: list[Verdict]) -> str:
 
 def _rows(verdicts: list[Verdict]) -> list[list[str]]:
     return [
-        ["pass" if v.passed else "FAIL", v.rule, v.detail, *told_apart(v.limit, v.found), f"{v.offending:,}"]
+        ["pass" if v.passed else "FAIL", v.rule, v.detail, *format_distinct(v.limit, v.found), f"{v.offending:,}"]
         for v in verdicts
     ]
 
@@ -415,7 +415,7 @@ def _junit(verdicts: list[Verdict]) -> bytes:
     failures = sum(not verdict.passed for verdict in verdicts)
     suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(verdicts)), failures=str(failures))
     for verdict in verdicts:
-        limit, found = told_apart(verdict.limit, verdict.found)
+        limit, found = format_distinct(verdict.limit, verdict.found)
         case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
         if not verdict.passed:
             message = f"limit {limit}, found {found}, {verdict.offending:,} examples"

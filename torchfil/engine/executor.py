@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.quantities import Asked, Divergence, Track, additions, needs_of
+from torchfil.accounting.quantities import Divergence, QuestionSpec, Track, additions, needs_of
 from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
 from torchfil.engine.replica import Replica
@@ -397,7 +397,7 @@ def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: 
         columns = [
             mechanism.divergence(jacobian.products_alone(), weights) if k is None else by_alternative[k] for k in places
         ]
-        quantity = Divergence(name, Asked(("",) * len(places)))
+        quantity = Divergence(name, QuestionSpec(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
     return added
 

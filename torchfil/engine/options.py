@@ -23,7 +23,7 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
-from torchfil.accounting.quantities import Asked, Needs, needs_of
+from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import is_in_training
@@ -241,9 +241,9 @@ class Accounting:
         return {name: ids for name, ids in track.items() if ids is not None}
 
     @property
-    def asked(self) -> dict[str, Asked]:
+    def asked(self) -> dict[str, QuestionSpec]:
         """What the ledger needs to know about the questions, by name."""
-        return {name: Asked(question.answers, question.complete) for name, question in self.questions.items()}
+        return {name: QuestionSpec(question.answers, question.complete) for name, question in self.questions.items()}
 
     @property
     def chosen_estimator(self) -> Estimator:

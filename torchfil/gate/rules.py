@@ -82,7 +82,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RuleCheck:
     """What a policy asks of a run by one rule, and the verdicts that may come of it."""
 
     rule: Rule
@@ -135,7 +135,7 @@ class Asked:
         return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note, factor)
 
 
-Measuring = Callable[[Asked], Iterable[Verdict]]
+Measuring = Callable[[RuleCheck], Iterable[Verdict]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Rule:
         if self.find is None or limit is None:
             return []
         limits = limit if isinstance(limit, dict) else {"": limit}
-        asked = [Asked(self, run, policy, each, name) for name, each in limits.items()]
+        asked = [RuleCheck(self, run, policy, each, name) for name, each in limits.items()]
         return [verdict for each in asked for verdict in self.find(each)]
 
     def sentence(self, verdict: Verdict) -> str:
@@ -193,7 +193,7 @@ class Rule:
         limit, found = verdict.limit, verdict.found
         if "{found} %" in self.words:
             limit, found = 100 * (limit + self.above), 100 * (found + self.above)
-        limit_shown, found_shown = told_apart(limit, found)
+        limit_shown, found_shown = format_distinct(limit, found)
         words = self.words.format(
             found=found_shown,
             count=f"{verdict.offending:,}",
@@ -253,7 +253,7 @@ _NO_BLIND_ERROR = "what a blind guess errs by is not known: save_run(input_range
     baseline=_BLIND_ERROR,
     equalise="bound",
 )
-def _min_error_share(asked: Asked) -> Iterable[Verdict]:
+def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
     Unbiased is an attacker whose guesses are right on average over repeated trainings, and who knows everything else.
@@ -273,7 +273,7 @@ def _min_error_share(asked: Asked) -> Iterable[Verdict]:
     baseline=_BLIND_ERROR,
     equalise="bound",
 )
-def _max_share_exposed(asked: Asked) -> Iterable[Verdict]:
+def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the measured examples whose least error (lower end) is under a blind guess's.
 
     They are exposed: an unbiased guess of them can beat a blind one.
@@ -300,7 +300,7 @@ _BLIND_GUESS.setting(
     example=0.5,
     baseline=_BLIND_ERROR,
 )
-def _min_attribute_error_share(asked: Asked) -> Iterable[Verdict]:
+def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess of an attribute (lower end) over that of a blind guess.
 
     As min_error_share, for every attribute that the run tracked (make_private(track=("diagonal",))).
@@ -341,7 +341,7 @@ def _min_attribute_error_share(asked: Asked) -> Iterable[Verdict]:
     baseline="a coin, which is right half of the time",
     equalise="question",
 )
-def _max_gain_over_guessing(asked: Asked) -> Iterable[Verdict]:
+def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
     """How much more often than 50 % any attacker tells the true answer from another, equally likely one (upper end).
 
     For every attacker, whatever it knows except which steps drew the example, and every question that the run kept
@@ -362,7 +362,7 @@ _PRIVACY = _Section("Differential privacy")
     example=8.0,
     advice="Choose σ for ε: make_private_with_epsilon(target_epsilon={limit}, …).",
 )
-def _max_epsilon(asked: Asked) -> Iterable[Verdict]:
+def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The run's ε, for everybody.
 
     It binds every attacker, at the δ that the run was saved with.
@@ -377,7 +377,7 @@ def _max_epsilon(asked: Asked) -> Iterable[Verdict]:
 
 
 @_PRIVACY.rule("The largest individual ε is {found}, an estimate", off=4.0)
-def _max_individual_epsilon(asked: Asked) -> Iterable[Verdict]:
+def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The largest individual ε (an estimate for these outputs).
 
     It belongs to this run's outputs, and is no guarantee; train with Accounting(norm_refresh=…) before you rely on it.
@@ -394,7 +394,7 @@ _UNIT = _Section("In the data's own unit")
 @_UNIT.rule(
     "The MSE bound of {who} (unbiased attackers) is too small, {found} at the least{untold}", off=0.01, equalise="bound"
 )
-def _min_mse_bound(asked: Asked) -> Iterable[Verdict]:
+def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest MSE bound of unbiased attackers, lower end of its interval.
 
     Per private coordinate, in the squared unit of the inputs: an unbiased attacker who knows everything else guesses a
@@ -407,7 +407,7 @@ _UNIT.setting("mse_bound_of_concern", "The MSE bound below which max_share_of_co
 
 
 @_UNIT.rule("{found} % of the examples have an MSE bound of concern (unbiased attackers)", off=0.05, equalise="bound")
-def _max_share_of_concern(asked: Asked) -> Iterable[Verdict]:
+def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the measured examples whose MSE bound (lower end) is under mse_bound_of_concern."""
     bound = asked.policy.mse_bound_of_concern
     assert bound is not None
@@ -423,7 +423,7 @@ _GROUPS = _Section("Groups")
     off=2.0,
     advice="Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
 )
-def _max_group_disparity(asked: Asked) -> Iterable[Verdict]:
+def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
     """The typical FIL (geometric mean) of one group over that of another, in every grouping that was saved.
 
     Fails where there is none, or where a grouping has fewer than two groups to compare.
@@ -457,7 +457,7 @@ _ATTACKS = _Section("Attacks")
     example=0,
     advice="Run an attack that sees the model, in several trials, and save the run with it.",
 )
-def _min_attacks(asked: Asked) -> Iterable[Verdict]:
+def _min_attacks(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of attacks that saw the model, several times, and so could have broken a bound."""
     if asked.limit == 0:
         return []
@@ -472,7 +472,7 @@ def _min_attacks(asked: Asked) -> Iterable[Verdict]:
     example=0,
     advice="Find out why an attack beat a bound before anything else.",
 )
-def _max_violated_bounds(asked: Asked) -> Iterable[Verdict]:
+def _max_violated_bounds(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of examples whose bound an attack beat beyond chance.
 
     More than 0: look into it.
@@ -492,7 +492,7 @@ _UNTOLD = _Section("What the run does not tell")
     off=0.01,
     advice="Down-weight fewer examples: more noise or fewer steps instead of weights.",
 )
-def _max_share_spared(asked: Asked) -> Iterable[Verdict]:
+def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples that were trained with a smaller weight (make_private(…, clip_weights=…)).
 
     Bounds and ε take the weights as fixed; the more examples have one, the more the weights themselves may tell.
@@ -505,7 +505,7 @@ def _max_share_spared(asked: Asked) -> Iterable[Verdict]:
     example=0.01,
     advice="Train longer, or average over runs, so that every example is drawn and measured.",
 )
-def _max_share_not_measured(asked: Asked) -> Iterable[Verdict]:
+def _max_share_not_measured(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples about which the run says nothing (never drawn): not measured, which is not safe.
 
     Poisson sampling at rate q leaves out a share of (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
@@ -518,7 +518,7 @@ def _max_share_not_measured(asked: Asked) -> Iterable[Verdict]:
     example=0,
     advice="Train again and measure every step.",
 )
-def _max_examples_missed(asked: Asked) -> Iterable[Verdict]:
+def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of examples in steps that were not measured (engine.paused): their bounds are no guarantees."""
     missed = asked.run.columns.get("missed")
     rows = np.flatnonzero(missed > 0) if missed is not None else np.arange(len(asked.run))
@@ -531,7 +531,7 @@ def _max_examples_missed(asked: Asked) -> Iterable[Verdict]:
     example=False,
     advice="Train again without noise_seed= and noise_generator=.",
 )
-def _allow_seeded_noise(asked: Asked) -> Iterable[Verdict]:
+def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     """Whether noise and draws were seeded (noise_seed=, noise_generator=), as for a test.
 
     Whoever has the seed or a checkpoint can subtract the noise, and then no bound holds.
@@ -555,7 +555,7 @@ _BY_NAME.setting(
 
 
 @_BY_NAME.rule("For {who}, “{subject}” could be estimated to ± {found}{note}{worst}", off=("age", 5.0))
-def _min_attribute_error(asked: Asked) -> Iterable[Verdict]:
+def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest average error (root mean square) of unbiased guesses of an attribute, lower end of its interval.
 
     In the attribute's own unit, by the names given to save_run.
@@ -578,7 +578,7 @@ def _min_attribute_error(asked: Asked) -> Iterable[Verdict]:
     baseline="the false-positive rate, at which a blind guess is right",
     equalise="question",
 )
-def _max_true_positive_rate(asked: Asked) -> Iterable[Verdict]:
+def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
     """The largest true-positive rate of any attacker at the false-positive rate at_false_positive_rate, upper end.
 
     How often it may say rightly that an example has its true answer to a question (not the other). For every attacker,
@@ -647,17 +647,17 @@ def rounded_up(value: float, digits: int = 3) -> float:
     return float(f"{math.ceil(value / step - 1e-9) * step:.{digits + 2}g}")
 
 
-def told_apart(limit: float | None, value: float | None, digits: int = 3) -> tuple[str, str]:
+def format_distinct(limit: float | None, value: float | None, digits: int = 3) -> tuple[str, str]:
     """Two numbers as texts of so many digits, or of as many as it takes to see which is larger.
 
     Example:
-        >>> told_apart(1.05, 1.0499), told_apart(1.05, 2.0), told_apart(1.05, None)
+        >>> format_distinct(1.05, 1.0499), format_distinct(1.05, 2.0), format_distinct(1.05, None)
         (('1.05', '1.0499'), ('1.05', '2'), ('1.05', 'not known'))
     """
     texts = in_digits(limit, digits), in_digits(value, digits)
     if None in (limit, value) or digits == 17 or limit == value or texts[0] != texts[1]:
         return texts
-    return told_apart(limit, value, digits + 1)
+    return format_distinct(limit, value, digits + 1)
 
 
 def in_digits(value: float | None, digits: int = 3) -> str:

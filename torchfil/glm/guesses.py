@@ -129,7 +129,7 @@ class Shift(Question):
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PosedQuestion:
     """A question put to a training set.
 
     Attributes:
@@ -145,7 +145,7 @@ class Asked:
     shares: np.ndarray
 
 
-def ask(question: Question, view: GLMView) -> Asked:
+def ask(question: Question, view: GLMView) -> PosedQuestion:
     """The answers for every record of a training set.
 
     If the question names all possible answers, a record's own is the one that leaves it as it is. Otherwise its own
@@ -156,10 +156,12 @@ def ask(question: Question, view: GLMView) -> Asked:
     if not question.complete:
         own = "present" if any(other is None for other in given) else "as it is"
         shares = np.full(1 + len(given), 1 / (1 + len(given)))
-        return Asked((own, *names), [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int), shares)
+        return PosedQuestion(
+            (own, *names), [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int), shares
+        )
     same = [~view.changed(*view.with_answer(other)) for other in given]
     truth = _own_answers(as_array(torch.stack(same, dim=1)), question)
-    return Asked(names, given, truth, np.bincount(truth, minlength=len(names)) / len(truth))
+    return PosedQuestion(names, given, truth, np.bincount(truth, minlength=len(names)) / len(truth))
 
 
 def _own_answers(holds: np.ndarray, question: Question) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchfil.private.batches import Input, Key, as_given, is_mask, named_inputs
-from torchfil.private.submodules import Output
+from torchfil.private.submodules import SubmoduleOutput
 from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors
 
@@ -214,7 +214,7 @@ def _is_kept(mask: Tensor) -> Tensor:
     return torch.where((mask > 0).flatten(1).any(dim=1).reshape(-1, *(1,) * (mask.ndim - 1)), mask > 0, mask == 0)
 
 
-def own_positions(lengths: Lengths | None, named: Mapping[Key, Input], of: Output) -> OwnPositions | None:
+def own_positions(lengths: Lengths | None, named: Mapping[Key, Input], of: SubmoduleOutput) -> OwnPositions | None:
     """Which positions of a private tensor are the example's own; None: all.
 
     ``lengths`` decides; without it, an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted)

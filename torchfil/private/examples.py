@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.private.batches import Input, Inputs, Key, Path, check_finite, named_inputs
 from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
-from torchfil.private.submodules import Offsets, Output, outputs_of_one_example
+from torchfil.private.submodules import Offsets, SubmoduleOutput, outputs_of_one_example
 from torchfil.utils.errors import require
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
@@ -132,7 +132,7 @@ class Layout:
         args, kwargs, targets = public
         named = named_inputs(args, kwargs, model)
         chosen = private_inputs(named, targets, private)
-        outputs: tuple[Output, ...] = ()
+        outputs: tuple[SubmoduleOutput, ...] = ()
         if private.submodules:
             if model is None:
                 raise ValueError("Private(submodule=…) needs a model to read the submodule's output from")
@@ -158,7 +158,7 @@ class Layout:
             # A mask next to ``input_ids`` belongs to them, and none belongs to images.
             lengths = for_names(private.lengths, keys)
             of_another = value.ndim > 3 or any("input_ids" in given.name for given in named.values())
-            like = Output(str(keys[0]), str(keys[0]), value.shape[1:], value.dtype)
+            like = SubmoduleOutput(str(keys[0]), str(keys[0]), value.shape[1:], value.dtype)
             own = None if lengths is None and of_another else own_positions(lengths, named, like)
             limit = private.max_length if not outputs and value.ndim > 1 else None
             slots.append(_slot(private, keys, path, value[0:0], limit, own=own, copies=copies))

@@ -25,7 +25,7 @@ _PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belo
 
 
 @dataclass(frozen=True)
-class Output:
+class SubmoduleOutput:
     """The output of one call of a submodule for one example, or an input.
 
     Attributes:
@@ -52,7 +52,7 @@ class Output:
     appended: int = 0
 
 
-def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[Output, ...]:
+def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[SubmoduleOutput, ...]:
     """The outputs of these submodules in a forward pass over the first example, call by call.
 
     Args:
@@ -73,7 +73,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
         sharing[name] = [other for other in tables if tables[other] is tables.get(name)] or [name]
     args, kwargs = first_example(public[:2])
     sources = _inputs_by_storage(model, args, kwargs)
-    calls: dict[str, list[Output]] = {}
+    calls: dict[str, list[SubmoduleOutput]] = {}
 
     def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
         calls.setdefault(name, []).append(_output(model, name, module, inputs[0] if inputs else None, output, sources))
@@ -82,7 +82,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
         model(*args, **kwargs)
 
     # A table may be called under a name other than the given one, as T5's "shared" is.
-    outputs: list[Output] = []
+    outputs: list[SubmoduleOutput] = []
     for name in names:
         called = [name] if name in calls else [other for other in sharing[name] if other in calls]
         require(bool(called), f"submodule {name!r} is not called in a forward pass over these inputs; name one that is")
@@ -92,13 +92,15 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
     return tuple(dict.fromkeys(outputs))
 
 
-def _output(model: nn.Module, name: str, module: nn.Module, taken: Any, output: Any, sources: Sources) -> Output:
+def _output(
+    model: nn.Module, name: str, module: nn.Module, taken: Any, output: Any, sources: Sources
+) -> SubmoduleOutput:
     """One call's output, with the source of its tokens."""
     if not (isinstance(output, Tensor) and output.is_floating_point()):
         raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
     shape = output.shape[1:] if output.shape[0] <= 1 else output.shape
     if not isinstance(module, _EMBEDDINGS):
-        return Output(name, name, shape, output.dtype, positions=len(shape) >= 2)
+        return SubmoduleOutput(name, name, shape, output.dtype, positions=len(shape) >= 2)
 
     tokens: Any = None
     padding, appended = _padding_of(model, module), 0
@@ -111,11 +113,11 @@ def _output(model: nn.Module, name: str, module: nn.Module, taken: Any, output: 
 
     # A decoder may make its tokens from the labels; the mask of the encoder's text does not apply to them.
     if tokens is not None or "decoder" not in name:
-        return Output(name, name, shape, output.dtype, by_position, tokens, padding, appended=appended)
+        return SubmoduleOutput(name, name, shape, output.dtype, by_position, tokens, padding, appended=appended)
     labels = [given.value for key, given in sources.values() if key == "labels"]
     if labels and decoder_tokens(model, labels[0]) is not None:
         tokens = lambda inputs: decoder_tokens(model, inputs["labels"])  # noqa: E731
-    return Output(name, name, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
+    return SubmoduleOutput(name, name, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
 
 
 def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:

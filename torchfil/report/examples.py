@@ -147,7 +147,7 @@ def spared_examples(run: SavedRun) -> Spared:
 
 
 @dataclass(frozen=True)
-class Token:
+class ShownToken:
     """A token of a text: its size, its share of the text, how strong its ground and its line are; its rank, or 0."""
 
     word: str
@@ -158,7 +158,7 @@ class Token:
     rank: int
 
 
-def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[Token]]]]:
+def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[ShownToken]]]]:
     """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its PLIS."""
     if run.texts is None:
         return []
@@ -169,13 +169,13 @@ def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[Token]]]]:
     ]
 
 
-def _tokens(words: list[str], sizes: np.ndarray) -> list[Token]:
+def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
     """Tokens without the blanks around them, and a sign for one that is nothing else."""
     shares = shares_of(sizes)
     largest = float(shares.max(initial=0.0)) or 1.0
     numbered = [int(place) for place in np.argsort(-shares, kind="stable")[:NUMBERED] if shares[place] > 0]
     return [
-        Token(
+        ShownToken(
             word.strip() or "␣",
             float(sizes[place]),
             share,
@@ -257,7 +257,7 @@ INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as �
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column: its name in the run, heading, meaning; whether narrow screens show it, or only an example's details."""
 
     key: str
@@ -268,23 +268,23 @@ class Column:
 
 
 COLUMNS = (
-    Column(
+    TableColumn(
         "mse_bound",
         "MSE bound",
         "an unbiased guess of the inputs errs by at least this on average (mean square per input)",
         narrow=True,
     ),
-    Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
-    Column("mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"),
-    Column("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
-    Column("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied; below 1 it was spared"),
-    Column("sample_weight", "weight", "ω of the example in the fit, of mean 1; chosen so that examples leak alike"),
-    Column("participations", "drawn", "how many batches held the example"),
-    Column("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
-    Column("sampling_error", "sampling", "how much the random choice of batches could change FIL"),
-    Column("fil_before", "FIL before", "in the run without weights that the weights were chosen from", detail=True),
-    Column("missed", "missed", "participations that were not measured", detail=True),
-    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
+    TableColumn("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
+    TableColumn("mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"),
+    TableColumn("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
+    TableColumn("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied"),
+    TableColumn("sample_weight", "weight", "ω of the example in the fit, of mean 1, so that examples leak alike"),
+    TableColumn("participations", "drawn", "how many batches held the example"),
+    TableColumn("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
+    TableColumn("sampling_error", "sampling", "how much the random choice of batches could change FIL"),
+    TableColumn("fil_before", "FIL before", "in the run without weights, from which weights were chosen", detail=True),
+    TableColumn("missed", "missed", "participations that were not measured", detail=True),
+    TableColumn("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
 
 

@@ -31,7 +31,15 @@ import torch
 from scipy.special import ndtr
 
 from torchfil.gate.gate import concerned, factor_for_all
-from torchfil.gate.rules import RULES, Verdict, divergence_of_gain, lower_ends, rounded_up, told_apart, worst_divergence
+from torchfil.gate.rules import (
+    RULES,
+    Verdict,
+    divergence_of_gain,
+    format_distinct,
+    lower_ends,
+    rounded_up,
+    worst_divergence,
+)
 from torchfil.glm.guesses import best_accuracy
 from torchfil.guessing import divergence_of_rate, largest_total_variation
 from torchfil.report.formats import number
@@ -167,7 +175,7 @@ def _attributes(report: Report, run: SavedRun) -> list[Leak]:
             errors = np.asarray(run.attributes.shown[:, place], dtype=np.float64)[exposed]
             least = float(np.nanmin(errors)) if not np.isnan(errors).all() else 0.0
             factor = (usual / least) ** 2 if least > 0 else math.inf
-            written, close = told_apart(usual, least)
+            written, close = format_distinct(usual, least)
             leaks.append(Leak(name, factor, int(exposed.sum()), error=close, blind=written, unit=unit))
     return leaks
 

@@ -25,7 +25,7 @@ from markupsafe import Markup
 
 from torchfil.gate.gate import check, concerned, in_words, large_delta
 from torchfil.gate.policy import Policy
-from torchfil.gate.rules import Verdict, told_apart
+from torchfil.gate.rules import Verdict, format_distinct
 from torchfil.report import examples, formats
 from torchfil.report.charts import attack_points, charts_of, comparison_chart, rdp_bounds, rero_points
 from torchfil.report.comparison import Comparison, changes, in_short
@@ -114,7 +114,7 @@ class PrivateContext(PublicContext):
     verdicts: list[Verdict] | None
     ends: examples.Ends
     named_spared: examples.Spared
-    texts: list[tuple[str, dict[str, list[examples.Token]]]]
+    texts: list[tuple[str, dict[str, list[examples.ShownToken]]]]
     priors: dict[str, PriorGuess]
     spread: dict[str, tuple[float, float, float]]
     num_drawn: list[int]
@@ -135,7 +135,7 @@ def context_of(report: Report) -> PublicContext:
         rounds_table=_rounds(summary),
         rdp_bounds=rdp_bounds(summary),
         rero=rero_points(summary),
-        from_data=run is not None and run.yardsticks is not None,
+        from_data=run is not None and run.baselines is not None,
         num_breaking=len(concerned(broken)),
     )
     if run is None:
@@ -194,9 +194,9 @@ def _rounds(summary: Summary) -> list[list[str]]:
 
 
 def _spread(run: SavedRun) -> dict[str, tuple[float, float, float]]:
-    if run.attributes is None or run.yardsticks is None:
+    if run.attributes is None or run.baselines is None:
         return {}
-    spread = run.yardsticks.attributes
+    spread = run.baselines.attributes
     ends = zip(spread.low.tolist(), spread.high.tolist(), spread.mean.tolist(), strict=True)
     return dict(zip(run.attributes.names, ends, strict=True))
 
@@ -364,7 +364,7 @@ def _environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
-    environment.globals |= {"told_apart": told_apart, "large_delta": large_delta}
+    environment.globals |= {"format_distinct": format_distinct, "large_delta": large_delta}
     environment.filters |= {name: getattr(formats, name) for name in formats.__all__}
     environment.filters |= {
         "in_words": in_words,

@@ -59,7 +59,7 @@ PUBLIC = {
 
 
 @dataclass(frozen=True)
-class Exposure:
+class ExposureLevel:
     """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank.
 
     ``share`` is the root of the bound's lower end (of the bound where there is none) over a blind guess's error, at
@@ -169,7 +169,7 @@ class Summary:
     below_guess: int | str | None
     low_below_guess: int | str | None
     exposed: int | str | None
-    exposure: list[Exposure]
+    exposure: list[ExposureLevel]
     lowest_end: float | None
     bounds: dict[str, Any]
     mse_histogram: stats.Histogram | None
@@ -210,7 +210,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         return stats.published_count(int(baselines.is_exposed(np.sqrt(values), blind).sum()), smallest)
 
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
-    shown_blind = None if redacted and run.yardsticks is not None else blind
+    shown_blind = None if redacted and run.baselines is not None else blind
     guess = None if shown_blind is None else shown_blind**2
     exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
     if redacted and exposure:
@@ -265,13 +265,13 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[Exposure]:
+def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[ExposureLevel]:
     order = np.argsort(-fil, kind="stable")
     rows = []
     for level, window in stats.windows(len(fil), LEVELS, smallest).items():
         members = order[window]
         rows.append(
-            Exposure(
+            ExposureLevel(
                 level=level,
                 examples=len(members),
                 fil=stats.rounded(stats.geometric_mean(fil[members], smallest), smallest),
@@ -284,7 +284,7 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
     return rows
 
 
-def _beside_guess(row: Exposure, blind: float, smallest: int) -> Exposure:
+def _beside_guess(row: ExposureLevel, blind: float, smallest: int) -> ExposureLevel:
     bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
     return replace(row, share=stats.rounded(float(baselines.share_of_blind_guess(math.sqrt(bound), blind)), smallest))
 
@@ -316,14 +316,14 @@ def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Attr
         return []
 
     # where the blind guess is made from the data, an error beside its share would tell the data's deviation
-    blind, pixels, yardsticks = baselines.blind_errors(run), run.attributes.pixels, run.yardsticks
+    blind, pixels, spread = baselines.blind_errors(run), run.attributes.pixels, run.baselines
     public = smallest > 1
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
         errors = np.asarray(run.attributes.shown[measured, j], dtype=np.float64)
         errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
         levels = stats.levels_of(errors, smallest)
-        from_data = yardsticks is not None and math.isfinite(yardsticks.attributes.std[j])
+        from_data = spread is not None and math.isfinite(spread.attributes.std[j])
         share, exposed = dict[str, float](), None
         if not math.isnan(blind[j]):
             share = stats.levels_of(baselines.share_of_blind_guess(errors, blind[j]), smallest)
@@ -341,7 +341,7 @@ def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Attr
                 share=share,
                 exposed=exposed,
                 blind=None if math.isnan(blind[j]) or (public and from_data) else float(blind[j]),
-                levels={} if public or yardsticks is None else yardsticks.levels.get(name, {}),
+                levels={} if public or spread is None else spread.levels.get(name, {}),
                 pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
             )
         )

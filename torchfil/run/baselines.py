@@ -12,7 +12,7 @@ blind guess (the error itself where no such end is known, and what is not known 
 What a blind guess errs by is taken, in this order, from
 
 1. what the caller states (a policy's ``blind_error`` and ``attribute_spread``),
-2. the spread of the data that the run file keeps (:class:`~torchfil.run.saved_run.Yardsticks`),
+2. the spread of the data that the run file keeps (:class:`~torchfil.run.saved_run.Baselines`),
 3. the range [a, b] of the inputs: always answering the middle is off by (b − a)/2 at most.
 
 None of the three: None, and no share is told. The spread is made from private data: the values in 2. stay out of public
@@ -89,8 +89,8 @@ def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> float |
     """
     if stated is not None:
         return stated
-    if run.yardsticks is not None and 0 < run.yardsticks.inputs.std < math.inf:
-        return float(run.yardsticks.inputs.std)
+    if run.baselines is not None and 0 < run.baselines.inputs.std < math.inf:
+        return float(run.baselines.inputs.std)
     return range_error(run.about)
 
 
@@ -107,8 +107,8 @@ def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, input
     assert run.attributes is not None
     of_inputs = inputs if inputs is not None else range_error(run.about)
     errors = np.full(len(run.attributes.names), math.nan if of_inputs is None else of_inputs)
-    if run.yardsticks is not None:
-        errors = np.where(np.isfinite(run.yardsticks.attributes.std), run.yardsticks.attributes.std, errors)
+    if run.baselines is not None:
+        errors = np.where(np.isfinite(run.baselines.attributes.std), run.baselines.attributes.std, errors)
     for place, name in enumerate(run.attributes.names if stated else ()):
         errors[place] = (stated or {}).get(name, errors[place])
     return errors

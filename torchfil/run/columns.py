@@ -83,7 +83,7 @@ class _Table:
             "attacks": [self._attack(attack) for attack in run.attacks],
             "pictures": None if run.pictures is None else self._pictures(run.pictures),
             "texts": None if run.texts is None else self._texts(run.texts),
-            "yardsticks": None if run.yardsticks is None else _baselines(run.yardsticks),
+            "baselines": None if run.baselines is None else _baselines(run.baselines),
             "history": {name: values.tolist() for name, values in run.history.items()},
             "rounds": {name: values.tolist() for name, values in run.rounds.items()},
         }
@@ -176,7 +176,7 @@ class _Table:
 _LIST = pa.list_(pa.float32())
 
 
-def _baselines(baselines: saved.Yardsticks) -> dict[str, Any]:
+def _baselines(baselines: saved.Baselines) -> dict[str, Any]:
     return _facts(baselines, inputs=_facts(baselines.inputs), attributes=_facts(baselines.attributes))
 
 
@@ -233,7 +233,7 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
         attacks=[_read_attack(file, attack) for attack in facts["attacks"]],
         questions=[question(asked) for asked in facts["questions"]],
         rounds={name: _numbers(values) for name, values in facts["rounds"].items()},
-        yardsticks=optional(_read_baselines, "yardsticks"),
+        baselines=optional(_read_baselines, "baselines"),
     )
 
 
@@ -298,9 +298,9 @@ def _numbers(values: list[Any]) -> np.ndarray:
     return array
 
 
-def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Yardsticks:
+def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
     inputs, attributes = (
         saved.Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
         for part in ("inputs", "attributes")
     )
-    return saved.Yardsticks(facts["examples"], inputs, attributes, facts["levels"])
+    return saved.Baselines(facts["examples"], inputs, attributes, facts["levels"])

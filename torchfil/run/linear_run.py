@@ -30,7 +30,7 @@ from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
 from torchfil.run.file import save
-from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
@@ -149,7 +149,7 @@ def linear_run(
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
         groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
-        yardsticks=_yardsticks(values, spread, private, names, n),
+        baselines=_baselines(values, spread, private, names, n),
     )
 
 
@@ -202,9 +202,9 @@ def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
     return given
 
 
-def _yardsticks(
+def _baselines(
     values: Spread, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], n: int
-) -> Yardsticks:
+) -> Baselines:
     """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
 
     An attribute of several columns has a deviation alone, the root mean square over its columns, as its error is.
@@ -216,7 +216,7 @@ def _yardsticks(
         by_name[1, place] = np.sqrt(np.mean(np.asarray(values.std)[own] ** 2))
         if len(own) == 1:
             by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
-    return Yardsticks(n, Spread(*map(np.asarray, together)), Spread(*by_name), {})
+    return Baselines(n, Spread(*map(np.asarray, together)), Spread(*by_name), {})
 
 
 def _target_spread(y: np.ndarray, coordinates: int) -> float:

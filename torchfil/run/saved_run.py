@@ -68,7 +68,7 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Yardsticks:
+class Baselines:
     """How the data is spread, for somebody who guesses without the model. Private: never part of a public page.
 
     Attributes:
@@ -214,7 +214,7 @@ class SavedRun:
         questions: What any attacker could tell; may be empty.
         rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
             smallest_weight, group_ratio, score, epsilon, seconds, fresh (NaN: not known); may be empty.
-        yardsticks: How the data is spread; None where the data could not be read again.
+        baselines: How the data is spread; None where the data could not be read again.
     """
 
     about: dict[str, Any]
@@ -229,7 +229,7 @@ class SavedRun:
     questions: list[QuestionRecord] = field(default_factory=list)
     texts: Texts | None = None
     rounds: dict[str, np.ndarray] = field(default_factory=dict)
-    yardsticks: Yardsticks | None = None
+    baselines: Baselines | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
@@ -244,9 +244,9 @@ class SavedRun:
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
-        if self.yardsticks is not None:
-            strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
-            require(not strange, f"yardsticks: levels of {sorted(strange)}, which are no attributes")
+        if self.baselines is not None:
+            strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
+            require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
         self._check_values()
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -262,8 +262,8 @@ class SavedRun:
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
-        if self.yardsticks is not None:
-            yield from (("yardsticks", np.shape(values), (k,)) for values in vars(self.yardsticks.attributes).values())
+        if self.baselines is not None:
+            yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
         for name, series in (("history", self.history), ("rounds", self.rounds)):
             length = max((values.size for values in series.values()), default=0)
             yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())

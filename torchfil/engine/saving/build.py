@@ -41,7 +41,7 @@ from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
-from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
@@ -114,7 +114,7 @@ def build_saved_run(
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
-        yardsticks=None if spread is None else baselines(spread, table),
+        baselines=None if spread is None else baselines(spread, table),
     )
 
 
@@ -458,10 +458,10 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     return None if reason is not None else table
 
 
-def baselines(spread: Yardsticks, table: AttributeTable | None) -> Yardsticks:
+def baselines(spread: Baselines, table: AttributeTable | None) -> Baselines:
     """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates."""
     by_attribute = (Spread(*np.zeros((4, 0))), {}) if table is None else table.spread(spread.attributes)
-    return Yardsticks(spread.examples, spread.inputs, *by_attribute)
+    return Baselines(spread.examples, spread.inputs, *by_attribute)
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

@@ -26,7 +26,7 @@ from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.private import Examples
 from torchfil.run.baselines import counted_spread
-from torchfil.run.saved_run import Pictures, Spread, Texts, Yardsticks
+from torchfil.run.saved_run import Baselines, Pictures, Spread, Texts
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
@@ -108,7 +108,7 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> Yardsticks | None:
+def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> Baselines | None:
     """The spread of the run's data, each coordinate an attribute; None for streams, and if none has a fixed value.
 
     That of the inputs is over all coordinates, each weighted by how many examples have it: mean, root mean variance,
@@ -144,7 +144,7 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
     weight = counts[known] / counts.sum()
     mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
     inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    return Yardsticks(len(rows), Spread(*map(np.asarray, inputs)), each, {})
+    return Baselines(len(rows), Spread(*map(np.asarray, inputs)), each, {})
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:

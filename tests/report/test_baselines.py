@@ -11,7 +11,7 @@ import pytest
 
 from tests.refused import all_refused
 from tests.report.pages import files_of, summary_of
-from tests.report.run_cases import made_up, pixelated, with_yardsticks, worrying
+from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
 from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -51,16 +51,16 @@ def test_a_blind_guess_is_what_is_stated_then_the_data_then_the_range() -> None:
     assert baselines.blind_error_of_inputs(run) is None
     assert np.isnan(baselines.blind_errors(run)).all()
     ranged = dataclasses.replace(run, about=run.about | {"dataset": {"input_range": [-1.0, 3.0]}})
-    known = with_yardsticks(ranged, [3.0, 0.0, math.nan])
+    known = with_baselines(ranged, [3.0, 0.0, math.nan])
     assert (baselines.blind_error_of_inputs(ranged), baselines.blind_errors(ranged).tolist()) == (2.0, [2.0] * 3)
-    assert baselines.blind_error_of_inputs(with_yardsticks(ranged, 0.7)) == pytest.approx(0.7)
+    assert baselines.blind_error_of_inputs(with_baselines(ranged, 0.7)) == pytest.approx(0.7)
     assert baselines.blind_error_of_inputs(known, 5.0) == 5.0
     assert baselines.blind_errors(known).tolist() == [3.0, 0.0, 2.0]
     assert baselines.blind_errors(known, {"age": 7.0}, 1.0).tolist() == [7.0, 0.0, 1.0]
 
     # nothing is left to guess of a constant; shares are rounded down
     assert baselines.share_of_blind_guess([0.0, 0.3, math.inf], 0.0).tolist() == [1.0] * 3
-    assert not baselines.attribute_exposure(with_yardsticks(run, 0.0), 0, 0.0).any()
+    assert not baselines.attribute_exposure(with_baselines(run, 0.0), 0, 0.0).any()
     for share, text in ((0.9999, "99 %"), (0.38, "38 %"), (0.0099, "below 1 %")):
         assert baselines.share_in_words(share).startswith(text)
 
@@ -77,7 +77,7 @@ class TestOneRule:
         return {int(exposed.sum()), verdict.offending, summarise(run).exposed, data["examples"]["exposed"]}
 
     def test_page_and_gate_count_the_same(self) -> None:
-        run = with_yardsticks(made_up(), 0.8)
+        run = with_baselines(made_up(), 0.8)
         run.columns["mse_bound_low"][3] = np.nan  # not known: nothing says that it is safe
         run.columns["participations"][7] = 0  # not measured
         measured = baselines.status_of(run) != baselines.NOT_MEASURED
@@ -87,10 +87,10 @@ class TestOneRule:
         run = worrying(safe=True)  # errors of 2 in a range of 1; the data goes before the range
         run.columns["mse_bound_low"][:] = 0.4**2
         assert self.told(run) == {100}
-        assert self.told(with_yardsticks(run, 0.3)) == {0}
+        assert self.told(with_baselines(run, 0.3)) == {0}
 
     def test_attributes_on_page_and_gate(self) -> None:
-        run = with_yardsticks(worrying(), [0.15, 5.0])
+        run = with_baselines(worrying(), [0.15, 5.0])
         age, height = summarise(run).attributes
         assert (age.exposed, height.exposed) == (1, 100)
         assert (age.share["0"], age.share["0.5"]) == (pytest.approx(0.1 / 0.15), 1.0)
@@ -116,11 +116,11 @@ class TestOneRule:
 class TestPage:
     def test_nothing_of_the_data_is_public(self, tmp_path: Path) -> None:
         """Mean, deviation, range and shares of levels; and no error beside its share, whose quotient is a deviation."""
-        run = with_yardsticks(made_up(240), [1.234567, 2.345678, 0.456789], age={"PLANTED-level": 0.2718281828})
+        run = with_baselines(made_up(240), [1.234567, 2.345678, 0.456789], age={"PLANTED-level": 0.2718281828})
         private = b"".join(files_of(write_report(run, tmp_path / "private")).values())
         page = write_report(run, tmp_path / "public", redacted=True)
         content, summary = b"".join(files_of(page).values()), summary_of(page)
-        spreads = [*vars(run.yardsticks.inputs).values(), *vars(run.yardsticks.attributes).values()]
+        spreads = [*vars(run.baselines.inputs).values(), *vars(run.baselines.attributes).values()]
         values = [float(value) for each in spreads for value in each.flat]
         planted = {number(value) for value in values if abs(value) > 100} | {f"{value:.5g}" for value in values}
         planted |= {"PLANTED-level", "27 %", "0.2718"}
@@ -133,7 +133,7 @@ class TestPage:
             assert attribute["share"]
 
     def test_public_shares_rest_on_many(self) -> None:
-        run = with_yardsticks(made_up(240), 1.7)
+        run = with_baselines(made_up(240), 1.7)
         for j, attribute in enumerate(summarise(run, redacted=True, min_group=12).attributes):
             least = np.sort(run.attributes.error[:, j])[:12]
             share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
@@ -147,12 +147,12 @@ class TestPage:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    run = with_yardsticks(made_up())
+    run = with_baselines(made_up())
     pixels = dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64))
     all_refused(
         {
-            "yardsticks has shape": lambda: dataclasses.replace(run, attributes=None),
-            "levels of": lambda: with_yardsticks(made_up(), 1.0, nobody={"a": 1.0}),
+            "baselines has shape": lambda: dataclasses.replace(run, attributes=None),
+            "levels of": lambda: with_baselines(made_up(), 1.0, nobody={"a": 1.0}),
             "pixels has shape": lambda: made_up(attributes=pixels),
         }
     )
