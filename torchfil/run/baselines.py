@@ -1,36 +1,28 @@
-"""What a number is measured against: the error of a blind guess, by somebody who knows the data but not the model.
+"""What a number is measured against: a blind guess, which knows everything public and not the model.
 
-An error of 0.3 says nothing by itself. A blind guess answers the mean of every attribute and is off by its standard
-deviation (root mean square); of a categorical attribute it answers the share of every level. The **share** of an error
-is the error over that of the blind guess: 0.38 is read "38 % of a blind guess's error", and from 1 on an
-unbiased estimate errs more than a blind guess ("no better than guessing"); with beliefs, the model may still help.
+An error of 0.3 says nothing by itself. A blind guess answers the best that public values allow: the mean of the
+example's label, or a linear fit on known columns (:class:`~torchfil.run.saved_run.Baselines`). What it is off by (root
+mean square) is known for every public class, and so for every example. The **ratio** of an error is the error over that
+of the blind guess.
 
-**Exposed** is who can be guessed more closely than blindly: the lower end of the error's 95 % interval lies below the
-blind guess (the error itself where no such end is known, and what is not known counts as exposed). Page, gate and
-``inspect`` all ask :func:`is_exposed`.
+One rule says who is exposed, in page, gate, ``compare``, table and terminal. By the lower end of the error's 95 %
+interval (the error itself where no end is kept), an example is
 
-What a blind guess errs by is taken, in this order, from
+====================  ==================================================================================
+:data:`HALF`          protected only to half a blind guess's error or less
+:data:`BELOW`         protected to less than a blind guess's error
+:data:`BEYOND`        protected beyond a blind guess's error; somebody with beliefs may still come closer
+:data:`UNTOLD`        drawn too rarely to tell: never, or in so few steps that no lower end is known
+====================  ==================================================================================
+
+**Exposed** are the first two. What a blind guess errs by is taken, in this order, from
 
 1. what the caller states (a policy's ``blind_error`` and ``attribute_spread``),
-2. the spread of the data that the run file keeps (:class:`~torchfil.run.saved_run.Baselines`),
+2. the baselines that the run file keeps,
 3. the range [a, b] of the inputs: always answering the middle is off by (b − a)/2 at most.
 
-None of the three: None, and no share is told. The spread is made from private data: the values in 2. stay out of public
-pages, which may show shares of many examples together.
-
-========================================  ==========================================================================
-:func:`status_of`                         whom the run measured: no leakage and no measurement look alike
-:func:`blind_error_of_inputs`             what a blind guess of one input errs by; None: not known
-:func:`blind_errors`                      the same of every attribute, [k]; NaN: not known
-:func:`share_of_blind_guess`              errors over it, capped at 1
-:func:`share_in_words`                    "38 % of a blind guess's error", "no better than guessing"
-:func:`is_exposed`                        the rule
-:func:`exposed_examples`                  which examples of a run are exposed, by all their inputs, [n]
-:func:`attribute_exposure`                which are, by one attribute, [n]
-:func:`gain_over_guessing`                of a question: how much more often than half of the time anybody is right
-:func:`answer_shares`                     of a question: how often each answer is the true one
-:func:`spread_of`, :func:`level_shares`   the data's spread, from its rows in pieces
-========================================  ==========================================================================
+None of the three: None, and no ratio is told. Baselines are made from private data: they stay out of public pages,
+which may show counts of many examples together.
 """
 
 from __future__ import annotations
@@ -44,6 +36,13 @@ import numpy as np
 from torchfil.run.saved_run import QuestionRecord, SavedRun, Spread
 
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
+HALF, BELOW, BEYOND, UNTOLD = range(4)
+CLASSES = {
+    HALF: "protected only to half a blind guess’s error or less",
+    BELOW: "protected to less than a blind guess’s error",
+    BEYOND: "protected beyond a blind guess’s error",
+    UNTOLD: "too few draws to tell",
+}
 BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
 
 
@@ -80,114 +79,147 @@ def range_error(about: Mapping[str, Any]) -> float | None:
     return float(ends[1] - ends[0]) / 2
 
 
-def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> float | None:
-    """What a blind guess of one input is off by (root mean square over inputs), in the inputs' unit; None: not known.
+def public_classes(run: SavedRun) -> np.ndarray:
+    """The place of each example's public class among those of the baselines, [n]; 0 where there is one for all."""
+    return np.asarray(run.columns.get("public_class", np.zeros(len(run), dtype=np.int64)))
+
+
+def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
+    """What a blind guess of one input is off by (root mean square over inputs), in the inputs' unit, [n].
+
+    None: not known. 0 where nothing is left to guess.
 
     Args:
         run: A saved run.
         stated: What the caller knows of it.
     """
-    if stated is not None:
-        return stated
-    if run.baselines is not None and 0 < run.baselines.inputs.std < math.inf:
-        return float(run.baselines.inputs.std)
-    return range_error(run.about)
+    if stated is None and run.baselines is not None and np.isfinite(run.baselines.errors).all():
+        return run.baselines.errors[public_classes(run)]
+    error = stated if stated is not None else range_error(run.about)
+    return None if error is None else np.full(len(run), error)
+
+
+def typical_blind_error(run: SavedRun, stated: float | None = None) -> float | None:
+    """The same over all examples (root mean square), for a sentence; None: not known."""
+    errors = blind_error_of_inputs(run, stated)
+    return None if errors is None or not len(errors) else float(np.sqrt(np.mean(errors**2)))
 
 
 def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, inputs: float | None = None) -> np.ndarray:
-    """What a blind guess of every attribute is off by (root mean square), in the attribute's unit, [k]; NaN: not known.
+    """What a blind guess of every attribute is off by (root mean square), by public class, [c, k]; NaN: not known.
 
-    0 for an attribute that never differs between examples: nothing about it is left to guess, and nobody is exposed.
+    In the attribute's unit; 0 for an attribute that never differs within a class: nothing about it is left to guess.
 
     Args:
         run: A saved run with attributes.
         stated: By attribute, what the caller knows of it.
-        inputs: What the caller knows of a blind guess of an input; it stands in for attributes without a spread.
+        inputs: What the caller knows of a blind guess of an input; it stands in for attributes without a baseline.
     """
     assert run.attributes is not None
     of_inputs = inputs if inputs is not None else range_error(run.about)
-    errors = np.full(len(run.attributes.names), math.nan if of_inputs is None else of_inputs)
+    errors = np.full((1, len(run.attributes.names)), math.nan if of_inputs is None else of_inputs)
     if run.baselines is not None:
-        errors = np.where(np.isfinite(run.baselines.attributes.std), run.baselines.attributes.std, errors)
+        known = run.baselines.attribute_errors
+        errors = np.where(np.isfinite(known), known, errors)
     for place, name in enumerate(run.attributes.names if stated else ()):
-        errors[place] = (stated or {}).get(name, errors[place])
+        errors[:, place] = (stated or {}).get(name, errors[:, place])
     return errors
 
 
-def share_of_blind_guess(error: Any, blind: Any) -> np.ndarray:
-    """min(error/blind, 1), in the shape of both; NaN where either is not known, 1 where nothing is left to guess.
+def ratio_to_blind_guess(error: Any, blind: Any) -> np.ndarray:
+    """error/blind, in the shape of both; NaN where either is not known, infinite where nothing is left to guess.
 
     Example:
-        >>> share_of_blind_guess([0.19, 3.0, np.inf], 0.5).tolist()
-        [0.38, 1.0, 1.0]
+        >>> ratio_to_blind_guess([0.19, 3.0, np.inf], 0.5).tolist()
+        [0.38, 6.0, inf]
     """
     errors, guess = np.asarray(error, dtype=np.float64), np.asarray(blind, dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(guess == 0, 1.0, np.minimum(errors / guess, 1.0))
+        return np.where(guess == 0, math.inf, errors / guess)
 
 
-def share_in_words(share: float) -> str:
-    """A share for readers; rounded down, so that 99.6 % does not look like guessing.
+def ratio_in_words(ratio: float) -> str:
+    """A ratio for readers; rounded down, so that 0.996 does not look like guessing.
 
     Example:
-        >>> share_in_words(0.384), share_in_words(1.0), share_in_words(0.002), share_in_words(float("nan"))
-        ('38 % of a blind guess’s error', 'no better than guessing', 'below 1 % of a blind guess’s error', 'unknown')
+        >>> ratio_in_words(0.384), ratio_in_words(7.0), ratio_in_words(0.002), ratio_in_words(float("nan"))
+        ('0.38 of a blind guess’s error', 'beyond a blind guess’s error', 'below 0.01 of a blind guess’s error', 'unknown')
     """
-    if math.isnan(share):
+    if math.isnan(ratio):
         return "unknown"
-    if share >= 1:
-        return "no better than guessing"
-    percent = math.floor(100 * share + 1e-9)
-    return f"{f'{percent}' if percent else 'below 1'} % of a blind guess’s error"
+    if ratio >= 1:
+        return "beyond a blind guess’s error"
+    cut = math.floor(100 * ratio + 1e-9) / 100
+    return f"{f'{cut:g}' if cut else 'below 0.01'} of a blind guess’s error"
 
 
-def is_exposed(error: Any, blind: Any) -> np.ndarray:
-    """Whether a guess with the model can be closer than a blind one: not (error ≥ blind), in the shape of both.
+def is_told(run: SavedRun) -> np.ndarray:
+    """Which examples were drawn often enough to tell a lower end of their MSE bound, [n] booleans.
 
-    An error that is not known (NaN) counts as exposed: nothing says that it is not.
-
-    Args:
-        error: The least error of an unbiased guess, at the lower end of its interval; ∞ where nothing leaked.
-        blind: The error of a blind guess.
-
-    Example:
-        >>> is_exposed([0.4, 0.5, np.inf, np.nan], 0.5).tolist()
-        [True, False, False, True]
+    A lower end of 0 beside a bound above 0 is none. Without noise the bound is 0 itself, and told.
     """
-    return ~(np.asarray(error, dtype=np.float64) >= np.asarray(blind, dtype=np.float64))
+    bound = np.asarray(run.column("mse_bound"), dtype=np.float64)
+    low = np.asarray(run.columns.get("mse_bound_low", bound), dtype=np.float64)
+    return (status_of(run) != NOT_MEASURED) & ((low > 0) | (bound == 0))
 
 
-def exposed_examples(run: SavedRun, blind: float | None = None) -> np.ndarray | None:
-    """Which measured examples are exposed, by all their inputs together, [n] booleans; None: no blind guess is known.
+def error_ratios(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
+    """The least error of an unbiased estimate (lower end) over that of a blind guess, [n]; NaN where untold.
+
+    None: what a blind guess errs by is not known.
 
     Args:
         run: A saved run.
-        blind: The error of a blind guess of an input; None: :func:`blind_error_of_inputs`.
+        stated: What a blind guess of an input errs by, where the caller knows.
     """
-    blind = blind_error_of_inputs(run, blind)
+    blind = blind_error_of_inputs(run, stated)
     if blind is None:
         return None
     name = "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound"
-    exposed = is_exposed(np.sqrt(np.asarray(run.column(name), dtype=np.float64)), blind)
-    return exposed & (status_of(run) != NOT_MEASURED)
+    errors = np.sqrt(np.asarray(run.column(name), dtype=np.float64))
+    return np.where(is_told(run), ratio_to_blind_guess(errors, blind), math.nan)
 
 
-def attribute_exposure(run: SavedRun, attribute: int, blind: float) -> np.ndarray:
-    """Which measured examples are exposed by one attribute, [n] booleans.
+def classes_of_ratios(ratios: Any) -> np.ndarray:
+    """The rule: HALF, BELOW, BEYOND or, where a ratio is NaN, UNTOLD; uint8 in its shape.
 
-    Examples whose attributes were not tracked (``fil_ids``) are left out, as those that were not measured are.
+    Example:
+        >>> classes_of_ratios([0.2, 0.5, 1.0, np.inf, np.nan]).tolist()
+        [0, 1, 2, 2, 3]
+    """
+    ratios = np.asarray(ratios, dtype=np.float64)
+    told = np.where(ratios < 0.5, HALF, np.where(ratios < 1, BELOW, BEYOND))
+    return np.where(np.isnan(ratios), UNTOLD, told).astype(np.uint8)
+
+
+def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
+    """The class of every example, by all its inputs together, uint8 [n]; None: no blind guess is known."""
+    ratios = error_ratios(run, stated)
+    return None if ratios is None else classes_of_ratios(ratios)
+
+
+def exposed_examples(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
+    """Which examples are exposed (HALF or BELOW), [n] booleans; None: no blind guess is known."""
+    found = exposure_of(run, stated)
+    return None if found is None else found <= BELOW
+
+
+def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.ndarray:
+    """The least error of an estimate of one attribute over that of a blind guess, [n].
+
+    NaN where the example is untold, its attributes were not tracked (``fil_ids``) or no blind guess is known.
 
     Args:
         run: A saved run with attributes.
         attribute: Its place among ``run.attributes.names``.
-        blind: What a blind guess of it errs by (:func:`blind_errors`); NaN: nobody is told to be exposed.
+        blind: :func:`blind_errors`, [c, k].
     """
     assert run.attributes is not None
-    if math.isnan(blind):
-        return np.zeros(len(run), dtype=bool)
-    tracked = ~np.isnan(np.asarray(run.attributes.error[:, attribute]))
-    error = np.asarray(run.attributes.shown[:, attribute])
-    return is_exposed(error, blind) & tracked & (status_of(run) != NOT_MEASURED)
+    errors = np.asarray(run.attributes.shown[:, attribute], dtype=np.float64)
+    tracked = ~np.isnan(np.asarray(run.attributes.error[:, attribute], dtype=np.float64))
+    codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+    ratios = ratio_to_blind_guess(np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute])
+    return np.where(tracked & is_told(run), ratios, math.nan)
 
 
 def gain_over_guessing(question: QuestionRecord) -> np.ndarray:

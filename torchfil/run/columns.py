@@ -303,4 +303,6 @@ def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
         saved.Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
         for part in ("inputs", "attributes")
     )
-    return saved.Baselines(facts["examples"], inputs, attributes, facts["levels"])
+    errors, by_class = (np.asarray(facts[name], dtype=np.float64) for name in ("errors", "attribute_errors"))
+    by_class = by_class.reshape(-1, len(attributes.std))
+    return saved.Baselines(facts["examples"], inputs, attributes, facts["levels"], facts["knows"], errors, by_class)

@@ -216,7 +216,8 @@ def _baselines(
         by_name[1, place] = np.sqrt(np.mean(np.asarray(values.std)[own] ** 2))
         if len(own) == 1:
             by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
-    return Baselines(n, Spread(*map(np.asarray, together)), Spread(*by_name), {})
+    own = np.asarray([together[1]]), by_name[1][None]
+    return Baselines(n, Spread(*map(np.asarray, together)), Spread(*by_name), {}, "the mean of all examples", *own)
 
 
 def _target_spread(y: np.ndarray, coordinates: int) -> float:

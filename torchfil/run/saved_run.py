@@ -71,17 +71,26 @@ class Spread:
 class Baselines:
     """How the data is spread, for somebody who guesses without the model. Private: never part of a public page.
 
+    A blind guess answers the best that is public: ``knows`` says what. Examples with the same public label are a class;
+    the column ``public_class`` has the place of each example's.
+
     Attributes:
         examples: How many examples it was read from.
         inputs: Of all private inputs together: the mean over them, the root of their mean variance, the whole range.
         attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
         levels: By categorical attribute, the share of each level.
+        knows: What the blind guess answers, after "a blind guess answers".
+        errors: What it is off by (root mean square over inputs), by class, [c].
+        attribute_errors: The same of each attribute, in its own unit, [c, k] or, the same in all classes, [1, k].
     """
 
     examples: int
     inputs: Spread
     attributes: Spread
     levels: dict[str, dict[str, float]]
+    knows: str
+    errors: np.ndarray
+    attribute_errors: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +256,9 @@ class SavedRun:
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
+            classes, count = self.columns.get("public_class"), len(self.baselines.errors)
+            inside = count == 1 if classes is None else not len(self) or 0 <= classes.min() <= classes.max() < count
+            require(bool(inside), f"baselines have {count} public classes, which are not those of public_class")
         self._check_values()
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -264,6 +276,9 @@ class SavedRun:
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
+            classes = len(self.baselines.errors)
+            own = (classes if len(self.baselines.attribute_errors) > 1 else 1, k)
+            yield "baselines: attribute_errors", self.baselines.attribute_errors.shape, own
         for name, series in (("history", self.history), ("rounds", self.rounds)):
             length = max((values.size for values in series.values()), default=0)
             yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())

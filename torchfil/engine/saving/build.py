@@ -461,7 +461,9 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
 def baselines(spread: Baselines, table: AttributeTable | None) -> Baselines:
     """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates."""
     by_attribute = (Spread(*np.zeros((4, 0))), {}) if table is None else table.spread(spread.attributes)
-    return Baselines(spread.examples, spread.inputs, *by_attribute)
+    return replace(
+        spread, attributes=by_attribute[0], levels=by_attribute[1], attribute_errors=by_attribute[0].std[None]
+    )
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

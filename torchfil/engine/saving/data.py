@@ -144,7 +144,8 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
     weight = counts[known] / counts.sum()
     mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
     inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    return Baselines(len(rows), Spread(*map(np.asarray, inputs)), each, {})
+    own = np.asarray([inputs[1]]), each.std[None]
+    return Baselines(len(rows), Spread(*map(np.asarray, inputs)), each, {}, "the mean of all examples", *own)
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
