@@ -7,13 +7,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchfil.gate.policy import Policy
+from torchfil.gate.policy import Policy, parse_policy, tomllib
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 from torchfil.utils.errors import RunFileError
 
-__all__ = ["check", "concerned", "factor_for_all", "in_words", "large_delta", "notes", "template"]
+__all__ = [
+    "check",
+    "concerned",
+    "decision",
+    "default_policy",
+    "factor_for_all",
+    "in_words",
+    "large_delta",
+    "notes",
+    "template",
+]
 
 
 def check(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -37,10 +47,32 @@ def in_words(verdict: Verdict) -> str:
     """What a broken rule means: whom it concerns, what was found, what the policy says and which attacker is bound.
 
     Example:
-        >>> in_words(Verdict("max_epsilon", False, 8.0, 12.5, np.arange(3), "ε at δ = 1e-5, for everybody"))
-        'ε, which binds every attacker, is 12.5; the policy allows 8.'
+        >>> in_words(Verdict("max_epsilon", False, 8.0, 12.5, np.arange(3), "ε", note="at δ = 1e-5"))
+        'ε for everybody: 12.5 (at δ = 1e-5); the policy allows 8.'
     """
     return RULES[verdict.key].sentence(verdict)
+
+
+def decision(verdicts: Sequence[Verdict]) -> str:
+    """What the verdicts ask for, in three words.
+
+    Example:
+        >>> unknown = Verdict("max_epsilon", False, 8.0, None, np.arange(3), "the run's ε is not known")
+        >>> decision([unknown]), decision([])
+        ('Cannot tell yet', 'May be released')
+    """
+    broken = [verdict for verdict in verdicts if not verdict.passed]
+    if any(verdict.found is not None for verdict in broken):
+        return "Do not release"
+    return "Cannot tell yet" if broken else "May be released"
+
+
+def default_policy(run: SavedRun) -> Policy:
+    """The policy of the template, for a run that nobody gave one for; without ε for a linear model, which has none."""
+    values = {**tomllib.loads(template()), "name": "torchfil’s default policy"}
+    if run.about.get("kind") == "linear":
+        del values["max_epsilon"]
+    return parse_policy(values)
 
 
 def factor_for_all(verdicts: Sequence[Verdict]) -> tuple[float | None, list[Verdict]]:
@@ -64,7 +96,7 @@ def template() -> str:
         if rule.section != section:
             section = rule.section
             paragraphs.append(f"# --- {section} ---")
-        left_out = "" if rule.default in (None, {}) else f" Left out, it is {str(rule.default).lower()}."
+        left_out = "" if rule.default in (None, {}, "") else f" Left out, it is {str(rule.default).lower()}."
         comment = textwrap.fill(rule.help + left_out, 120, initial_indent="# ", subsequent_indent="# ")
         lines = [f"{rule.key} = {str(rule.example).lower()}"]
         if isinstance(rule.default, dict):

@@ -24,6 +24,7 @@ Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1"
 Number = Annotated[float, Meta(ge=0, description="a number, 0 or more")]
 Error = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number, 0 or more")]
+Text = Annotated[str, Meta(max_length=2000, description="a text of up to 2,000 characters")]
 Flag = Annotated[bool, Meta(description="true or false")]
 
 
@@ -34,9 +35,13 @@ class PolicyError(ValueError):
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Thresholds; None: not asked for, while those with a number always apply. The template explains each.
 
+    ``name`` is how the page calls the policy, by default its file's name. ``declared`` is what people state and no run
+    can show (prior, unit of privacy, intended use, owner of the decision): the page repeats it word for word.
+
     Values are checked however the policy is made: NaN, a boolean for a number and a number out of range are refused.
     """
 
+    name: Text = ""
     min_error_share: Number | None = None
     max_share_exposed: Share | None = None
     blind_error: Error | None = None
@@ -52,13 +57,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_attacks: Count = 0
     max_violated_bounds: Count = 0
     max_share_spared: Share | None = None
-    max_share_not_measured: Share = 0.0
+    max_share_too_few_draws: Share = 0.0
     max_examples_missed: Count = 0
     allow_seeded_noise: Flag = False
     at_false_positive_rate: Share = 0.01
     attribute_spread: dict[str, Error] = {}
     min_attribute_error: dict[str, Number] = {}
     max_true_positive_rate: dict[str, Number] = {}
+    declared: dict[str, Text] = {}
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(type(self)):
@@ -93,7 +99,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     """
     where = Path(path)
     try:
-        policy = parse_policy(tomllib.loads(where.read_text(encoding="utf-8")))
+        policy = parse_policy({"name": where.stem, **tomllib.loads(where.read_text(encoding="utf-8"))})
     except FileNotFoundError as error:
         raise PolicyError(f"no policy {where}; `torchfil gate --init` writes a commented one") from error
     except PolicyError as error:

@@ -4,8 +4,9 @@ A measuring function is named for its key. Its docstring is the explanation, who
 decorator has the rest. They stand in the order of the template. Gate, page, documentation and template are made from
 :data:`RULES`.
 
-Rules on single examples take the conservative end of every 95 % interval, and what the run does not tell fails: an
-example that was never drawn, or whose steps were not all measured, has rules of its own.
+Rules on single examples take the conservative end of every 95 % interval, and what the run does not tell fails.
+Examples that were drawn too rarely to tell (:mod:`torchfil.run.baselines`) have a rule of their own and count in no
+other.
 
 **Remedies.** At fixed gradients the Fisher information of a Gaussian release is proportional to 1/σ². With σ' for σ and
 f = (σ'/σ)², an MSE bound b becomes f·b, the error of a guess √f times as large, and a question's divergence D/f
@@ -27,7 +28,16 @@ from scipy.special import ndtri
 
 from torchfil.gate.policy import Policy, PolicyError
 from torchfil.guessing import divergence_of_rate
-from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, blind_errors, exposed_examples, status_of
+from torchfil.run.baselines import (
+    NOT_MEASURED,
+    blind_errors,
+    error_ratios,
+    is_told,
+    public_classes,
+    ratio_to_blind_guess,
+    status_of,
+    typical_blind_error,
+)
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.utils.text import nearest
@@ -92,15 +102,15 @@ class RuleCheck:
     subject: str = ""
 
     @cached_property
-    def measured(self) -> np.ndarray:
-        """Which examples the run says something about, [n] booleans."""
+    def told(self) -> np.ndarray:
+        """Which examples were drawn often enough to tell, [n] booleans."""
         self.run.column("fil")
-        return status_of(self.run) != NOT_MEASURED
+        return is_told(self.run)
 
     def smallest(self, values: np.ndarray, power: int, note: str = "") -> Verdict:
-        """No measured example's value is below the limit; [n] values, of which f makes f^(1/power) as much."""
-        wrong = np.flatnonzero(self.measured & ~(values >= self.limit))
-        return self.at_least(float(np.min(values[self.measured], initial=math.inf)), wrong, power, note)
+        """No told example's value is below the limit; [n] values, of which f makes f^(1/power) as much."""
+        wrong = np.flatnonzero(self.told & ~(values >= self.limit))
+        return self.at_least(float(np.min(values[self.told], initial=math.inf)), wrong, power, note)
 
     def at_least(self, least: float, wrong: np.ndarray, power: int, note: str = "") -> Verdict:
         """The smallest value, and the places of those that are too small."""
@@ -112,15 +122,15 @@ class RuleCheck:
         noise = _quotient(worst_divergence(self.run, subject or self.subject), allowed)
         return self.verdict(not len(wrong), float(np.max(values[known], initial=0.0)), wrong, "", subject, noise)
 
-    def share(self, which: np.ndarray, total: int, note: str = "", bound: float = math.nan) -> Verdict:
-        """At most this share of so many examples; [n] booleans. They are those whose MSE bound is under ``bound``."""
+    def share(self, which: np.ndarray, note: str = "", ratios: np.ndarray | None = None) -> Verdict:
+        """At most this share of all examples; [n] booleans. With ``ratios`` they are those whose ratio is below 1."""
         rows = np.flatnonzero(which)
-        share = len(rows) / max(1, total)
-        if share <= self.limit or math.isnan(bound):
+        share = len(rows) / max(1, len(which))
+        if share <= self.limit or ratios is None:
             return self.verdict(share <= self.limit, share, rows, note)
-        low = lower_ends(self.run)
-        place = min(math.floor(self.limit * len(low) + 1e-9), len(low) - 1)  # whose end has to reach the bound
-        return self.verdict(False, share, rows, note, noise=_quotient(bound, float(low[place])))
+        place = math.floor(self.limit * len(which) + 1e-9)  # whose ratio has to reach 1
+        needed = float(np.sort(ratios[which])[min(place, len(rows) - 1)])
+        return self.verdict(False, share, rows, note, noise=_quotient(1.0, needed) ** 2)
 
     def unknown(self, missing: str) -> Verdict:
         """The run does not tell, so that nobody keeps the rule."""
@@ -150,9 +160,9 @@ class Rule:
         off: Whether it stands there as a comment.
         compared: What is compared with the limit, in half a sentence.
         find: Measures it; None for a setting.
-        words: What a broken rule means, for readers without training in machine learning: whom it concerns, what was
-            found and which attacker is bound. The fields are those of :meth:`sentence`, which adds what the policy says
-            where no period ends them, and tells numbers before a % in per cent.
+        title: What was measured and who is bound, for readers without training in machine learning; the fields are
+            those of :meth:`row`.
+        found: What was found, likewise; a value before a % is told in per cent.
         above: What limit and value are told above of.
         baseline: What needs no model and the value is measured against, in words; "" where it is a number by itself.
         advice: What helps where more noise does not.
@@ -166,7 +176,8 @@ class Rule:
     off: bool
     compared: str = ""
     find: Measuring | None = None
-    words: str = ""
+    title: str = ""
+    found: str = ""
     above: float = 0.0
     baseline: str = ""
     advice: str = ""
@@ -186,27 +197,27 @@ class Rule:
         asked = [RuleCheck(self, run, policy, each, name) for name, each in limits.items()]
         return [verdict for each in asked for verdict in self.find(each)]
 
-    def sentence(self, verdict: Verdict) -> str:
-        """A broken rule in words."""
-        if verdict.found is None:
-            return f"Failed: this run cannot answer the rule {verdict.rule}."
-        limit, found = verdict.limit, verdict.found
-        if "{found} %" in self.words:
-            limit, found = 100 * (limit + self.above), 100 * (found + self.above)
+    def row(self, verdict: Verdict) -> tuple[str, str, str]:
+        """The rule with whom a broken one concerns, what was found and the limit, as short texts for a table."""
+        who = f" ({verdict.offending:,} example{'s' * (verdict.offending != 1)})" if not verdict.passed else ""
+        title = self.title.format(subject=verdict.subject, who=who if verdict.found is not None else "")
+        limit, found, percent = verdict.limit, verdict.found, "{value} %" in self.found
+        if percent:
+            limit, found = 100 * (limit + self.above), None if found is None else 100 * (found + self.above)
         limit_shown, found_shown = format_distinct(limit, found)
-        words = self.words.format(
-            found=found_shown,
-            count=f"{verdict.offending:,}",
-            who=f"{verdict.offending:,} example{'s' * (verdict.offending != 1)}",
-            subject=verdict.subject,
-            note=f" ({verdict.note})" * bool(verdict.note),
-            worst=", in the worst case" * (verdict.offending > 1),  # the number is one example's, not everybody's
-            untold=" (a lower end of 0: not enough draws to tell how close)" * (found == 0),
-        )
-        if words.endswith("."):
-            return words
-        asks = "asks for" if self.key.startswith("min_") else "allows"
-        return f"{words}; the policy {asks} {limit_shown}{' %' * ('{found} %' in self.words)}."
+        told = {"yes": "yes" if found else "no", "note": f" ({verdict.note})" * bool(verdict.note)}
+        told["unit"] = f" {verdict.note}" if verdict.note else ""
+        shown = "not known" if found is None else self.found.format(value=found_shown, **told)
+        if self.key.startswith("allow_"):
+            return title, shown, "allowed" if limit else "not allowed"
+        least = "at least " if self.key.startswith("min_") else ""
+        return title, shown, f"{least}{limit_shown}{' %' * percent}"
+
+    def sentence(self, verdict: Verdict) -> str:
+        """The same in a sentence."""
+        title, found, limit = self.row(verdict)
+        asks = "asks for" if self.key.startswith("min_") else "says" if self.key.startswith("allow_") else "allows"
+        return f"{title}: {found}; the policy {asks} {limit}."
 
     def remedy(self, verdict: Verdict) -> str:
         """What helps, in a sentence, where more noise is not known to."""
@@ -214,8 +225,6 @@ class Rule:
             return f"{verdict.detail[:1].upper()}{verdict.detail[1:]}."
         if self.advice:
             return self.advice.format(limit=f"{verdict.limit:g}")
-        if verdict.found == 0:
-            return "Measure more (every step, more probes, a longer run): a lower end of 0 tells nothing."
         return f"More noise or fewer steps, by trial: {verdict.rule}."
 
 
@@ -231,24 +240,35 @@ class _Section:
     def setting(self, key: str, text: str, *, example: Any = None, off: Any = None) -> None:
         RULES[key] = Rule(key, self.title, text, off if example is None else example, example is None)
 
-    def rule(self, words: str, *, example: Any = None, off: Any = None, **more: Any) -> Callable[[Measuring], Rule]:
+    def rule(
+        self, title: str, found: str, *, example: Any = None, off: Any = None, **more: Any
+    ) -> Callable[[Measuring], Rule]:
         def register(find: Measuring) -> Rule:
             key, text = find.__name__.removeprefix("_"), getdoc(find) or ""
             self.setting(key, " ".join(text.split()), example=example, off=off)
             first = text.partition("\n")[0].removeprefix("The ").rstrip(".")
-            RULES[key] = replace(RULES[key], compared=first[:1].lower() + first[1:], find=find, words=words, **more)
+            shown = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
+            RULES[key] = replace(RULES[key], find=find, **shown, **more)
             return RULES[key]
 
         return register
 
 
+_Section("What the page calls this policy").setting(
+    "name", "Left out, it is the name of the file.", off='"clinical-v2"'
+)
 _BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
 _BLIND_ERROR = "the error of a blind guess"
 _NO_BLIND_ERROR = "what a blind guess errs by is not known: save_run(input_range=…) or the policy’s blind_error tells"
 
 
+def _beside(asked: RuleCheck) -> str:
+    return f"a blind guess errs by {typical_blind_error(asked.run, asked.policy.blind_error):.3g}"
+
+
 @_BLIND_GUESS.rule(
-    "An unbiased estimate of {who} could come as close as {found} % of a blind guess's error{worst}{untold}",
+    "Least error of an unbiased estimate{who}",
+    "{value} of a blind guess’s error",
     example=0.5,
     baseline=_BLIND_ERROR,
     equalise="bound",
@@ -260,44 +280,45 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     1: no better than guessing; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
     closer.
     """
-    blind = blind_error_of_inputs(asked.run, asked.policy.blind_error)
-    if blind is None:
+    asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
+    ratios = error_ratios(asked.run, asked.policy.blind_error)
+    if ratios is None:
         return [asked.unknown(_NO_BLIND_ERROR)]
-    shares = np.sqrt(asked.run.column("mse_bound_low")) / blind
-    return [asked.smallest(shares, 2, f"a blind guess errs by {blind:.3g}")]
+    return [asked.smallest(ratios, 2, _beside(asked))]
 
 
 @_BLIND_GUESS.rule(
-    "{found} % of the examples could be estimated more closely than by a blind guess (without prior beliefs)",
+    "Exposed examples",
+    "{value} %",
     example=0.05,
     baseline=_BLIND_ERROR,
     equalise="bound",
 )
 def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
-    """The share of the measured examples whose least error (lower end) is under a blind guess's.
+    """The share of the examples whose least error (lower end) is under a blind guess's.
 
-    They are exposed: an unbiased guess of them can beat a blind one.
+    They are exposed: not protected against an unbiased estimate that is closer than a blind guess.
     """
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
-    blind = blind_error_of_inputs(asked.run, asked.policy.blind_error)
-    exposed = exposed_examples(asked.run, blind)
-    if blind is None or exposed is None:
+    ratios = error_ratios(asked.run, asked.policy.blind_error)
+    if ratios is None:
         return [asked.unknown(_NO_BLIND_ERROR)]
-    return [asked.share(exposed, int(asked.measured.sum()), f"a blind guess errs by {blind:.3g}", blind**2)]
+    return [asked.share(ratios < 1, _beside(asked), ratios)]
 
 
 _BLIND_GUESS.setting(
     "blind_error",
-    "What a blind guess of one input is off by. Left out, it is the standard deviation of the data, which the run file "
-    "keeps; in files without it the run's input_range [a, b] gives (b - a)/2.",
+    "What a blind guess of one input is off by. Left out, it is what the best guess from public values (the mean of "
+    "the example's label, a linear fit on known columns) errs by, which the run file keeps; in files without it the "
+    "run's input_range [a, b] gives (b - a)/2.",
     off=1.0,
 )
 
 
 @_BLIND_GUESS.rule(
-    "An unbiased estimate of an attribute of {who} could come as close as {found} % of a blind guess's error"
-    "{worst}{note}",
-    example=0.5,
+    "Least error for one attribute, {subject}{who}",
+    "{value} of a blind guess’s error",
+    off=0.5,
     baseline=_BLIND_ERROR,
 )
 def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
@@ -315,27 +336,26 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
 
     # by attribute its own spread; one without fails, for nobody knows what its error means
     blind = blind_errors(asked.run, policy.attribute_spread, policy.blind_error)
-    for name, error in zip(attributes.names, blind, strict=True):
+    for name, error in zip(attributes.names, blind.mean(axis=0), strict=True):
         if math.isnan(error):
             how = "attribute_spread in the policy, or save_run(input_range=…)"
             return [asked.unknown(f"the spread of {name!r} is not known: {how}")]
 
-    least, wrong = np.full(len(blind), math.inf), np.zeros(len(asked.run), dtype=bool)
+    least, wrong = np.full(blind.shape[1], math.inf), np.zeros(len(asked.run), dtype=bool)
+    codes = public_classes(asked.run) if len(blind) > 1 else np.zeros(len(asked.run), dtype=np.int64)
     for start in range(0, len(asked.run), _AT_ONCE):
-        known = np.flatnonzero(asked.measured[start : start + _AT_ONCE])
+        known = np.flatnonzero(asked.told[start : start + _AT_ONCE])
         errors = np.asarray(attributes.error_low[start : start + _AT_ONCE], dtype=np.float64)[known]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(blind == 0, math.inf, errors / blind)  # [rows, k]; nothing is left to guess at 0
+        shares = ratio_to_blind_guess(errors, blind[codes[known + start]])  # [rows, k]
         wrong[known + start] = ~(shares >= asked.limit).all(axis=1)
         least = np.minimum(least, shares.min(axis=0, initial=math.inf))
     worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
-    note = f"the worst is {attributes.names[worst]!r}"
-    return [asked.at_least(float(least[worst]), np.flatnonzero(wrong), 2, note)]
+    return [replace(asked.at_least(float(least[worst]), np.flatnonzero(wrong), 2), subject=attributes.names[worst])]
 
 
 @_BLIND_GUESS.rule(
-    "Any attacker may guess “{subject}” of {who} right up to {found} % of the time instead of 50 % "
-    "(between two equally likely answers)",
+    "“{subject}” told by any attacker{who}",
+    "{value} % correct (50 % without the model)",
     example=0.1,
     above=0.5,
     baseline="a coin, which is right half of the time",
@@ -351,14 +371,15 @@ def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
         yield asked.unknown("the run kept no question: make_private(…, questions={…}) keeps them, or take the rule out")
     for question in asked.run.questions:
         allowed = divergence_of_gain(asked.limit, question.law) if asked.limit > 0 else math.nan
-        yield asked.largest(question.success() - 0.5, asked.measured, question.name, allowed)
+        yield asked.largest(question.success() - 0.5, asked.told, question.name, allowed)
 
 
 _PRIVACY = _Section("Differential privacy")
 
 
 @_PRIVACY.rule(
-    "ε, which binds every attacker, is {found}",
+    "ε for everybody",
+    "{value}{note}",
     example=8.0,
     advice="Choose σ for ε: make_private_with_epsilon(target_epsilon={limit}, …).",
 )
@@ -376,7 +397,7 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}")]
 
 
-@_PRIVACY.rule("The largest individual ε is {found}, an estimate", off=4.0)
+@_PRIVACY.rule("Largest individual ε, an estimate{who}", "{value}", off=4.0)
 def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The largest individual ε (an estimate for these outputs).
 
@@ -391,9 +412,7 @@ def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
 _UNIT = _Section("In the data's own unit")
 
 
-@_UNIT.rule(
-    "The MSE bound of {who} (unbiased attackers) is too small, {found} at the least{untold}", off=0.01, equalise="bound"
-)
+@_UNIT.rule("Smallest MSE bound of an unbiased estimate{who}", "{value}", off=0.01, equalise="bound")
 def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest MSE bound of unbiased attackers, lower end of its interval.
 
@@ -406,20 +425,21 @@ def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
 _UNIT.setting("mse_bound_of_concern", "The MSE bound below which max_share_of_concern counts an example.", off=0.05)
 
 
-@_UNIT.rule("{found} % of the examples have an MSE bound of concern (unbiased attackers)", off=0.05, equalise="bound")
+@_UNIT.rule("Examples with an MSE bound of concern", "{value} %{note}", off=0.05, equalise="bound")
 def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
-    """The share of the measured examples whose MSE bound (lower end) is under mse_bound_of_concern."""
+    """The share of the examples whose MSE bound (lower end) is under mse_bound_of_concern."""
     bound = asked.policy.mse_bound_of_concern
     assert bound is not None
-    wrong = asked.measured & ~(asked.run.column("mse_bound_low") >= bound)
-    return [asked.share(wrong, int(asked.measured.sum()), f"here {bound:g}", bound)]
+    ratios = np.where(asked.told, np.sqrt(asked.run.column("mse_bound_low") / bound), math.nan)
+    return [asked.share(ratios < 1, f"here {bound:g}", ratios)]
 
 
 _GROUPS = _Section("Groups")
 
 
 @_GROUPS.rule(
-    "By {subject}, groups leak unequally, by a factor of {found}{note}",
+    "Typical leakage of groups by {subject}",
+    "{value} times{note}",
     off=2.0,
     advice="Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
 )
@@ -433,7 +453,8 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         yield replace(asked.unknown("the run was saved without groups"), rows=np.arange(0))
     for grouping in run.groups:
         names, codes = run.coded_group(grouping)
-        levels = group_levels(run.column("fil")[asked.measured], codes[asked.measured], names.tolist(), size)
+        drawn = status_of(run) != NOT_MEASURED
+        levels = group_levels(run.column("fil")[drawn], codes[drawn], names.tolist(), size)
         found = disparity_of(levels)
         if found is None:
             missing = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
@@ -453,7 +474,8 @@ _ATTACKS = _Section("Attacks")
 
 
 @_ATTACKS.rule(
-    "{found} attacks tested the bounds{note}",
+    "Attacks that tested the bounds",
+    "{value}{note}",
     example=0,
     advice="Run an attack that sees the model, in several trials, and save the run with it.",
 )
@@ -468,7 +490,8 @@ def _min_attacks(asked: RuleCheck) -> Iterable[Verdict]:
 
 
 @_ATTACKS.rule(
-    "An attack beat the bound of {who}{note}: do not rely on any number here before the cause is found.",
+    "Bounds that an attack beat",
+    "{value}{note}",
     example=0,
     advice="Find out why an attack beat a bound before anything else.",
 )
@@ -488,7 +511,8 @@ _UNTOLD = _Section("What the run does not tell")
 
 
 @_UNTOLD.rule(
-    "{found} % of the examples were trained with a smaller weight",
+    "Examples with a smaller weight",
+    "{value} %",
     off=0.01,
     advice="Down-weight fewer examples: more noise or fewer steps instead of weights.",
 )
@@ -497,24 +521,27 @@ def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
 
     Bounds and ε take the weights as fixed; the more examples have one, the more the weights themselves may tell.
     """
-    return [asked.share(is_spared(asked.run), len(asked.run))]
+    return [asked.share(is_spared(asked.run))]
 
 
 @_UNTOLD.rule(
-    "{found} % of the examples ({count}) were not measured: the run says nothing about them",
+    "Too few draws to tell{who}",
+    "{value} %",
     example=0.01,
-    advice="Train longer, or average over runs, so that every example is drawn and measured.",
+    advice="Train longer, or average over runs, so that every example is drawn often.",
 )
-def _max_share_not_measured(asked: RuleCheck) -> Iterable[Verdict]:
-    """The share of the examples about which the run says nothing (never drawn): not measured, which is not safe.
+def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
+    """The share of the examples that were drawn too rarely to tell: never, or in fewer than five measured steps.
 
-    Poisson sampling at rate q leaves out a share of (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
+    Nothing is claimed for them, neither leakage nor protection. Poisson sampling at rate q draws an example a
+    Binomial(steps, q) number of times; longer runs, or averages over runs, leave fewer untold.
     """
-    return [asked.share(~asked.measured, len(asked.run))]
+    return [asked.share(~asked.told)]
 
 
 @_UNTOLD.rule(
-    "{who} took part in steps that were not measured and leak more than shown",
+    "Examples in steps that were not measured",
+    "{value}",
     example=0,
     advice="Train again and measure every step.",
 )
@@ -526,8 +553,8 @@ def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
 
 
 @_UNTOLD.rule(
-    "The noise was seeded, as for a test: whoever has the seed or a checkpoint can subtract it, and then nothing here "
-    "holds. Train again without noise_seed= and noise_generator=.",
+    "Seeded noise, which whoever has the seed can subtract",
+    "{yes}",
     example=False,
     advice="Train again without noise_seed= and noise_generator=.",
 )
@@ -548,13 +575,13 @@ _UNTOLD.setting("at_false_positive_rate", "The false-positive rate of max_true_p
 _BY_NAME = _Section("By name; these tables stand at the end of the file")
 _BY_NAME.setting(
     "attribute_spread",
-    "What a blind guess of an attribute is off by, in its own unit. Left out, it is the attribute's standard deviation "
-    "in the data, which the run file keeps; in files without it the inputs' (blind_error, input_range).",
+    "What a blind guess of an attribute is off by, in its own unit. Left out, it is what the best guess from public "
+    "values errs by, which the run file keeps; in files without it the inputs' (blind_error, input_range).",
     off=("age", 15.0),
 )
 
 
-@_BY_NAME.rule("For {who}, “{subject}” could be estimated to ± {found}{note}{worst}", off=("age", 5.0))
+@_BY_NAME.rule("Least error of an unbiased estimate of “{subject}”{who}", "± {value}{unit}", off=("age", 5.0))
 def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest average error (root mean square) of unbiased guesses of an attribute, lower end of its interval.
 
@@ -568,12 +595,12 @@ def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     if attributes.error_low is None:
         return [asked.unknown("how far the errors of guesses are off is not known: make_private(track=('diagonal',))")]
     place = attributes.names.index(asked.subject)
-    unit = f"in {attributes.units[place]}" if attributes.units[place] else ""
-    return [asked.smallest(attributes.error_low[:, place], 2, unit)]
+    return [asked.smallest(attributes.error_low[:, place], 2, attributes.units[place])]
 
 
 @_BY_NAME.rule(
-    "Any attacker may tell “{subject}” of {who} rightly in up to {found} % of the runs, with few false alarms",
+    "“{subject}” told by any attacker, with few false alarms{who}",
+    "{value} % of the runs",
     off=("member", 0.05),
     baseline="the false-positive rate, at which a blind guess is right",
     equalise="question",
@@ -592,20 +619,21 @@ def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
     if alpha < asked.limit < 1:
         normal = float((ndtri(asked.limit) - ndtri(alpha)) ** 2 / 2)
         allowed = normal if question.law == "normal" else float(divergence_of_rate(asked.limit, alpha))
-    return [asked.largest(question.rate(alpha), asked.measured, allowed=allowed)]
+    return [asked.largest(question.rate(alpha), asked.told, allowed=allowed)]
 
 
-def lower_ends(run: SavedRun) -> np.ndarray:
-    """The lower ends of the measured examples' MSE bounds, ascending; the bounds where ends are not known."""
-    low = np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)
-    return np.sort(low[status_of(run) != NOT_MEASURED])
+_BY_NAME.setting(
+    "declared",
+    "What people state and no run can show; the page repeats it word for word, as declared and not checked. Any names.",
+    off=("owner_of_the_decision", '"the data protection officer"'),
+)
 
 
 def worst_divergence(run: SavedRun, name: str) -> float | None:
-    """The largest D (upper end) of a question over measured examples and answers; None where there is none."""
+    """The largest D (upper end) of a question over told examples and answers; None where there is none."""
     for question in run.questions:
         if question.name == name:
-            high = np.asarray(question.divergence_high, dtype=np.float64)[status_of(run) != NOT_MEASURED]
+            high = np.asarray(question.divergence_high, dtype=np.float64)[is_told(run)]
             return float(np.max(high, initial=0.0))
     return None
 

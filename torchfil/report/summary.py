@@ -62,8 +62,8 @@ PUBLIC = {
 class ExposureLevel:
     """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank.
 
-    ``share`` is the root of the bound's lower end (of the bound where there is none) over a blind guess's error, at
-    most 1; None where that is not known, and in public where it is made from the data: beside the bound it would tell
+    ``ratio`` is the root of the bound's lower end (of the bound where there is none) over a typical blind guess's
+    error; None where that is not known, and in public where it is made from the data: beside the bound it would tell
     the data's deviation.
     """
 
@@ -72,7 +72,7 @@ class ExposureLevel:
     fil: float
     mse_bound: float
     mse_bound_low: float | None = None
-    share: float | None = None
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ class AttributeSummary:
         name: The attribute.
         unit: Of ``error`` and ``blind``.
         error: ± in its own unit (root mean square). Empty in public where the blind guess is made from the data: error
-            over share would tell the data's deviation.
+            over ratio would tell the data's deviation.
         lower_end: Whether all of it is made from the lower ends of the errors' 95 % intervals, otherwise from the
             errors.
-        share: The same of errors over a blind guess's, of each example at most 1; empty where that is not known.
-        exposed: How many examples can be guessed more closely than blindly; None where that is not known.
-        blind: What a blind guess errs by; None where it is not known, and in public where it is made from the data.
+        ratio: The same of errors over a blind guess's; empty where that is not known.
+        exposed: For how many examples the ratio is below 1 (:mod:`torchfil.run.baselines`); None where that is not
+            known.
+        blind: What a blind guess errs by, over all examples; None where it is not known, and in public where it is
+            made from the data.
         levels: Of a categorical attribute, the share of each level; always empty in public.
         pixel: Its row and column in the image; None where it is no pixel.
     """
@@ -97,7 +99,7 @@ class AttributeSummary:
     unit: str
     error: dict[str, float]
     lower_end: bool
-    share: dict[str, float] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)
     exposed: int | str | None = None
     blind: float | None = None
     levels: dict[str, float] = field(default_factory=dict)
@@ -155,8 +157,10 @@ class Summary:
     A redacted summary gives it as the low end of the most exposed too, for their own would be a mean over nearly the
     same examples, and the two would differ by few.
 
-    ``exposed`` is how many examples can be guessed more closely than blindly (:mod:`torchfil.run.baselines`), and
-    ``guess`` the blind guess's squared error; in public the latter is None where it is made from the data.
+    ``classes`` has how many examples are in each class of exposure, HALF, BELOW, BEYOND and UNTOLD of
+    :mod:`torchfil.run.baselines`; UNTOLD alone where no blind guess is known. ``exposed`` is the first two together.
+    ``blind`` is a typical blind guess's error, and ``knows`` what it answers; in public both are None where they are made
+    from the data, and so are the ratios to it.
     """
 
     redacted: bool
@@ -165,14 +169,15 @@ class Summary:
     examples: int
     not_measured: int | str
     lower_bounds: int | str
-    guess: float | None
-    below_guess: int | str | None
-    low_below_guess: int | str | None
+    blind: float | None
+    knows: str | None
+    classes: dict[int, int | str]
     exposed: int | str | None
     exposure: list[ExposureLevel]
     lowest_end: float | None
     bounds: dict[str, Any]
     mse_histogram: stats.Histogram | None
+    ratio_histogram: stats.Histogram | None
     epsilon: dict[str, float]
     epsilon_histogram: stats.Histogram | None
     attributes: list[AttributeSummary]
@@ -185,14 +190,14 @@ class Summary:
     @property
     def tracked(self) -> list[AttributeSummary]:
         """The attributes of which something may be told."""
-        return [attribute for attribute in self.attributes if attribute.error or attribute.share]
+        return [attribute for attribute in self.attributes if attribute.error or attribute.ratio]
 
 
-def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Summary:
+def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, policy: Policy | None = None) -> Summary:
     """The summary of a run; with ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
 
     A redacted summary also drops the hash of the data and the probes' seed: who knows all other examples could try
-    values of the last until the hash fits, and repeat every probe.
+    values of the last until the hash fits, and repeat every probe. What ``policy`` states of a blind guess counts.
     """
     if min_group < 2:
         raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
@@ -202,21 +207,18 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
     fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
-    blind = baselines.blind_error_of_inputs(run)
-
-    def below(values: np.ndarray | None) -> int | str | None:
-        if blind is None or values is None or len(values) < smallest:
-            return None
-        return stats.published_count(int(baselines.is_exposed(np.sqrt(values), blind).sum()), smallest)
+    stated = None if policy is None else policy.blind_error
+    ratios = baselines.error_ratios(run, stated)
 
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
-    shown_blind = None if redacted and run.baselines is not None else blind
-    guess = None if shown_blind is None else shown_blind**2
+    from_data = stated is None and run.baselines is not None
+    blind = None if redacted and from_data else baselines.typical_blind_error(run, stated)
     exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
     if redacted and exposure:
         exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
-    if shown_blind is not None:
-        exposure = [_beside_guess(row, shown_blind, smallest) for row in exposure]
+    if blind is not None:
+        exposure = [_beside_guess(row, blind, smallest) for row in exposure]
+    shown_ratios = None if ratios is None or blind is None else ratios[~np.isnan(ratios)]
 
     # rounding must not lift an example's own ε above ε for everybody
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
@@ -231,20 +233,23 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         examples=len(run.ids),
         not_measured=stats.published_count(int((~measured).sum()), smallest),
         lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
-        guess=guess,
-        below_guess=below(bound),
-        low_below_guess=below(low),
-        exposed=below(bound if low is None else low),
+        blind=blind,
+        knows=None if blind is None or not from_data or run.baselines is None else run.baselines.knows,
+        classes=_classes(run, ratios, smallest),
+        exposed=None if ratios is None else stats.published_count(int((ratios < 1).sum()), smallest),
         exposure=exposure,
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
+        mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
+        ratio_histogram=None
+        if shown_ratios is None
+        else stats.histogram(shown_ratios, smallest, fineness=8 if redacted else 12, origin=1.0),
         epsilon={
             level: value if limit is None else min(value, limit)
             for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()
         },
         epsilon_histogram=stats.histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
-        attributes=_attributes(run, measured, smallest),
+        attributes=_attributes(run, smallest, policy),
         groupings=summarise_groups(run, measured, smallest),
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
@@ -286,7 +291,14 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
 
 def _beside_guess(row: ExposureLevel, blind: float, smallest: int) -> ExposureLevel:
     bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
-    return replace(row, share=stats.rounded(float(baselines.share_of_blind_guess(math.sqrt(bound), blind)), smallest))
+    return replace(row, ratio=stats.rounded(float(baselines.ratio_to_blind_guess(math.sqrt(bound), blind)), smallest))
+
+
+def _classes(run: SavedRun, ratios: np.ndarray | None, smallest: int) -> dict[int, int | str]:
+    if ratios is None:
+        return {baselines.UNTOLD: stats.published_count(int((~baselines.is_told(run)).sum()), smallest)}
+    counts = np.bincount(baselines.classes_of_ratios(ratios), minlength=len(baselines.CLASSES)).tolist()
+    return {each: stats.published_count(counts[each], smallest) for each in baselines.CLASSES}
 
 
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
@@ -310,37 +322,37 @@ def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[f
     return series if len(series) > 1 else {}
 
 
-def _attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
-    """One summary an attribute, in their order; none where they were not tracked."""
+def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[AttributeSummary]:
+    """One summary an attribute, in their order, over the told examples; none where they were not tracked."""
     if run.attributes is None:
         return []
 
-    # where the blind guess is made from the data, an error beside its share would tell the data's deviation
-    blind, pixels, spread = baselines.blind_errors(run), run.attributes.pixels, run.baselines
-    public = smallest > 1
+    # where the blind guess is made from the data, an error beside its ratio would tell the data's deviation
+    stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
+    blind, pixels, spread = baselines.blind_errors(run, *stated), run.attributes.pixels, run.baselines
+    told, public = baselines.is_told(run), smallest > 1
+    by_class = np.bincount(baselines.public_classes(run), minlength=len(blind)) if len(blind) > 1 else np.ones(1)
+    typical = np.sqrt((by_class / max(1, by_class.sum())) @ blind**2)
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-        errors = np.asarray(run.attributes.shown[measured, j], dtype=np.float64)
+        errors = np.asarray(run.attributes.shown[told, j], dtype=np.float64)
         errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
-        levels = stats.levels_of(errors, smallest)
-        from_data = spread is not None and math.isfinite(spread.attributes.std[j])
-        share, exposed = dict[str, float](), None
-        if not math.isnan(blind[j]):
-            share = stats.levels_of(baselines.share_of_blind_guess(errors, blind[j]), smallest)
-            few = len(errors) < smallest
-            exposed = (
-                None if few else stats.published_count(int(baselines.is_exposed(errors, blind[j]).sum()), smallest)
-            )
+        from_data = spread is not None and bool(np.isfinite(spread.attribute_errors[:, j]).all())
+        ratios = baselines.attribute_ratios(run, j, blind)
+        ratios = ratios[~np.isnan(ratios)]
+        exposed = None
+        if len(ratios) >= max(smallest, 1):
+            exposed = stats.published_count(int((ratios < 1).sum()), smallest)
 
         summaries.append(
             AttributeSummary(
                 name,
                 unit,
-                error={} if public and from_data else levels,
+                error={} if public and from_data else stats.levels_of(errors, smallest),
                 lower_end=run.attributes.error_low is not None,
-                share=share,
+                ratio=stats.levels_of(np.minimum(ratios, 1.0) if public else ratios, smallest),
                 exposed=exposed,
-                blind=None if math.isnan(blind[j]) or (public and from_data) else float(blind[j]),
+                blind=None if math.isnan(typical[j]) or (public and from_data) else float(typical[j]),
                 levels={} if public or spread is None else spread.levels.get(name, {}),
                 pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
             )
@@ -453,31 +465,19 @@ class Report:
         return None
 
     @property
-    def blind_error(self) -> float | None:
-        """What a blind guess of an input is off by; None: not known, or private and this is the public version."""
-        if self.run is None:
-            return None if self.summary.guess is None else math.sqrt(self.summary.guess)
-        return baselines.blind_error_of_inputs(self.run, None if self.policy is None else self.policy.blind_error)
-
-    @property
     def num_measured(self) -> int:
         """How many examples were measured; in public, where that would tell of few, how many there are."""
         unmeasured = self.summary.not_measured
         return self.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
 
     @functools.cached_property
-    def exposed_rows(self) -> np.ndarray:
-        """Who is exposed, [n] booleans; nobody where no blind guess is known. Not of a public page."""
-        assert self.run is not None
-        exposed = baselines.exposed_examples(self.run, self.blind_error)
-        return np.zeros(len(self.run), dtype=bool) if exposed is None else exposed
+    def ratios(self) -> np.ndarray | None:
+        """The least error of every example over a blind guess's, [n], NaN where untold; None: no blind guess is known.
 
-    @functools.cached_property
-    def num_exposed(self) -> int | str | None:
-        """How many are exposed; rounded or in words in the public version; None: not known."""
-        if self.run is None:
-            return self.summary.exposed
-        return None if self.blind_error is None else int(self.exposed_rows.sum())
+        Not of a public page.
+        """
+        assert self.run is not None
+        return baselines.error_ratios(self.run, None if self.policy is None else self.policy.blind_error)
 
     def tabled_run(self) -> SavedRun:
         """The run as tables of examples show it: without lower ends where bounds are exact, and so their own."""
