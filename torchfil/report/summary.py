@@ -159,8 +159,8 @@ class Summary:
 
     ``classes`` has how many examples are in each class of exposure, HALF, BELOW, BEYOND and UNTOLD of
     :mod:`torchfil.run.baselines`; UNTOLD alone where no blind guess is known. ``exposed`` is the first two together.
-    ``blind`` is a typical blind guess's error, and ``knows`` what it answers; in public both are None where they are made
-    from the data, and so are the ratios to it.
+    ``blind`` is a typical blind guess's error, and ``knows`` what it answers; in public both are None where they are
+    made from the data, and so are the ratios to it.
     """
 
     redacted: bool
