@@ -52,17 +52,34 @@ def test_a_blind_guess_is_what_is_stated_then_the_data_then_the_range() -> None:
     assert np.isnan(baselines.blind_errors(run)).all()
     ranged = dataclasses.replace(run, about=run.about | {"dataset": {"input_range": [-1.0, 3.0]}})
     known = with_baselines(ranged, [3.0, 0.0, math.nan])
-    assert (baselines.blind_error_of_inputs(ranged), baselines.blind_errors(ranged).tolist()) == (2.0, [2.0] * 3)
-    assert baselines.blind_error_of_inputs(with_baselines(ranged, 0.7)) == pytest.approx(0.7)
-    assert baselines.blind_error_of_inputs(known, 5.0) == 5.0
-    assert baselines.blind_errors(known).tolist() == [3.0, 0.0, 2.0]
-    assert baselines.blind_errors(known, {"age": 7.0}, 1.0).tolist() == [7.0, 0.0, 1.0]
+    assert (baselines.typical_blind_error(ranged), baselines.blind_errors(ranged).tolist()) == (2.0, [[2.0] * 3])
+    assert baselines.typical_blind_error(with_baselines(ranged, 0.7)) == pytest.approx(0.7)
+    assert baselines.typical_blind_error(known, 5.0) == 5.0
+    assert baselines.blind_errors(known).tolist() == [[3.0, 0.0, 2.0]]
+    assert baselines.blind_errors(known, {"age": 7.0}, 1.0).tolist() == [[7.0, 0.0, 1.0]]
 
-    # nothing is left to guess of a constant; shares are rounded down
-    assert baselines.share_of_blind_guess([0.0, 0.3, math.inf], 0.0).tolist() == [1.0] * 3
-    assert not baselines.attribute_exposure(with_baselines(run, 0.0), 0, 0.0).any()
-    for share, text in ((0.9999, "99 %"), (0.38, "38 %"), (0.0099, "below 1 %")):
-        assert baselines.share_in_words(share).startswith(text)
+    # nothing is left to guess of a constant; ratios are rounded down
+    assert baselines.ratio_to_blind_guess([0.0, 0.3, math.inf], 0.0).tolist() == [math.inf] * 3
+    assert not (baselines.attribute_ratios(run, 0, np.zeros((1, 3))) < 1).any()
+    for ratio, text in ((0.9999, "0.99 of"), (0.38, "0.38 of"), (0.0099, "below 0.01"), (math.nan, "unknown")):
+        assert baselines.ratio_in_words(ratio).startswith(text)
+
+
+def test_examples_are_held_against_the_blind_guess_of_their_public_class() -> None:
+    """An error of 0.3 is closer than a blind guess of one label, and not of the other."""
+    run = with_baselines(made_up(6), 1.0)
+    run.columns |= {"public_class": np.array([0, 0, 1, 1, 1, 0]), "mse_bound_low": np.full(6, 0.09)}
+    run = dataclasses.replace(run, baselines=dataclasses.replace(run.baselines, errors=np.array([1.0, 0.2])))
+    assert baselines.blind_error_of_inputs(run).tolist() == [1.0, 1.0, 0.2, 0.2, 0.2, 1.0]
+    assert baselines.typical_blind_error(run) == pytest.approx(math.sqrt((3 + 3 * 0.04) / 6))
+    half, beyond = baselines.HALF, baselines.BEYOND
+    assert baselines.exposure_of(run).tolist() == [half, half, beyond, beyond, beyond, half]
+    table = np.array([[10.0, 1.0, 1.0], [0.1, 1.0, 1.0]])
+    ratios = run.attributes.error[:, 0] / np.array([10.0, 10.0, 0.1, 0.1, 0.1, 10.0])
+    np.testing.assert_allclose(baselines.attribute_ratios(run, 0, table), ratios)
+    run.columns["public_class"][0] = 2
+    with pytest.raises(ValueError, match="public_class"):
+        dataclasses.replace(run, ids=run.ids)
 
 
 class TestOneRule:
@@ -74,14 +91,19 @@ class TestOneRule:
         exposed = baselines.exposed_examples(run)
         (verdict,) = (v for v in check(run, Policy(max_share_exposed=0.0)) if v.key == "max_share_exposed")
         data = inspected(run, 0)[1]
-        return {int(exposed.sum()), verdict.offending, summarise(run).exposed, data["examples"]["exposed"]}
+        counts = list(data["examples"]["exposure"].values())
+        (rare,) = (v.offending for v in check(run, Policy(max_share_too_few_draws=0.0)) if "draws" in v.key)
+        classes = summarise(run).classes
+        assert [rare, counts[3]] == [classes[baselines.UNTOLD]] * 2
+        assert sum(counts) == sum(classes.values()) == len(run)
+        return {int(exposed.sum()), verdict.offending, summarise(run).exposed, counts[0] + counts[1]}
 
     def test_page_and_gate_count_the_same(self) -> None:
         run = with_baselines(made_up(), 0.8)
-        run.columns["mse_bound_low"][3] = np.nan  # not known: nothing says that it is safe
-        run.columns["participations"][7] = 0  # not measured
-        measured = baselines.status_of(run) != baselines.NOT_MEASURED
-        brute = sum(not low >= 0.8**2 for low in run.columns["mse_bound_low"][measured])
+        run.columns["mse_bound_low"][[3, 4]] = np.nan, 0.0  # too few draws to tell
+        run.columns["participations"][7] = 0  # never drawn
+        told = np.delete(run.columns["mse_bound_low"], [3, 4, 7])
+        brute = sum(low < 0.8**2 for low in told)
         assert self.told(run) == {brute}
         assert brute > 1
         run = worrying(safe=True)  # errors of 2 in a range of 1; the data goes before the range
@@ -89,13 +111,23 @@ class TestOneRule:
         assert self.told(run) == {100}
         assert self.told(with_baselines(run, 0.3)) == {0}
 
+    def test_more_noise_and_fewer_draws_expose_nobody(self) -> None:
+        """Below five measured steps no lower end is known: that is not exposure, however small the noise was."""
+        run = with_baselines(worrying(safe=True), 0.3)
+        run.columns["participations"][:40], run.columns["mse_bound_low"][:40] = 3, 0.0
+        assert self.told(run) == {0}
+        assert summarise(run).classes == {baselines.HALF: 0, baselines.BELOW: 0, baselines.BEYOND: 60, 3: 40}
+        run.columns["mse_bound"][0] = 0.0  # without noise everything is told
+        assert summarise(run).classes[baselines.HALF] == 1
+
     def test_attributes_on_page_and_gate(self) -> None:
         run = with_baselines(worrying(), [0.15, 5.0])
         age, height = summarise(run).attributes
         assert (age.exposed, height.exposed) == (1, 100)
-        assert (age.share["0"], age.share["0.5"]) == (pytest.approx(0.1 / 0.15), 1.0)
+        assert (age.ratio["0"], age.ratio["0.5"]) == (pytest.approx(0.1 / 0.15), pytest.approx(2 / 0.15))
         (verdict,) = (v for v in check(run, Policy(min_attribute_error_share=1.0)) if "attribute" in v.rule)
-        exposed = baselines.attribute_exposure(run, 0, 0.15) | baselines.attribute_exposure(run, 1, 5.0)
+        exposed = [baselines.attribute_ratios(run, j, np.array([[0.15, 5.0]])) < 1 for j in (0, 1)]
+        exposed = exposed[0] | exposed[1]
         assert verdict.rows.tolist() == np.flatnonzero(exposed).tolist()
         assert verdict.found == pytest.approx(min(0.1 / 0.15, 2 / 5))
 
@@ -126,18 +158,18 @@ class TestPage:
         planted |= {"PLANTED-level", "27 %", "0.2718"}
         assert sum(text.encode() in private for text in planted) > 5  # the search can find them
         assert [text for text in planted if text.encode() in content] == []
-        assert summary["guess"] is None
-        assert all(row["share"] is None for row in summary["exposure"])
+        assert (summary["blind"], summary["knows"], summary["ratio_histogram"]) == (None, None, None)
+        assert all(row["ratio"] is None for row in summary["exposure"])
         for attribute in summary["attributes"]:
             assert (attribute["error"], attribute["blind"], attribute["levels"]) == ({}, None, {})
-            assert attribute["share"]
+            assert attribute["ratio"]
 
     def test_public_shares_rest_on_many(self) -> None:
         run = with_baselines(made_up(240), 1.7)
         for j, attribute in enumerate(summarise(run, redacted=True, min_group=12).attributes):
             least = np.sort(run.attributes.error[:, j])[:12]
             share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
-            assert attribute.share["0"] == float(f"{share:.2g}")
+            assert attribute.ratio["0"] == float(f"{share:.2g}")
             assert isinstance(attribute.exposed, str) or (attribute.exposed or 0) % 12 == 0
 
     def test_a_public_map_of_pixels_is_made_of_many(self, tmp_path: Path) -> None:

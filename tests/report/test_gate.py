@@ -62,6 +62,7 @@ UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
     participations=[0, 0] + [1] * 18, sampling_error=[np.inf] * 3 + [0.1] * 17, mse_bound_low=[np.inf] * 3 + [1.0] * 17
 )
+RARE = run_with(mse_bound_low=[np.nan, 0.0] + [1.0] * 18)
 BEATEN = attacked(violated=np.asarray([False, True, False]))
 BLIND = attacked(testable=False, untestable="never saw the model", violated=np.ones(3, bool))
 CONCERN, FEW, SIZE = {"mse_bound_of_concern": 0.25}, {"mse_bound_of_concern": 2.0}, {"min_group_size": 5}
@@ -73,13 +74,15 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("min_error_share", worrying(), 0.5, {}, False, 1, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {"blind_error": 0.2}, True, 0, 0.02**0.5 / 0.2),
     ("min_error_share", UNCERTAIN, 0.5, {}, False, 1, 0.2),  # the lower end
+    ("min_error_share", dataclasses.replace(RARE, about=worrying().about), 0.5, {}, True, 0, 2.0),
     ("min_error_share", BARE, 0, {}, False, 100, None),
     ("max_share_exposed", worrying(), 0.01, {}, True, 1, 0.01),
     ("max_share_exposed", worrying(), 0.005, {}, False, 1, 0.01),
     ("max_share_exposed", UNCERTAIN, 0.0, {}, False, 1, 0.01),
+    ("max_share_exposed", dataclasses.replace(RARE, about=worrying().about), 0.0, {}, True, 0, 0.0),
     ("max_share_exposed", BARE, 1, {}, False, 100, None),
-    ("min_attribute_error_share", worrying(), 0.5, {"attribute_spread": {"age": 0.15}}, True, 0, 0.1 / 0.15),
-    ("min_attribute_error_share", worrying(), 0.5, {}, False, 1, 0.2),
+    ("min_attribute_error_share (age)", worrying(), 0.5, {"attribute_spread": {"age": 0.15}}, True, 0, 0.1 / 0.15),
+    ("min_attribute_error_share (age)", worrying(), 0.5, {}, False, 1, 0.2),
     ("min_attribute_error_share", BARE, 0, {}, False, 100, None),
     ("min_attribute_error_share", dataclasses.replace(worrying(), about={}), 0, {}, False, 100, None),  # no spread
     ("max_gain_over_guessing (smokes)", worrying(), 0.5, {}, True, 0, GAIN),
@@ -94,10 +97,10 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_individual_epsilon", run_with(epsilon=[np.nan] + [1.0] * 19), 5, {}, False, 1, math.nan),
     ("min_mse_bound", run_with(mse_bound_low=LOW, mse_bound=LOW + 10), 0.1, {}, True, 0, 0.1),
     ("min_mse_bound", run_with(mse_bound_low=LOW, mse_bound=LOW + 10), 0.25, {}, False, 2, 0.1),
-    ("min_mse_bound", run_with(mse_bound_low=[np.nan] + [1.0] * 19), 0.1, {}, False, 1, math.nan),
+    ("min_mse_bound", RARE, 0.1, {}, True, 0, 1.0),  # too few draws to tell is a rule of its own
     ("max_share_of_concern", run_with(mse_bound_low=LOW), 0.1, CONCERN, True, 2, 0.1),
     ("max_share_of_concern", run_with(mse_bound_low=LOW), 0.09, CONCERN, False, 2, 0.1),
-    ("max_share_of_concern", DRAWN, 0.9, FEW, False, 17, 1.0),  # of the measured examples
+    ("max_share_of_concern", DRAWN, 0.8, FEW, False, 17, 0.85),  # of all examples
     ("max_group_disparity (sex)", grouped(), 3, SIZE, True, 0, 3.0),
     ("max_group_disparity (sex)", grouped(), 2.9, SIZE, False, 8, 3.0),
     ("max_group_disparity (sex)", grouped(), 3, {"min_group_size": 1}, False, 2, 100),
@@ -113,8 +116,9 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_share_spared", made_up(), 0.075, {}, True, 3, 0.075),
     ("max_share_spared", made_up(), 0.07, {}, False, 3, 0.075),
     ("max_share_spared", run_with(clip_weight=None), 0, {}, True, 0, 0),
-    ("max_share_not_measured", DRAWN, 0.15, {}, True, 3, 0.15),
-    ("max_share_not_measured", DRAWN, 0.0, {}, False, 3, 0.15),
+    ("max_share_too_few_draws", DRAWN, 0.15, {}, True, 3, 0.15),
+    ("max_share_too_few_draws", DRAWN, 0.0, {}, False, 3, 0.15),
+    ("max_share_too_few_draws", RARE, 0.05, {}, False, 2, 0.1),
     ("max_examples_missed", run_with(missed=[2] + [0] * 19), 1, {}, True, 1, 1),
     ("max_examples_missed", run_with(missed=[2] + [0] * 19), 0, {}, False, 1, 1),
     ("max_examples_missed", run_with(missed=None), 0, {}, False, 20, 20),
@@ -212,7 +216,7 @@ class TestPolicies:
 
     def test_a_worrying_run_fails_the_template(self, template_policy: Policy) -> None:
         broken = {found.rule for found in check(worrying(), template_policy) if not found.passed}
-        assert broken == {"min_error_share", "min_attribute_error_share", "max_gain_over_guessing (smokes)"}
+        assert broken == {"min_error_share", "max_gain_over_guessing (smokes)"}
         assert all(found.passed for found in check(worrying(safe=True), template_policy))
 
 

@@ -25,14 +25,22 @@ from torchfil.cli.output import (
     table,
     with_output,
 )
-from torchfil.gate.gate import check, notes, template
+from torchfil.gate.gate import check, decision, in_words, notes, template
 from torchfil.gate.policy import load_policy
-from torchfil.gate.rules import Verdict, format_distinct
+from torchfil.gate.rules import RULES, Verdict
 from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
 from torchfil.report.page import render_comparison, write_report
-from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, blind_error_of_inputs, exposed_examples, status_of
+from torchfil.run.baselines import (
+    CLASSES,
+    LOWER_BOUND,
+    NOT_MEASURED,
+    exposure_of,
+    is_told,
+    status_of,
+    typical_blind_error,
+)
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
@@ -95,12 +103,11 @@ def inspect(run: Path, top: int, out: Output) -> None:
 def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
     """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
     run.column("fil")
-    status = status_of(run)
-    measured = np.flatnonzero(status != NOT_MEASURED)
-    fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
-    order = measured[np.argsort(-fil, kind="stable")][:top]
+    status, told = status_of(run), np.flatnonzero(is_told(run))
+    fil, low = run.column("fil")[told], run.column("mse_bound_low")[told]
+    order = told[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
-    exposed = exposed_examples(run)
+    exposure = exposure_of(run)
 
     data = {
         "about": run.about,
@@ -109,7 +116,10 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
             "not_measured": int((status == NOT_MEASURED).sum()),
             "lower_bounds_only": int((status == LOWER_BOUND).sum()),
             "spared": int(is_spared(run).sum()),
-            "exposed": None if exposed is None else int(exposed.sum()),
+            "exposure": None
+            if exposure is None
+            else dict(zip(CLASSES.values(), np.bincount(exposure, minlength=len(CLASSES)).tolist(), strict=True)),
+            "too_few_draws": len(run) - len(told),
         },
         "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
         "smallest_mse_bound": float(low.min()) if len(low) else None,
@@ -117,7 +127,7 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
         "groups": {name: len(run.coded_group(name)[0]) for name in run.groups},
         "attributes": len(run.attributes.names) if run.attributes is not None else 0,
         "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
-        "questions": {each.name: float(np.max(each.rate()[measured], initial=0.0)) for each in run.questions},
+        "questions": {each.name: float(np.max(each.rate()[told], initial=0.0)) for each in run.questions},
         "attacks": [
             {"name": each.name, "violated": int(each.violated.sum()), "testable": each.testable}
             | {"untestable": each.untestable or ("" if each.testable else "one trial")}
@@ -140,14 +150,14 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     ]
 
     # the rest only where there is something to tell
-    if examples["exposed"] is not None:
-        blind = number(blind_error_of_inputs(run))
-        means = f"an unbiased guess may come closer to them than a blind one, ± {blind} an input"
-        lines.append(["exposed", f"{examples['exposed']:,} examples ({means})"])
+    if examples["exposure"] is not None:
+        knows = "" if run.baselines is None else f", which answers {run.baselines.knows}"
+        lines.append(["exposure", f"beside a blind guess{knows} and errs by {number(typical_blind_error(run))}:"])
+        lines += [["", f"{count:,} {text}"] for text, count in examples["exposure"].items() if count]
     for kind, name, text in (
-        ("not_measured", "not measured", "not spared, the run says nothing of them"),
+        ("too_few_draws", "too few draws", "the run tells neither leakage nor protection"),
         ("lower_bounds_only", "in part", "some of their steps were not measured"),
-        ("spared", "spared", "trained with a smaller weight, held fixed here"),
+        ("spared", "down-weighted", "trained with a smaller weight, held fixed here"),
     ):
         if examples[kind]:
             lines.append([name, f"{examples[kind]:,} examples: {text}"])
@@ -202,12 +212,12 @@ def _release_lines(about: dict[str, Any]) -> list[list[str]]:
 
 
 def _bound_lines(about: dict[str, Any], smallest: float | None) -> list[list[str]]:
-    of_all, otherwise = "the smallest lower end (95 %, each example by itself)", "; 0: one run does not tell"
+    of_all = "the smallest lower end (95 %, each example by itself)"
     if about.get("kind") == "linear":
         unit = f" ({about['unit_of_inputs']}, squared)" if about.get("unit_of_inputs") else ""
-        of_all, otherwise = f"the smallest{unit}, in closed form", ""
+        of_all = f"the smallest{unit}, in closed form"
     means = "unbiased attackers err by at least this on average, biased ones may err less"
-    return [["MSE bound", f"{number(smallest)}, {of_all}:"], ["", means + otherwise]]
+    return [["MSE bound", f"{number(smallest)}, {of_all}:"], ["", means]]
 
 
 def _origin(about: dict[str, Any]) -> str:
@@ -322,7 +332,7 @@ def verify(ctx: click.Context, files: signatures.Files, place: Path, trust: Path
 # ---------------------------------------------------------------------- the gate
 
 
-_COLUMNS = ("rule", "what", "limit", "found", "examples")
+_COLUMNS = ("rule", "what", "found", "limit")
 
 
 @click.command()
@@ -379,7 +389,7 @@ def gate(
     _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
-    lines = [table(["", *_COLUMNS], _rows(shown), left=3)] if shown else []
+    lines = [table(["", *_COLUMNS], _rows(shown), left=5)] if shown else []
     if not out.quiet:
         lines += [f"note: {visible(remark)}" for remark in remarks]
     if list_file is not None and not out.quiet:
@@ -392,14 +402,17 @@ def gate(
 
 def _in_short(verdicts: list[Verdict]) -> str:
     broken = sum(not verdict.passed for verdict in verdicts)
-    return f"FAILED: {broken} rule{'s' if broken > 1 else ''} broken" if broken else "passed"
+    kept = f"{broken} of {len(verdicts)} rules broken" if broken else f"all {len(verdicts)} rules kept"
+    return f"{'FAILED' if broken else 'passed'}: {decision(verdicts).lower()} ({kept})"
 
 
 def _rows(verdicts: list[Verdict]) -> list[list[str]]:
-    return [
-        ["pass" if v.passed else "FAIL", v.rule, v.detail, *format_distinct(v.limit, v.found), f"{v.offending:,}"]
-        for v in verdicts
-    ]
+    rows = []
+    for verdict in verdicts:
+        title, found, limit = RULES[verdict.key].row(verdict)
+        missing = f": {verdict.detail}" if verdict.found is None else ""
+        rows.append(["pass" if verdict.passed else "FAIL", verdict.rule, title + missing, found, limit])
+    return rows
 
 
 def _write_list(path: Path, run: SavedRun, verdicts: list[Verdict]) -> None:
@@ -415,10 +428,9 @@ def _junit(verdicts: list[Verdict]) -> bytes:
     failures = sum(not verdict.passed for verdict in verdicts)
     suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(verdicts)), failures=str(failures))
     for verdict in verdicts:
-        limit, found = format_distinct(verdict.limit, verdict.found)
         case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
         if not verdict.passed:
-            message = f"limit {limit}, found {found}, {verdict.offending:,} examples"
+            message = in_words(verdict)
             ElementTree.SubElement(case, "failure", message=message).text = visible(verdict.detail)
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 
@@ -429,7 +441,7 @@ def _add_to_step_summary(title: str, verdicts: list[Verdict], remarks: list[str]
     if not where:
         return
     rows = [[_marked(cell) for cell in row] for row in _rows(verdicts)]
-    lines = [f"| {' | '.join(row)} |" for row in [["verdict", *_COLUMNS], ["---"] * 6, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in [["verdict", *_COLUMNS], ["---"] * 5, *rows]]
     notes_listed = [f"* {_marked(remark)}" for remark in remarks]
     heading = f"### torchfil gate, {_marked(title)}: {_in_short(verdicts)}"
     confidential = "These numbers depend on private data: keep them confidential."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 
@@ -98,10 +99,10 @@ def template() -> str:
             paragraphs.append(f"# --- {section} ---")
         left_out = "" if rule.default in (None, {}, "") else f" Left out, it is {str(rule.default).lower()}."
         comment = textwrap.fill(rule.help + left_out, 120, initial_indent="# ", subsequent_indent="# ")
-        lines = [f"{rule.key} = {str(rule.example).lower()}"]
+        lines = [f"{rule.key} = {json.dumps(rule.example)}"]  # TOML writes these values as JSON does
         if isinstance(rule.default, dict):
             name, value = rule.example
-            lines = [f"[{rule.key}]", f"{name} = {value}"]
+            lines = [f"[{rule.key}]", f"{name} = {json.dumps(value)}"]
         paragraphs.append("\n".join([comment, *("# " * rule.off + line for line in lines)]))
     return "\n\n".join(paragraphs) + "\n"
 

@@ -255,7 +255,7 @@ class _Section:
 
 
 _Section("What the page calls this policy").setting(
-    "name", "Left out, it is the name of the file.", off='"clinical-v2"'
+    "name", "Left out, it is the name of the file.", off="clinical-v2"
 )
 _BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
 _BLIND_ERROR = "the error of a blind guess"
@@ -625,7 +625,7 @@ def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
 _BY_NAME.setting(
     "declared",
     "What people state and no run can show; the page repeats it word for word, as declared and not checked. Any names.",
-    off=("owner_of_the_decision", '"the data protection officer"'),
+    off=("owner_of_the_decision", "the data protection officer"),
 )
 
 

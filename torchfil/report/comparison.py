@@ -25,7 +25,16 @@ import numpy as np
 
 from torchfil.report.formats import count, number, rate
 from torchfil.report.groups import joined, split_beside
-from torchfil.run.baselines import NOT_MEASURED, blind_error_of_inputs, status_of
+from torchfil.run.baselines import (
+    BELOW,
+    CLASSES,
+    NOT_MEASURED,
+    UNTOLD,
+    blind_error_of_inputs,
+    exposure_of,
+    is_told,
+    status_of,
+)
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.utils.errors import require
@@ -70,7 +79,9 @@ class Side:
         fil: Typical η̄, the geometric mean.
         bound: MSE bounds by level, "0" the smallest and "0.5" the median.
         low_end: The smallest lower end; None where the run has none.
-        exposed: How many have a lower end below the squared error of a blind guess; None: that is not known.
+        classes: How many are in each class of exposure (:mod:`torchfil.run.baselines`); UNTOLD alone where no blind
+            guess is known.
+        exposed: How many are exposed; None: that is not known.
     """
 
     title: str
@@ -79,6 +90,7 @@ class Side:
     fil: float
     bound: dict[str, float]
     low_end: float | None
+    classes: dict[int, int | str]
     exposed: int | str | None
 
 
@@ -121,8 +133,9 @@ class Comparison:
         exact: Whether both runs are closed forms.
         less: How many are clearly less exposed after.
         more: How many are clearly more exposed after.
-        newly_exposed: How many are exposed after and were not before; None: not known.
-        no_longer: How many were exposed before and are not after; None: not known.
+        newly_exposed: How many are exposed after and were protected beyond a blind guess before; None: not known.
+        no_longer: How many were exposed before and are protected beyond a blind guess after; None: not known.
+        moved: How many went from one class of exposure to another, by the two; empty where no blind guess is known.
         attributes: The least error of unbiased guesses, of the most exposed example of each attribute.
         questions: The largest true-positive rate of any attacker at 1 % false positives, of the worst example.
         groups: By grouping, each group's typical η̄.
@@ -143,6 +156,7 @@ class Comparison:
     more: int | str
     newly_exposed: int | str | None
     no_longer: int | str | None
+    moved: dict[tuple[int, int], int | str]
     attributes: list[Pair]
     questions: list[Pair]
     groups: dict[str, list[Pair]]
@@ -188,17 +202,23 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
     if redacted:
         check_enough(sizes, len(before), smallest)
 
-    blind = _blind_square(before, after)
-    exposed: list[Any] = [None if blind is None else ~(_lower_ends(run) >= blind) for run in (before, after)]
-    newly, no_longer = (None, None) if blind is None else (exposed[1] & ~exposed[0], exposed[0] & ~exposed[1])
+    # nobody is newly exposed who was untold before: nothing says that it was protected
+    found = _exposures(before, after)
+    newly = no_longer = None
+    moved: dict[tuple[int, int], int | str] = {}
+    if found is not None:
+        newly, no_longer = ((one <= BELOW) & (other != UNTOLD) & (other > BELOW) for one, other in (found[::-1], found))
+        codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
+        moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
+        moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
     bounds = _numbers(before, "mse_bound"), _numbers(after, "mse_bound")
     moves = Moves(np.asarray(before.ids), *bounds, _clearly(before, after), newly, no_longer)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
         smallest=smallest,
-        before=_side(before, sizes[0], exposed[0], smallest),
-        after=_side(after, sizes[1], exposed[1], smallest),
+        before=_side(before, sizes[0], None if found is None else found[0], smallest),
+        after=_side(after, sizes[1], None if found is None else found[1], smallest),
         matched=rounded_count(len(before), smallest),
         settings=_settings(before, after),
         ratio=_ratio(*bounds, smallest),
@@ -208,6 +228,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         more=published_count(int((moves.clearly < 0).sum()), smallest),
         newly_exposed=_count(newly, smallest),
         no_longer=_count(no_longer, smallest),
+        moved={pair: some for pair, some in moved.items() if pair[0] != pair[1]},
         attributes=_attributes(before, after, smallest),
         questions=_questions(before, after, smallest, notes),
         groups=_groups(before, after, smallest, notes),
@@ -230,10 +251,13 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
     return None
 
 
-def _blind_square(before: SavedRun, after: SavedRun) -> float | None:
-    """The squared error of a blind guess, where both runs say the same."""
-    one, other = (1.0 if setting(run, "linear.scaled") else blind_error_of_inputs(run) for run in (before, after))
-    return None if one is None or one != other else one**2
+def _exposures(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarray] | None:
+    """The classes of exposure in both runs, [m] each, where both hold the same blind guess; None otherwise."""
+    blind = blind_error_of_inputs(before), blind_error_of_inputs(after)
+    if blind[0] is None or blind[1] is None or not np.allclose(blind[0], blind[1], rtol=1e-6, atol=0):
+        return None
+    one, other = exposure_of(before), exposure_of(after)
+    return None if one is None or other is None else (one, other)
 
 
 def _numbers(run: SavedRun, name: str) -> np.ndarray:
@@ -260,7 +284,10 @@ def _clearly(before: SavedRun, after: SavedRun) -> np.ndarray:
         return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
 
 
-def _side(run: SavedRun, examples: int, exposed: np.ndarray | None, smallest: int) -> Side:
+def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
+    counts = {UNTOLD: int((~is_told(run)).sum())}
+    if classes is not None:
+        counts = dict(enumerate(np.bincount(classes, minlength=len(CLASSES)).tolist()))
     low_end = levels_of(_lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
@@ -269,7 +296,8 @@ def _side(run: SavedRun, examples: int, exposed: np.ndarray | None, smallest: in
         fil=rounded(geometric_mean(_numbers(run, "fil"), smallest), smallest),
         bound=levels_of(_numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
-        exposed=_count(exposed, smallest),
+        classes={each: published_count(some, smallest) for each, some in counts.items()},
+        exposed=None if classes is None else _count(classes <= BELOW, smallest),
     )
 
 
@@ -357,8 +385,9 @@ def in_short(comparison: Comparison) -> list[str]:
         lines.append(f"Typically, the MSE bound after is {number(c.ratio['mean'])} times that before{alone}.")
     if c.before.exposed is not None and c.after.exposed is not None:
         lines.append(
-            f"Exposed (an unbiased estimate may beat a blind guess): {count(c.before.exposed)} before, "
-            f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly)."
+            f"Exposed (protected to less than a blind guess’s error): {count(c.before.exposed)} before, "
+            f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly). Too few draws to tell: "
+            f"{count(c.before.classes[UNTOLD])} before, {count(c.after.classes[UNTOLD])} after."
         )
 
     lines += [
@@ -383,7 +412,7 @@ def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
         ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
         (least, before.bound.get("0"), after.bound.get("0")),
         *([] if comparison.exact else [(f"{least}, lower end", before.low_end, after.low_end)]),
-        ("exposed examples", before.exposed, after.exposed),
+        *((CLASSES[each], before.classes.get(each), after.classes.get(each)) for each in CLASSES),
         ("examples of the run", before.examples, after.examples),
         ("of these not compared", before.alone, after.alone),
     ]

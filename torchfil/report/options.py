@@ -1,4 +1,4 @@
-"""What would keep the policy: options with how many rules each would break, and what each costs in the user's metric."""
+"""What would keep the policy: options, how many rules each would break, and its cost in the user's metric."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def ratio_in_words(ratio: float) -> str:
     """A ratio for readers; rounded down, so that 0.996 does not look like guessing.
 
     Example:
-        >>> ratio_in_words(0.384), ratio_in_words(7.0), ratio_in_words(0.002), ratio_in_words(float("nan"))
-        ('0.38 of a blind guess’s error', 'beyond a blind guess’s error', 'below 0.01 of a blind guess’s error', 'unknown')
+        >>> ratio_in_words(0.384), ratio_in_words(7.0), ratio_in_words(0.002)
+        ('0.38 of a blind guess’s error', 'beyond a blind guess’s error', 'below 0.01 of a blind guess’s error')
     """
     if math.isnan(ratio):
         return "unknown"
