@@ -161,7 +161,7 @@ def histogram(
     y = Scale(0, max(heights) or 1.0, floor, 30, False)
 
     parts = [_text(width - 2, 14, "examples", "axis", anchor="end")]
-    for count in y.ticks(3):
+    for count in y.ticks(4):
         if count:
             parts += [
                 _line(6, right, y(count), y(count), "guide"),

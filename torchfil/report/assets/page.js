@@ -56,7 +56,7 @@
     return short === "1" ? ten : `${short} × ${ten}`;
   };
 
-  const times = (ratio) => (ratio > 0 && ratio < 1 ? (Math.floor(100 * ratio + 1e-9) / 100 || "below 0.01") : number(ratio)) + "×";
+  const times = (ratio) => number(ratio < 1 ? Math.min(ratio, 0.999) : ratio) + "×";
 
   // Order: what is unknown always stands last.
   const collator = new Intl.Collator("en", { numeric: true });
