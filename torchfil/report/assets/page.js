@@ -78,7 +78,7 @@
     if (status === NOT_MEASURED && (column.key === "fil" || column.key.startsWith("mse"))) return "not measured";
     if (value === null) return "";
     if (column.kind === "times") return times(value);
-    if (column.kind === "rate") return `${(100 * value).toFixed(value < 0.995 ? 0 : 1)} %`;
+    if (column.kind === "rate") return `${Number((100 * value).toPrecision(3))} %`;
     const sign = status === LOWER_BOUND ? { fil: "≥ ", mse_bound: "≤ " }[column.key] || "" : "";
     return sign + (column.whole ? value.toLocaleString("en") : number(value, true));
   };
