@@ -46,7 +46,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     if bins is not None:
         square = None if summary.blind is None else summary.blind**2
         mark = None if square is None else svg.Mark(square, f"blind guess, {number(square)}")
-        axis = "bound on the mean squared error per input (MSE)"
+        axis = "bound on the mean squared error per input (MSE)|MSE bound per input"
         charts["mse_bounds"] = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark)
     answers = answers_of(report)
     if answers:
