@@ -254,9 +254,7 @@ class _Section:
         return register
 
 
-_Section("What the page calls this policy").setting(
-    "name", "Left out, it is the name of the file.", off="clinical-v2"
-)
+_Section("What the page calls this policy").setting("name", "Left out, it is the name of the file.", off="clinical-v2")
 _BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
 _BLIND_ERROR = "the error of a blind guess"
 _NO_BLIND_ERROR = "what a blind guess errs by is not known: save_run(input_range=…) or the policy’s blind_error tells"
