@@ -15,8 +15,9 @@ from typing import Any
 
 from PIL import Image
 
+from tests.report.accessibility import violations
 from tests.report.in_browser import opened, screen, started
-from tests.report.page_checks import layout, not_printed, violations
+from tests.report.page_checks import layout, not_printed
 from tests.report.six_reports import six_reports
 
 IMAGES = Path(__file__).parent / "images"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.report import in_browser, one_minute, page_checks
+from tests.report.accessibility import violations
 from tests.report.in_browser import click, complaints, opened, screen, search, shown, text_of
 from tests.report.prepared_runs import POLICY, WHOLE, of_kind
 from tests.report.run_cases import made_up
@@ -161,7 +162,7 @@ def test_nothing_is_cut_off_or_covered(browser: Any, six: dict[str, Path], name:
     reason="roles of the table, landmarks and empty headings of the page before the new one", strict=True
 )
 def test_axe_finds_nothing(browser: Any, six: dict[str, Path], name: str) -> None:
-    assert faults(browser, six, page_checks.violations, **SCREENS[name]) == []
+    assert faults(browser, six, violations, **SCREENS[name]) == []
 
 
 @pytest.mark.slow
@@ -207,5 +208,5 @@ def test_the_checks_find_what_is_wrong(browser: Any, tmp_path: Path) -> None:
     kinds = ["wider than", "outside its card", "printed over", "focus is not visible", "only for a mouse"]
     kinds += ["Enter does not open", "not printed"]
     assert [kind for kind in kinds if not any(fault.startswith(kind) for fault in found)] == [], found
-    rules = {line.split()[0] for line in page_checks.violations(browser)}
+    rules = {line.split()[0] for line in violations(browser)}
     assert {"html-has-lang", "image-alt"} <= rules
