@@ -18,7 +18,7 @@ from torchfil.run.saved_run import Attributes, Baselines, Pictures, QuestionReco
 N = 200
 TOO_FEW = "max_share_too_few_draws"  # the gate's limit for examples of which too few draws tell nothing
 KINDS = ("image", "table", "text", "linear")
-POLICY = Policy(min_error_share=0.5, max_share_exposed=0.05, max_share_not_measured=0.01)
+POLICY = Policy(min_error_share=0.5, max_share_exposed=0.05, max_share_too_few_draws=0.01)
 WHOLE = replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.1)
 
 

@@ -22,7 +22,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
 MOST, SPARED, AT_ONCE = 10, 20, 2**16
-FAR, OFTEN, RARE = 2.0, 0.95, 0.05  # deviations from the mean; quantile of draws; share of a group
+FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,6 @@ class _Reasons:
     def __init__(self, run: SavedRun) -> None:
         self.run, self.records = run, getattr(run, "records", None)
         self.drawn = run.columns.get("participations")
-        self.often = math.inf if self.drawn is None else float(np.quantile(self.drawn, OFTEN))
         self.groups = {name: run.coded_group(name) for name in run.groups}
         if "public_class" in run.columns:
             self.groups["its label"] = np.unique(run.columns["public_class"], return_inverse=True)
@@ -153,7 +152,7 @@ class _Reasons:
         ]
 
     def _often(self, row: int) -> Iterable[str]:
-        if self.drawn is not None and self.drawn[row] >= self.often > np.median(self.drawn):
+        if self.drawn is not None and float(np.mean(self.drawn >= self.drawn[row])) <= OFTEN:
             return [f"drawn {int(self.drawn[row]):,} times"]
         return []
 

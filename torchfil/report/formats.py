@@ -41,16 +41,13 @@ def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
 
 
 def times(ratio: float) -> str:
-    """A multiple, rounded down below 1, so that 0.996× does not look like 1×.
+    """A multiple of three digits; what is below 1 does not look like 1.
 
     Example:
-        >>> times(0.2969), times(0.996), times(1.4), times(8123.0), times(float("nan"))
-        ('0.29×', '0.99×', '1.4×', '8,120×', 'unknown')
+        >>> times(0.2969), times(0.9999), times(1.4), times(8123.0), times(float("nan"))
+        ('0.297×', '0.999×', '1.4×', '8,120×', 'unknown')
     """
-    if 0 < ratio < 1:
-        cut = math.floor(100 * ratio + 1e-9) / 100
-        return f"{cut:g}×" if cut else "below 0.01×"
-    return number(ratio, 2 if ratio < 10 else 3) + "×" * (not math.isnan(ratio))
+    return number(min(ratio, 0.999) if ratio < 1 else ratio) + "×" * (not math.isnan(ratio))
 
 
 def day(created: str) -> str:

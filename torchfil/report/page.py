@@ -106,8 +106,10 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
+        if not verdict.subject:  # of a rule by name that found none
+            title = title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
         if verdict.found is None:
-            found = f"not known: {verdict.detail.partition(': ')[0]}"
+            found = verdict.detail.partition(": ")[0]
         state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"
         rows.append((state, title, found, limit))
     rows.sort(key=lambda row: ("broken", "unknown", "kept").index(row[0]))

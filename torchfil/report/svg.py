@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from markupsafe import Markup, escape
 
-from torchfil.report.formats import number, percent
+from torchfil.report.formats import number, rate
 from torchfil.run.statistics import round_step
 from torchfil.utils.text import visible
 
@@ -161,7 +161,7 @@ def histogram(
     y = Scale(0, max(heights) or 1.0, floor, 30, False)
 
     parts = [_text(width - 2, 14, "examples", "axis", anchor="end")]
-    for count in y.ticks(3):
+    for count in y.ticks(4):
         if count:
             parts += [
                 _line(6, right, y(count), y(count), "guide"),
@@ -215,7 +215,7 @@ def answers(rows: Sequence[Answer], *, width: int) -> Markup:
     for i, row in enumerate(rows):
         y = top + step * i + 14
         name = row.name if above or len(row.name) <= letters else row.name[: letters - 1] + "…"
-        told = f"{percent(row.without)} → {percent(row.most)}"
+        told = f"{rate(row.without)} → {rate(row.most)}"
         drawn = [
             _tag("title", f"{row.name}: {told}"),
             _text(0, y - 14 if above else y + 4, name, "row"),

@@ -56,7 +56,7 @@
     return short === "1" ? ten : `${short} × ${ten}`;
   };
 
-  const times = (ratio) => (ratio > 0 && ratio < 1 ? (Math.floor(100 * ratio + 1e-9) / 100 || "below 0.01") : number(ratio)) + "×";
+  const times = (ratio) => number(ratio < 1 ? Math.min(ratio, 0.999) : ratio) + "×";
 
   // Order: what is unknown always stands last.
   const collator = new Intl.Collator("en", { numeric: true });
@@ -78,7 +78,7 @@
     if (status === NOT_MEASURED && (column.key === "fil" || column.key.startsWith("mse"))) return "not measured";
     if (value === null) return "";
     if (column.kind === "times") return times(value);
-    if (column.kind === "rate") return `${(100 * value).toFixed(value < 0.995 ? 0 : 1)} %`;
+    if (column.kind === "rate") return `${Number((100 * value).toPrecision(3))} %`;
     const sign = status === LOWER_BOUND ? { fil: "≥ ", mse_bound: "≤ " }[column.key] || "" : "";
     return sign + (column.whole ? value.toLocaleString("en") : number(value, true));
   };
