@@ -268,9 +268,8 @@ class Leakage:
             example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
-        require(
-            bool(asked), f"This run was trained without questions. Ask: make_private(…, questions={{{question!r}: …}})."
-        )
+        remedy = f"Ask them in make_private(…, questions={{{question!r}: …}})."
+        require(bool(asked), f"This run was trained without questions. {remedy}")
         require(question in asked, f"This run was not asked {question!r}{nearest(question, list(asked))}")
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess

@@ -136,14 +136,12 @@ def _run(leakage: LeakageTable, rows: EncodedTable, private: list[str], sigma: f
     from torchfil.run.linear_run import linear_run
 
     name, on = leakage.model.score_name, f"the {len(rows.ids):,} fitted rows"
-    metrics = {
-        name: (leakage.released_score, f"{on}, mean over the noise"),
-        f"{name} before noise": (leakage.score, on),
-    }
+    metrics = {f"{name} before noise": (leakage.score, on)}
+    if math.isfinite(leakage.released_score):
+        metrics[name] = leakage.released_score, f"{on}, mean over the noise"
     given: dict[str, Any] = {**about, "ids": rows.ids, "target": rows.target, "groups": rows.groups}
-    given["metrics"] = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}
     given["attributes"] = {name: own for name, own in rows.attributes.items() if not private or name in private}
-    given |= {"private_target": not private, "questions": leakage.guesses}
+    given |= {"private_target": not private, "questions": leakage.guesses, "metrics": metrics}
     given["scores"] = {"blind_score": leakage.blind_score}
     return linear_run(leakage.model, rows.inputs, leakage.targets, sigma, **given)
 
@@ -172,8 +170,8 @@ def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> 
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
     text += (
-        "\nmse_bound: the least mean squared error of an unbiased attacker, on average over the noise and over all that "
-        "is private;\nit counts each column in units of its standard deviation, and fil is 1/sqrt(mse_bound)\n"
+        "\nmse_bound: the least mean squared error of an unbiased attacker, over all that is private, on average over "
+        "the\nnoise; each column counts in units of its standard deviation. fil is 1/sqrt(mse_bound).\n"
     )
     if any(name.endswith("_error") for name in leakage.columns):
         text += "_error: of one column, the least root mean squared error, in the column's own unit; _fil: its η\n"

@@ -37,7 +37,6 @@ from torchfil.engine.options import (
     check_given,
     check_modes,
     checked_options,
-    refuse_unknown,
     thresholds,
     with_rate,
 )
@@ -58,8 +57,6 @@ from torchfil.utils.text import html_table
 __all__ = ["FILPrivacyEngine"]
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_NOISE = 1.0  # σ where none is given
 
 
 class FILPrivacyEngine(PrivacyEngine):
@@ -101,7 +98,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def __init__(
         self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None, **options: Any
     ) -> None:
-        refuse_unknown(type(self), type(self).__name__, options)
+        check_given(type(self), type(self).__name__, options)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
@@ -195,7 +192,7 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         check_given(type(self), "make_private", shortcuts, data_loader)
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
-        sigma = DEFAULT_NOISE if noise_multiplier is None else noise_multiplier
+        sigma = 1.0 if noise_multiplier is None else noise_multiplier
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
@@ -422,7 +419,7 @@ class FILPrivacyEngine(PrivacyEngine):
         logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
         if training.run.options.default_noise:
-            logger.warning("noise_multiplier was not given; the run uses the default, %g", DEFAULT_NOISE)
+            logger.warning("noise_multiplier was not given; the run uses the default, 1.0")
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
             hook = self.accountant.get_optimizer_hook_fn(sample_rate=training.sample_rate)
@@ -853,12 +850,7 @@ class FILPrivacyEngine(PrivacyEngine):
 
     @classmethod
     def save_merged(
-        cls,
-        engines: Sequence[FILPrivacyEngine],
-        path: str | os.PathLike[str],
-        *,
-        delta: float | None = None,
-        **options: Any,
+        cls, engines: Sequence[FILPrivacyEngine], path: str | os.PathLike[str], *, delta: float, **options: Any
     ) -> Path:
         """Save the average over repeated runs (:meth:`merge`) as one run; the report says how many there were.
 
@@ -874,16 +866,14 @@ class FILPrivacyEngine(PrivacyEngine):
         require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
         run = first._saved_run("save_merged", delta, cls.merge(engines), **options)
-        return Path(path) if run is None else save(as_average(run, trainings, first.accountant), path)
+        return Path(path) if run is None else save(as_average(run, trainings, first.accountant, delta), path)
 
-    def _saved_run(
-        self, called: str, delta: float | None, leakage: Leakage | None = None, **options: Any
-    ) -> SavedRun | None:
+    def _saved_run(self, called: str, delta: Any, leakage: Leakage | None = None, **options: Any) -> SavedRun | None:
         """The run as it is saved; None if another process writes it (collective).
 
         Args:
             called: The method that needs it.
-            delta: δ.
+            delta: δ; None is refused.
             leakage: The average over several runs; None: this run's results.
             **options: Of :meth:`save_run`.
         """

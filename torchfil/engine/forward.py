@@ -173,7 +173,7 @@ class Observer:
             returned = "several backward passes, and no step of the optimizer that make_private returned"
             raise RuntimeError(f"{returned}: step that one; its zero_grad() drops these passes")
 
-    def check_ready(self, finished: Sequence[ForwardPass], *, training: bool, by_opacus: bool) -> None:
+    def check_ready(self, finished: Sequence[ForwardPass], training: bool, *, by_opacus: bool) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
 
         ``training`` says whether the model is in training mode. With Opacus's hooks the gradients may go anywhere, and

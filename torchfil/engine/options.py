@@ -345,24 +345,21 @@ class RunOptions:
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
 
 
-def check_given(engine: type[Any], called: str, options: Mapping[str, Any], data_loader: Any) -> None:
-    """Raise for what is no loader, and for unknown options: before anything that takes time."""
-    if not isinstance(data_loader, DataLoader):
-        wrong = "data_loader must be a DataLoader; wrap arrays in TensorDataset."
-        remedy = "pass DataLoader(TensorDataset(x, y), batch_size=64)"
-        raise TypeError(f"{wrong} It is of type {type(data_loader).__name__}: {remedy}.")
-    refuse_unknown(engine, called, options)
+def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_loader: Any = None) -> None:
+    """Raise a TypeError for what is no loader, and for an option that the called method does not take.
 
-
-def refuse_unknown(engine: type[Any], called: str, given: Mapping[str, Any]) -> None:
-    """Raise a TypeError for an option that the called method does not take, with what to write instead.
+    The text says what to write instead. It comes before anything that takes time.
 
     Args:
         engine: The engine's class. The signatures of its methods say where each option belongs.
         called: The method, or the class's own name. Those that choose σ hand their options on to ``make_private``.
         given: Options by name.
+        data_loader: The loader; not of the class itself.
     """
     made, here = called != engine.__name__, "Did you mean {0}?"
+    if made and not isinstance(data_loader, DataLoader):
+        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. Got {type(data_loader).__name__}."
+        raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
     elsewhere = {
         "make_private": here if made else "Pass {0}={1} to make_private.",
         "Accounting": "Pass accounting=Accounting({0}={1}) to make_private.",
@@ -384,9 +381,8 @@ def refuse_unknown(engine: type[Any], called: str, given: Mapping[str, Any]) -> 
     # a target names the method that was meant, so it is told first
     unknown = [name for name in given if remedies.get(name) != here]
     for name in sorted(unknown, key=lambda name: not remedies.get(name, "").startswith("Use")):
-        alike = (
-            name if name in remedies else {"sigma": "noise_multiplier"}.get(name) or most_alike(name, list(remedies))
-        )
+        meant = {"sigma": "noise_multiplier"}.get(name, name)
+        alike = meant if meant in remedies else most_alike(meant, list(remedies))
         remedy = remedies.get(str(alike), f"See help({engine.__name__}{f'.{called}' if made else ''}).")
         value = repr(given[name])
         raise TypeError(f"Unknown option {name!r}. {remedy.format(alike, value if len(value) <= 40 else '…')}")

@@ -90,10 +90,8 @@ class Mechanism:
         require(0 < max_grad_norm < math.inf, f"max_grad_norm={max_grad_norm} must be positive and finite")
         enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
         least = "0 or more" if allow_zero_noise else "positive (without noise, all information leaks)"
-        require(
-            math.isfinite(noise_multiplier) and enough,
-            f"noise_multiplier={noise_multiplier} must be {least}, and finite",
-        )
+        wrong = f"noise_multiplier={noise_multiplier} must be {least}, and finite"
+        require(math.isfinite(noise_multiplier) and enough, wrong)
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
             sample_rate = agreed_rate(chosen, sample_rate)

@@ -427,8 +427,8 @@ def write_report(
     for name in ("fil", "mse_bound"):
         if name not in run.columns:
             raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
-    both = redacted and policy is not None  # a verdict may hang on a single example
-    require(not both, "A public page carries no verdict; drop policy= or redacted=True.")
+    # a verdict may hang on a single example
+    require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
     verdicts = None if policy is None else check(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group)
     files, notes, digests = dict[str, str](), list[str](), dict[str, str]()

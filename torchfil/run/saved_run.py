@@ -207,7 +207,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, An
         value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
         number = float(value) if hasattr(value, "__float__") else math.nan
         fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
-        require(fits, f"metrics={{{name!r}: {given!r}}} must be a finite number, or (number, what it was measured on)")
+        pairs = "must be names with finite numbers, or with (number, what it was measured on)"
+        require(fits, f"metrics={{{name!r}: {given!r}}} {pairs}")
         kept[name] = {"value": number, "on": on.removeprefix("on ")}
     return kept
 
@@ -415,8 +416,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         if fits and name in _NUMBERS and value is not None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
-    kept = {name: each if isinstance(each, dict) else {} for name, each in (about.get("metrics") or {}).items()}
-    checked_metrics({name: (each.get("value"), each.get("on")) for name, each in kept.items()})
+    checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
-    plain = points.dtype.kind in "if" and points.shape[1:] == (2,)
-    require(plain, "about: 'linear.score_by_noise' must be pairs of σ and score")
+    pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
+    require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")

@@ -121,7 +121,7 @@ def build_saved_run(
     )
 
 
-def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant) -> SavedRun:
+def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float) -> SavedRun:
     """A run whose numbers are means over repetitions, without what belongs to a single one.
 
     The numbers are about one release, on average. An example's own ε, the course of training and the seed are left out;
@@ -130,11 +130,12 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
     Args:
         run: Saved from the average; everything else is that of the first run.
         trainings: All runs.
-        accountant: Of the first run; the ε of all runs together is its composition, at the same δ.
+        accountant: Of the first run.
+        delta: δ of the ε of all runs together (composition).
     """
     together = copy.deepcopy(accountant)
     together.history = list(accountant.history) * len(trainings)
-    merged = {"runs": len(trainings), "epsilon_of_all": float(together.get_epsilon(run.about["delta"]))}
+    merged = {"runs": len(trainings), "epsilon_of_all": float(together.get_epsilon(delta))}
     kinds = [training.optimizer.noise.kind for training in trainings]
     mechanism = {**run.about["mechanism"], "noise": "seeded" if "seeded" in kinds else kinds[0]}
     known_batches = mechanism["sample_rate"] is None
