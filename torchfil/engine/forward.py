@@ -185,7 +185,7 @@ class Observer:
         if self.touched:
             names = ", ".join(sorted(self.touched))
             direct = f"part of the loss does not go through the model's output: it reached {names} directly"
-            remedy = "For a penalty use weight_decay; otherwise call the model that make_private returned."
+            remedy = "For a penalty use weight_decay; otherwise call the returned model."
             raise RuntimeError(f"{direct}. {remedy} {_HOW_TO_DROP}")
         if not finished:
             lacking = "optimizer.step() without a backward pass through the model that make_private returned"
