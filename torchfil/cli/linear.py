@@ -136,9 +136,9 @@ def _run(leakage: LeakageTable, rows: EncodedTable, private: list[str], sigma: f
     from torchfil.run.linear_run import linear_run
 
     name, on = leakage.model.score_name, f"the {len(rows.ids):,} fitted rows"
-    metrics = {f"{name} before noise": (leakage.score, on)}
-    if math.isfinite(leakage.released_score):
-        metrics[name] = leakage.released_score, f"{on}, mean over the noise"
+    finite = math.isfinite(leakage.released_score)
+    metrics = {name: (leakage.released_score, f"{on}, mean over the noise")} if finite else {}
+    metrics[f"{name} before noise"] = leakage.score, on
     given: dict[str, Any] = {**about, "ids": rows.ids, "target": rows.target, "groups": rows.groups}
     given["attributes"] = {name: own for name, own in rows.attributes.items() if not private or name in private}
     given |= {"private_target": not private, "questions": leakage.guesses, "metrics": metrics}
