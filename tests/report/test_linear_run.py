@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
         "ids": [f"p{i}" for i in range(60)],
         "groups": {"sex": ["f", "m"] * 30},
         "questions": {"there": Absent()},
-        "scores": {"score": 0.123456},
+        "metrics": {"R²": (0.123456, "60 fitted rows")},
         "title": "doses",
     }
     path = save_linear_run(tmp_path / "run.parquet", model, X, y, 0.05, **options)
@@ -139,6 +140,16 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
     content = b"".join(files_of(page).values()).decode()
     assert run.about["dataset"]["data_sha256"] not in content
     assert "0.123456" not in content
+    assert "60 fitted rows" not in content
+    assert "60 fitted rows" in write_report(run, tmp_path / "private").read_text()
+    score = dict(run.about["linear"]["score_by_noise"])
+    assert min(score) == 0.05 / 4
+    assert max(score) == pytest.approx(32 * 0.05)
+    assert score[0.05] == model.expected_score(X, y, 0.05)
+    assert all(str(round(value, 6)) not in content for value in score.values())
+    assert run.about["linear"]["score_name"] == "R²"
+    with pytest.raises(ValueError, match="score_by_noise"):
+        replace(run, about={**run.about, "linear": {"score_by_noise": ["high"]}})
     assert summary_of(page)["about"]["kind"] == "linear"
     assert summarise(run, redacted=True).about["mechanism"] == {"sigma": 0.05, "l2": 0.01, "releases": 1}
 

@@ -24,7 +24,7 @@ from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.errors import require
-from torchfil.utils.text import html_table
+from torchfil.utils.text import html_table, nearest
 
 __all__ = ["Leakage", "LeakageSummary", "as_table"]
 
@@ -268,8 +268,9 @@ class Leakage:
             example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
-        remedy = f"its questions are {list(asked) or 'none'}: make_private(…, questions={{{question!r}: …}})"
-        require(question in asked, f"the run was not asked {question!r}; {remedy}")
+        remedy = f"Ask them in make_private(…, questions={{{question!r}: …}})."
+        require(bool(asked), f"This run was trained without questions. {remedy}")
+        require(question in asked, f"This run was not asked {question!r}{nearest(question, list(asked))}")
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,7 +31,7 @@ from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
 from torchfil.run.file import save
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread, checked_metrics
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
@@ -72,6 +73,7 @@ def linear_run(
     questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
     scores: Mapping[str, float] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     hash_data: bool = True,
 ) -> SavedRun:
     """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
@@ -92,7 +94,9 @@ def linear_run(
         questions: {name: what an attacker asks, or what :func:`torchfil.glm.guess` gave for it}.
         scales: s of every private coordinate, in units of which it counts. "deviation": its standard deviation over the
             rows; None: 1.
-        scores: Of the model: ``score``, ``released_score``, ``blind_score``, as far as they are known.
+        scores: Further scores of the model, such as ``blind_score``, that of a model without inputs.
+        metrics: What the released model is good for, as in :meth:`FILPrivacyEngine.save_run`. Besides, a single release
+            keeps what other noise would cost: the model's expected score on these rows at σ/4 … 32σ.
         hash_data: Whether to keep a checksum of X and y.
 
     Raises:
@@ -105,7 +109,7 @@ def linear_run(
         >>> bool(np.allclose(run.columns["mse_bound"], LinearRegression().fit(X, y).mse_bound(X, y, 0.5)))
         True
     """
-    releases, reweighted = _releases(model, sigma)
+    (releases, reweighted), utility = _releases(model, sigma), checked_metrics(metrics)
     first = releases[0][0]
     with_target = attributes is None if private_target is None else private_target
     parts = [Release(each.sensitivity(X, y, private_target=with_target), scale) for each, scale in releases]
@@ -142,6 +146,9 @@ def linear_run(
     about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
     known = {name: float(value) for name, value in (scores or {}).items()}
     about["linear"] |= {"private": list(names), "reweighted": reweighted is not None, **known}
+    about["metrics"] = utility
+    if len(releases) == 1:
+        about["linear"] |= {"score_name": first.score_name, "score_by_noise": _score_by_noise(*releases[0], X, y)}
     return SavedRun(
         about=about,
         ids=_ids(range(n) if ids is None else ids),
@@ -163,6 +170,13 @@ def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]],
     if hasattr(model, "etas"):  # of iteratively_reweighted_fil
         return [(model.model, float(sigma))], model.sample_weight
     return [(model, float(sigma))], None
+
+
+def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float]]:
+    """Pairs of a σ and the mean score over its noise, on the fitted rows; without those whose mean is not finite."""
+    noises = [sigma * 2 ** (step / 2) for step in range(-4, 11)]
+    scores = [model.expected_score(X, y, noise) for noise in noises]
+    return [[noise, score] for noise, score in zip(noises, scores, strict=True) if math.isfinite(score)]
 
 
 def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:

@@ -200,6 +200,28 @@ class AttackRecord:
     blind: np.ndarray | None = None
 
 
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """What a model is good for, as ``SavedRun.about["metrics"]`` keeps it.
+
+    Args:
+        metrics: By name a finite number, or a pair of it and a text, what it was measured on.
+
+    Example:
+        >>> checked_metrics({"accuracy": (0.93, "on 360 held out")})
+        {'accuracy': {'value': 0.93, 'on': '360 held out'}}
+    """
+    require(isinstance(metrics, Mapping | None), f"metrics={metrics!r} must be a dict, e.g. {{'accuracy': 0.93}}")
+    kept = {}
+    for name, given in (metrics or {}).items():
+        value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
+        number = float(value) if hasattr(value, "__float__") else math.nan
+        fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
+        pairs = "must be names with finite numbers, or with (number, what it was measured on)"
+        require(fits, f"metrics={{{name!r}: {given!r}}} {pairs}")
+        kept[name] = {"value": number, "on": on.removeprefix("on ")}
+    return kept
+
+
 @dataclass(frozen=True, eq=False)
 class SavedRun:
     """A finished run, as arrays and plain values. Confidential: it depends on private data.
@@ -207,7 +229,7 @@ class SavedRun:
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
             exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.run.linear_run`); merged
-            for the mean over several runs;
+            for the mean over several runs; metrics, by name {value, on}: what the model is good for, and on what;
             noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
@@ -385,11 +407,12 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged", "metrics"),
+        ("a dict", dict),
     ),
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
-    **dict.fromkeys(("exact", "equalised.met"), ("true or false", bool)),
+    **dict.fromkeys(("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
     **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
     "dataset.input_range": ("two numbers", list),
@@ -408,3 +431,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         if fits and name in _NUMBERS and value is not None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
+    checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
+    points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
+    pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
+    require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")

@@ -41,7 +41,7 @@ from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread, checked_metrics
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
@@ -67,6 +67,7 @@ def build_saved_run(
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
+    metrics: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
@@ -74,6 +75,7 @@ def build_saved_run(
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
     over several runs. ``named`` are options of :func:`attribute_table`.
     """
+    utility = checked_metrics(metrics)
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
@@ -99,6 +101,7 @@ def build_saved_run(
     about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
+    about["metrics"] = utility
     about["equalised"] = None if equalised is None else equalised.summary()
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
@@ -203,6 +206,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
     paced = accounting.rel_error is not None  # then probes and rate change from step to step
     return {
         "noise_multiplier": float(optimizer.noise_multiplier),
+        "noise_multiplier_default": options.default_noise,
         "max_grad_norm": float(optimizer.max_grad_norm),
         "clip": options.clip.name,
         "noise": optimizer.noise.kind,
