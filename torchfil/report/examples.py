@@ -65,17 +65,18 @@ class Ends:
 
 
 def most_and_least_exposed(run: SavedRun) -> Ends:
-    """Both ends of the ranking by MSE bound: of the pictured examples, or of all where none were pictured."""
+    """Both ends of the ranking by MSE bound; the most exposed alone where they were pictured."""
     status, pictures = status_of(run), run.pictures
     measured = np.flatnonzero(status != NOT_MEASURED)
     order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
     rank = np.zeros(len(run), dtype=np.int64)
     rank[order] = np.arange(1, len(order) + 1)
 
-    # the same number at both ends, and nobody twice
-    pictured = {} if pictures is None else {int(row): i for i, row in enumerate(pictures.rows) if rank[row] > 0}
-    rows = np.asarray(sorted(pictured, key=lambda row: rank[row])) if pictured else order
-    most = min(CARDS if pictured else LINES, (len(rows) + 1) // 2)
+    # the same number at both ends, and nobody twice; pictures are of the most exposed and of typical ones
+    most_exposed = [] if pictures is None else pictures.rows[: len(pictures.rows) - pictures.typical]
+    pictured = {int(row): i for i, row in enumerate(most_exposed) if rank[row] > 0}
+    rows = np.asarray(sorted(pictured, key=lambda row: rank[row])[:CARDS]) if pictured else order
+    most = len(rows) if pictured else min(LINES, (len(rows) + 1) // 2)
 
     # errors of different units are compared through their medians, for which 10,000 examples are enough
     typical = np.median(np.asarray(run.attributes.shown[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
