@@ -70,6 +70,16 @@ class TestSaved:
         assert set(run.baselines.levels) == {"a", "smokes"}
         assert run.baselines.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
+
+        records, drawn = run.records, run.columns["participations"] > 0
+        assert records is not None
+        np.testing.assert_array_equal(records.rows[:10], np.argsort(-run.columns["fil"] * drawn, kind="stable")[:10])
+        expected_values = np.stack([age, np.full(60, np.nan), x[:, 4]], axis=1)[records.rows]
+        np.testing.assert_allclose(records.values, expected_values)
+        of_level = np.asarray(NAMES[1:4])[x[records.rows, 1:4].argmax(axis=1)]
+        assert (records.levels, records.typical) == ([["", level, ""] for level in of_level], 3)
+        plain = trained.engine.save_run(tmp_path / "without.parquet", pictures=0, **options)
+        assert load(plain).records is None
         expected = math.sqrt(np.mean(x.var(axis=0))), x.min(), x.max()
         assert (float(inputs.std), float(inputs.low), float(inputs.high)) == pytest.approx(expected)
 
@@ -80,8 +90,9 @@ class TestSaved:
         chosen = [7, 12, 29]
         mask = torch.zeros(1, 6, 5, dtype=torch.bool).flatten().index_fill(0, torch.tensor(chosen), True).view(1, 6, 5)
         engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
-        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=0))
+        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=1))
         assert run.attributes is not None
+        assert run.records is None, "pixels are shown as pictures"
         assert run.baselines is not None
         np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
         np.testing.assert_allclose(run.baselines.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))

@@ -338,13 +338,16 @@ class Leakage:
 
         # examples that were never drawn have the same values, unless only some of them are tracked
         undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
-        needed, places = first_of_equal(undrawn & (not self.ledger.chosen))
+        undrawn &= not self.ledger.chosen
+        needed, places = first_of_equal(undrawn)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
             for part in rows[needed].split(_AT_ONCE)
         ]
         found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-        return found if len(needed) == len(rows) else {name: found.pop(name)[places.cpu()] for name in list(found)}
+        if not bool(undrawn.any()):
+            return found
+        return {name: found.pop(name)[places.cpu()] for name in list(found)}  # a single one was moved to the end, too
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""

@@ -791,9 +791,10 @@ class FILPrivacyEngine(PrivacyEngine):
     def save_run(self, path: str | os.PathLike[str], *, delta: float | None = None, **options: Any) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
-        when complete, and is readable by its owner only. Its content is **confidential**. The run can continue
-        afterwards. With several processes rank 0 writes it, and the others return the path at once.
+        The file is safe to load, holds neither model nor data (except pictures, texts and the tracked attributes of
+        some examples), replaces an older one only when complete, and is readable by its owner only. Its content is
+        **confidential**. The run can continue afterwards. With several processes rank 0 writes it, and the others
+        return the path at once.
 
         Args:
             path: The file; ``run.parquet`` by convention, a Parquet file (docs/run-file.md lists its columns). Missing
@@ -812,8 +813,9 @@ class FILPrivacyEngine(PrivacyEngine):
             input_range: The lowest and the highest possible value of every private coordinate, known without looking at
                 the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, if
-                inputs are images of 1 or 3 channels; 0: none.
+            pictures: How many of the most exposed examples to keep as pictures, and three typical ones, with their PLIS
+                and what estimates of them would look like, if inputs are images of 1 or 3 channels. Of tables, the
+                tracked attributes of ten and of three typical ones are kept (up to 64 attributes). 0: none of them.
             texts: Every example's words, in the order of the data set, one for each position of the private embedding;
                 or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
                 shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.

@@ -30,8 +30,10 @@ import torch
 from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
+from torchfil.run.baselines import values_and_levels
 from torchfil.run.file import save
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread, checked_metrics
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
+from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
@@ -157,6 +159,7 @@ def linear_run(
         groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
         baselines=_baselines(values, spread, private, names, n),
+        records=_records(first, X, y, columns["fil"], list(names.values()), values),
     )
 
 
@@ -182,10 +185,14 @@ def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float
 def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:
     """Each private attribute's columns, by number."""
     if attributes is None:
-        names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
-        return {str(name): [j] for j, name in enumerate(names)}
+        return {name: [j] for j, name in enumerate(_column_names(model))}
     require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
     return {name: model.column_numbers(part) for name, part in attributes.items()}
+
+
+def _column_names(model: Any) -> list[str]:
+    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
+    return [str(name) for name in names]
 
 
 def _values(X: Any, y: Any, coordinates: int) -> Spread:
@@ -232,6 +239,26 @@ def _baselines(
             by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
     own = np.asarray([together[1]]), by_name[1][None]
     return Baselines(n, Spread(*map(np.asarray, together)), Spread(*by_name), {}, "the mean of all examples", *own)
+
+
+def _records(model: Any, X: Any, y: Any, fil: np.ndarray, columns: list[list[int]], spread: Spread) -> Records | None:
+    """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
+    if len(columns) > RECORDED_ATTRIBUTES:
+        return None
+    rows, typical = most_exposed_and_typical(fil, np.ones(len(fil), dtype=bool), RECORDED_EXAMPLES)
+    inputs, targets = as_array(X)[rows], as_array(y)[rows]
+    width, of_target = inputs.shape[1], len(spread.std) - inputs.shape[1]
+    is_number = of_target == 1 and targets.dtype.kind in "biuf"
+    table = np.full((len(rows), len(spread.std)), np.nan)
+    table[:, :width] = inputs
+    if is_number:
+        table[:, width] = targets
+    values, levels = values_and_levels(table, columns, [*_column_names(model), *[""] * of_target], spread)
+
+    # a class among several is a point of the simplex in the closed forms, and a name here
+    for row, target in zip(levels, targets.tolist(), strict=True) if columns[-1][-1] >= width and not is_number else ():
+        row[-1] = str(target)
+    return Records(rows, values, levels, typical)
 
 
 def _target_spread(y: np.ndarray, coordinates: int) -> float:

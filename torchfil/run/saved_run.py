@@ -143,17 +143,49 @@ class QuestionRecord:
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Some examples as images.
+    """Some examples as images, and what estimates of them would look like. Private: never part of a public page.
 
     Attributes:
-        rows: Places in ``ids``, [m].
+        rows: Places in ``ids``, [m], the most exposed first.
         images: uint8, [m, H, W] or [m, H, W, 3].
         maps: PLIS, float32, [m, H, W], or None.
+        estimates: One draw of an unbiased estimate at the bound, the same with beliefs, and a blind guess, uint8
+            [m, 3, H, W] or [m, 3, H, W, 3], clipped to the images' range; None where the image is not private. The law
+            of the draw and of the beliefs stands in :mod:`torchfil.engine.saving.estimates`.
+        errors: Of each, in the unit of the inputs, float32 [m, 3]: root mean squares over private pixels (expected; of
+            this draw; of this guess), from 0 to ∞; None where there are no estimates.
+        typical: How many of the examples, the last ones, lie next to the median of η̄.
     """
 
     rows: np.ndarray
     images: np.ndarray
     maps: np.ndarray | None = None
+    estimates: np.ndarray | None = None
+    errors: np.ndarray | None = None
+    typical: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The attributes of some examples, as they stand in the data. Private: never part of a public page.
+
+    With beliefs aside, 95 % of an unbiased attacker's estimates at the bound lie within value ± 1.96 · error
+    (:attr:`Attributes.error`).
+
+    Attributes:
+        rows: Places in ``ids``, [m], the most exposed first.
+        values: In the attributes' own units, float64 [m, k]; NaN for categories.
+        levels: m lists of k texts: the level of a categorical attribute; "" for numbers.
+        typical: How many of the examples, the last ones, lie next to the median of η̄.
+    """
+
+    rows: np.ndarray
+    values: np.ndarray
+    levels: list[list[str]]
+    typical: int = 0
+
+    def __post_init__(self) -> None:
+        require(all(isinstance(text, str) for own in self.levels for text in own), "levels of records must be texts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +270,7 @@ class SavedRun:
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
+        records: The attributes of the most exposed examples, and of typical ones, as they stand in the data.
         texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
@@ -261,6 +294,7 @@ class SavedRun:
     texts: Texts | None = None
     rounds: dict[str, np.ndarray] = field(default_factory=dict)
     baselines: Baselines | None = None
+    records: Records | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
@@ -275,6 +309,9 @@ class SavedRun:
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
+            typical = getattr(part, "typical", 0)
+            counted = isinstance(typical, int) and 0 <= typical <= len(part.rows)
+            require(counted, f"{what}: typical is {typical!r}, which is not a number of its {len(part.rows)} examples")
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
@@ -296,6 +333,13 @@ class SavedRun:
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
+        if self.pictures is not None and self.pictures.estimates is not None:
+            images, errors = self.pictures.images, np.shape(self.pictures.errors)
+            yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])
+            yield "pictures: errors", errors, (len(images), 3)
+        if self.records is not None:
+            yield "records: values", self.records.values.shape, (len(self.records.rows), k)
+            yield from (("records: levels", np.shape(levels), (k,)) for levels in self.records.levels)
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
             classes = len(self.baselines.errors)
@@ -311,7 +355,9 @@ class SavedRun:
     def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
         if self.pictures is not None:
-            yield "pictures", self.pictures, ("images", "maps")
+            yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
+        if self.records is not None:
+            yield "records", self.records, ("values", "levels")
         if self.texts is not None:
             yield "texts", self.texts, ("words", "fil", "plis")
         for attack in self.attacks:
@@ -319,6 +365,8 @@ class SavedRun:
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
+        errors = None if self.pictures is None else self.pictures.errors
+        require(errors is None or bool((errors >= 0).all()), "pictures: errors are below 0 or unknown")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
@@ -330,7 +378,7 @@ class SavedRun:
         return len(self.ids)
 
     def take(self, rows: np.ndarray | slice) -> SavedRun:
-        """Some of the examples, in memory, as if the run had no others; pictures and texts are left out.
+        """Some of the examples, in memory, as if the run had no others; pictures, records and texts are left out.
 
         Args:
             rows: Their places, ascending, or a slice.
@@ -355,6 +403,7 @@ class SavedRun:
             attributes=attributes,
             groups={name: values[rows] for name, values in _unread(self.groups).items()},
             pictures=None,
+            records=None,
             texts=None,
             attacks=attacks,
             questions=[replace(each, **some(each, ("divergence", "divergence_high"))) for each in self.questions],

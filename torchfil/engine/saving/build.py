@@ -34,14 +34,15 @@ from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
-from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
 from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
-from torchfil.run.baselines import level_shares
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread, checked_metrics
+from torchfil.run.baselines import NO_LEVEL, level_shares, values_and_levels
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
+from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
@@ -86,7 +87,7 @@ def build_saved_run(
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
-    shown = words = None
+    shown = words = people = None
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(passes, d, thorough=hash_data)
@@ -94,7 +95,9 @@ def build_saved_run(
             table = table.with_levels(spread.attributes)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, columns, pictures)
+            shown = thumbnails(training, leakage, columns, pictures, thorough=hash_data)
+            if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
+                people = table.records(passes, columns, spread.attributes)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -111,6 +114,7 @@ def build_saved_run(
         attributes=attributes,
         groups=labels,
         pictures=shown,
+        records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
         bounds=_bounds(accountant.history, d, input_range),
@@ -268,7 +272,6 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
 # ------------------------------------------------------------------ attributes
 
 
-NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
 _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
@@ -374,6 +377,22 @@ class AttributeTable:
         low = None if found["is_unknown"].any() else found["error_low"]
         plain = len(self.names) == len(self.coordinates)
         return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
+
+    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray], spread: Spread) -> Records | None:
+        """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
+
+        Args:
+            passes: Reads the data set.
+            columns: With η̄ ("fil") and "participations", [n] each.
+            spread: The coordinates' spread, [d] each.
+        """
+        rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
+        if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
+            return None
+        table = passes.examples(rows.tolist()).values.detach().cpu().double().numpy()
+        values, levels = values_and_levels(table, self.columns, self.coordinates, spread)
+        first = [own[0] for own in self.columns]
+        return Records(rows, values * self.scales[first] + self.offsets[first], levels, typical)
 
 
 def attribute_table(
