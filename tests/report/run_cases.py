@@ -128,7 +128,8 @@ def with_baselines(run: SavedRun, std: float | list[float] = 0.5, **levels: dict
     ends = (98765.4, -87654.3, 76543.2)  # found nowhere else: tests look for them
     inputs = (ends[0], math.sqrt(float(np.mean(deviations**2))), *ends[1:])
     by_attribute = [ends[0] + deviations, deviations, ends[1] - deviations, ends[2] + deviations]
-    baselines = Baselines(len(run), Spread(*map(np.asarray, inputs)), Spread(*by_attribute), levels)
+    spreads, errors = (Spread(*map(np.asarray, inputs)), Spread(*by_attribute)), np.asarray([inputs[1]])
+    baselines = Baselines(len(run), *spreads, levels, "the mean of all examples", errors, deviations[None])
     return dataclasses.replace(run, baselines=baselines)
 
 
