@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving import data as saving
-from torchfil.report import load
 from torchfil.run import blind_guess
 from torchfil.run.baselines import BELOW, BEYOND, blind_errors, exposure_of, typical_blind_error
 from torchfil.run.blind_guess import BlindErrors, BlindGuess
+from torchfil.run.file import load
 
 RNG = np.random.default_rng(0)
 LABELS = np.repeat([0, 1, 2], [40, 60, 50])
@@ -52,7 +52,7 @@ def test_means_leave_the_example_out() -> None:
     assert found.knows == "the mean of its label"
     np.testing.assert_array_equal(found.classes, LABELS)
     for label in range(3):
-        own = LABELS == label
+        own = label == LABELS
         of_class = left_out(VALUES[own], np.ones((own.sum(), 1))) ** 2
         np.testing.assert_allclose(found.squares[:2, label], [of_all[own].sum(axis=0), of_class.sum(axis=0)], rtol=1e-9)
         want = np.minimum(of_all[own].mean(axis=0), of_class.mean(axis=0))
@@ -97,7 +97,7 @@ def test_pieces_and_gaps_change_nothing(size: int) -> None:
     np.testing.assert_allclose(errors(found), errors(whole), rtol=1e-12 if size > 1 else 1e-10)
     without = read(values, [LABELS], [], size)
     for label in range(3):
-        there = values[(LABELS == label) & ~np.isnan(values[:, 1]), 1]
+        there = values[(label == LABELS) & ~np.isnan(values[:, 1]), 1]
         want = np.sqrt(np.mean(left_out(there[:, None], np.ones((len(there), 1))) ** 2))
         assert errors(without)[label, 1] <= want * (1 + 1e-9)
     never = read(np.where(np.arange(150)[:, None] > 0, [1.0, np.nan], 2.0))  # one example has it: nobody to learn from

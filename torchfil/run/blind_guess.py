@@ -16,7 +16,8 @@ and the residual sum of squares RSS,
 For a mean (r = 1) this is leave-one-out itself. A fit counts from n = r + 10 on. An error of few examples is chance,
 so classes of fewer than 10 count together. If a class has a single example, (b) answers as (a).
 
-Classes by all labels, by targets alone, and one class of all are compared; those with the least error are kept. If they
+Classes by all labels, by targets alone, and one class of all are compared; those with the least error are kept (one
+class of all tells less about each example, so it must save a tenth of the squared error). If they
 would take too much memory, labels among the inputs are given up first, then those of targets; so is the fit, if there
 are so many known columns that it would not leave room for 16 classes.
 """
@@ -37,6 +38,7 @@ from torchfil.bounds.mse import has_few_values
 from torchfil.run.saved_run import Spread
 
 _FEWEST = 10  # examples, beyond the numbers that were fitted
+_AT_LEAST = 0.1  # of the squared error, which one class of all must save, because it tells less
 _MOST_CLASSES, _MOST_NUMBERS = 2**12, 2**23  # in memory
 _MOST_ERRORS = 2**15  # of attributes by class, in the facts of a run file
 _NO_COLUMN = 1e-9  # a deviation, or an eigenvalue of a correlation, that is rounding
@@ -233,7 +235,7 @@ class BlindGuess:
             of_all = np.full(num_examples, len(counts), dtype=np.int32)
             of_all[rows] = merged[codes]
             guesses = BlindErrors(squares, counts, of_all, self._words(label)[commonest])
-            found.append((by_guess.min(axis=0).sum(), guesses))
+            found.append((by_guess.min(axis=0).sum() * (1 + _AT_LEAST * (len(counts) == 1)), guesses))
         return min(found, key=operator.itemgetter(0))[1]
 
     @property

@@ -201,7 +201,8 @@ def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[
     spread = np.full((4, coordinates), np.nan)
     spread[:, private] = list(vars(guess.everybody.spread).values())
     if corners is not None:
-        spread[:, width:] = np.nan, np.sqrt(np.mean(spread[1, width:] ** 2)), np.nan, np.nan
+        spread[1, width:] = np.sqrt(np.mean(spread[1, width:] ** 2))
+        spread[[0, 2, 3], width:] = np.nan
     return guess, Spread(*spread)
 
 
