@@ -180,20 +180,49 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
 
 
 def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
-    """In deviations it is off by 1; an attribute by its own deviation, one of several columns by theirs together."""
+    """If all is private, the mean of other rows, in deviations; attributes of several columns by theirs together."""
     model, X, y = patients
+    others = len(X) / (len(X) - 1)  # a mean that leaves the row out errs so much more
     run = linear_run(model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True)
-    assert blind_error_of_inputs(run) == pytest.approx(1.0)
+    assert run.baselines.knows == "the mean of all examples"
+    assert blind_error_of_inputs(run) == pytest.approx(others)
     shares = X[:, 1:].mean(axis=0)
     want = [X[:, 0].std(), np.sqrt((shares * (1 - shares)).mean()), y.std()]
-    assert np.allclose(blind_errors(run), want)
+    assert np.allclose(blind_errors(run), np.asarray(want) * others)
+    assert np.allclose(run.baselines.attributes.std, want)
     low, high = run.baselines.attributes.low, run.baselines.attributes.high
     assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
     assert np.isnan(low[1])
     exposed = exposed_examples(run)
-    assert exposed.tolist() == (run.columns["mse_bound"] < 1).tolist()
+    assert exposed.tolist() == (run.columns["mse_bound"] < others**2).tolist()
     plain = linear_run(model, X, y, SIGMA, scales=None)
-    assert blind_error_of_inputs(plain) == pytest.approx(np.sqrt(np.append(X, y[:, None], axis=1).var(axis=0).mean()))
+    whole = np.append(X, y[:, None], axis=1)
+    assert blind_error_of_inputs(plain) == pytest.approx(others * np.sqrt(whole.var(axis=0).mean()))
+
+
+def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
+    """A column from another and the target by least squares; of classes, the best of their own mean and everybody's."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(150, 2)) @ np.array([[1.0, 0.8], [0.0, 1.0]])
+    y = X[:, 0] + 0.3 * rng.normal(size=150)
+    run = linear_run(LinearRegression(l2=0.01).fit(X, y), X, y, SIGMA, attributes={"a": [0]})
+    design = np.column_stack([np.ones(150), X[:, 1], y])
+    hat = design @ np.linalg.pinv(design)
+    left = (X[:, 0] - hat @ X[:, 0]) / (1 - np.diag(hat))
+    assert run.baselines.knows == "a linear fit on 2 known columns"
+    assert float(blind_errors(run)[0, 0]) == pytest.approx(np.sqrt(np.mean(left**2)), rel=0.02)
+    assert run.baselines.errors[0] * X[:, 0].std() == pytest.approx(run.baselines.attribute_errors[0, 0])
+
+    y = np.repeat(["a", "b", "c"], 50)
+    X += 3 * (y == "b")[:, None]
+    model = SoftmaxRegression(l2=0.1).fit(X, y)
+    known, secret = (linear_run(model, X, y, SIGMA, private_target=flag) for flag in (False, True))
+    assert known.baselines.knows == "the mean of its label"
+    assert known.columns["public_class"].tolist() == np.repeat([0, 1, 2], 50).tolist()
+    want = [X[y == label].std(axis=0) * 50 / 49 for label in "abc"]
+    np.testing.assert_allclose(blind_errors(known), want)
+    assert "public_class" not in secret.columns
+    assert blind_errors(secret)[0, -1] == pytest.approx(np.sqrt(3 * 2 / 9 / 2) * 150 / 149)
 
 
 @pytest.mark.parametrize(

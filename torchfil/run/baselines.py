@@ -28,7 +28,7 @@ which may show counts of many examples together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -254,48 +254,6 @@ def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> d
     return dict(zip(question.answers, told.mean(axis=0).tolist(), strict=True))
 
 
-def spread_of(pieces: Iterable[np.ndarray]) -> Spread:
-    """Mean, standard deviation and range of every column, from rows in pieces; NaN entries do not count.
-
-    Args:
-        pieces: [rows, d] each; memory is needed for one at a time.
-
-    Example:
-        >>> spread_of([np.array([[0.0], [1.0]]), np.array([[2.0]])]).std.round(3).tolist()
-        [0.816]
-    """
-    return counted_spread(pieces)[0]
-
-
-def counted_spread(pieces: Iterable[np.ndarray]) -> tuple[Spread, np.ndarray]:
-    """As :func:`spread_of`, and how many entries of every column were known, [d].
-
-    Pieces are merged by Chan, Golub and LeVeque's formula, which loses no digits where the mean is far from 0:
-    M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b). The deviation is the data's own, sqrt(M2/n).
-    """
-    count: Any = np.zeros(())
-    mean = squares = np.zeros(())
-    low, high = np.asarray(math.inf), np.asarray(-math.inf)
-    for piece in pieces:
-        values = np.asarray(piece, dtype=np.float64)
-        known = ~np.isnan(values)
-        number = known.sum(axis=0)
-        own_mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(number, 1)
-        own_squares = (np.where(known, values - own_mean, 0.0) ** 2).sum(axis=0)
-
-        # both parts together; a column that has no entry here moves nothing
-        total = np.maximum(count + number, 1)
-        apart = own_mean - mean
-        squares = squares + own_squares + apart**2 * (count * number / total)
-        mean = mean + apart * (number / total)
-        count = count + number
-        low = np.minimum(low, np.where(known, values, math.inf).min(axis=0, initial=math.inf))
-        high = np.maximum(high, np.where(known, values, -math.inf).max(axis=0, initial=-math.inf))
-
-    columns = (mean, np.sqrt(squares / np.maximum(count, 1)), low, high)
-    return Spread(*(np.where(count == 0, math.nan, column) for column in columns)), count
-
-
 def level_shares(spread: Spread) -> np.ndarray:
     """How often a column takes the larger of its two values, [d]; NaN for columns of more values, or of one.
 
@@ -303,7 +261,8 @@ def level_shares(spread: Spread) -> np.ndarray:
     two values is known by its mean, deviation and range.
 
     Example:
-        >>> level_shares(spread_of([np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])])).tolist()
+        >>> from torchfil.run.blind_guess import Moments
+        >>> level_shares(Moments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread).tolist()
         [0.25, nan]
     """
     width = spread.high - spread.low

@@ -41,6 +41,7 @@ from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import NO_LEVEL, level_shares, values_and_levels
+from torchfil.run.blind_guess import BlindErrors
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
@@ -92,15 +93,16 @@ def build_saved_run(
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(passes, d, thorough=hash_data)
         if table is not None and spread is not None:
-            table = table.with_levels(spread.attributes)
+            table = table.with_levels(spread[0].attributes)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, leakage, columns, pictures, thorough=hash_data)
             if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(passes, columns, spread.attributes)
+                people = table.records(passes, columns, spread[0].attributes)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
+    columns |= {} if spread is None else spread[1].column
     about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
@@ -121,7 +123,7 @@ def build_saved_run(
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
-        baselines=None if spread is None else baselines(spread, table),
+        baselines=None if spread is None else baselines(*spread, table),
     )
 
 
@@ -482,12 +484,16 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     return None if reason is not None else table
 
 
-def baselines(spread: Baselines, table: AttributeTable | None) -> Baselines:
-    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates."""
-    by_attribute = (Spread(*np.zeros((4, 0))), {}) if table is None else table.spread(spread.attributes)
-    return replace(
-        spread, attributes=by_attribute[0], levels=by_attribute[1], attribute_errors=by_attribute[0].std[None]
-    )
+def baselines(spread: Baselines, blind: BlindErrors, table: AttributeTable | None) -> Baselines:
+    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates.
+
+    The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels count as coordinates do.
+    """
+    if table is None:
+        return replace(spread, attributes=Spread(*np.zeros((4, 0))))
+    attributes, levels = table.spread(spread.attributes)
+    errors = blind.errors(table.columns, table.scales)
+    return replace(spread, attributes=attributes, levels=levels, attribute_errors=errors)
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

@@ -27,7 +27,7 @@ from torchfil.bounds.mse import labels_and_columns
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
-from torchfil.run.baselines import counted_spread
+from torchfil.run.blind_guess import BlindErrors, BlindGuess
 from torchfil.run.saved_run import Baselines, Pictures, Spread, Texts
 from torchfil.run.statistics import most_exposed_and_typical
 from torchfil.utils.errors import require
@@ -113,11 +113,11 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> Baselines | None:
-    """The spread of the run's data, each coordinate an attribute; None for streams, and if none has a fixed value.
+def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> tuple[Baselines, BlindErrors] | None:
+    """The spread of the run's data, each coordinate an attribute, and what blind guesses err by.
 
-    That of the inputs is over all coordinates, each weighted by how many examples have it: mean, root mean variance,
-    range.
+    None for streams, and if no coordinate has a fixed value. That of the inputs is over all coordinates, each weighted
+    by how many examples have it: mean, root mean variance, range.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -128,29 +128,25 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
         thorough: Whether many examples may be read.
     """
     d = max(1, num_coordinates)
-    rows = _some_rows(passes, d, thorough=thorough)
+    rows, guess = _some_rows(passes, d, thorough=thorough), BlindGuess()
     if passes.dataset is None or not len(rows):
         return None
+    for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
+        # outputs of submodules have no values; texts may be laid out differently from batch to batch
+        if part.values.shape[1] != num_coordinates or part.values.isnan().all():
+            return None
+        guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *_public(part))
 
-    def values() -> Iterator[np.ndarray]:
-        for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
-            # outputs of submodules have no values; texts may be laid out differently from batch to batch
-            if part.values.shape[1] != num_coordinates or part.values.isnan().all():
-                raise _NoValuesError
-            yield part.values.detach().to("cpu", torch.float64).numpy()
-
-    try:
-        each, counts = counted_spread(values())
-    except _NoValuesError:
-        return None
-    if not counts.any():
-        return None
+    everybody, ones = guess.everybody, np.ones(num_coordinates)
+    counts, each = everybody.count[-num_coordinates:], everybody.spread
     known = counts > 0
     weight = counts[known] / counts.sum()
     mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
     inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    own = np.asarray([inputs[1]]), each.std[None]
-    return Baselines(len(rows), Spread(*map(np.asarray, inputs)), each, {}, "the mean of all examples", *own)
+    blind = guess.best(ones, rows, passes.run.ids.num_examples)
+    errors = blind.errors([range(num_coordinates)], ones)[:, 0]
+    spread = Spread(*map(np.asarray, inputs))
+    return Baselines(len(rows), spread, each, {}, blind.knows, errors, np.zeros((1, 0))), blind
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
@@ -170,12 +166,14 @@ def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
     alike = all(part.shape[1] == d and not part.isnan().any() for part in values)
     shapes = "a prior needs private values of one shape, not outputs of a submodule or texts of different lengths"
     require(alike and len({part.form for part in parts}) <= 1, f"{shapes}; {remedy}")
-    public = [tensors_of(part.restore(torch.zeros_like(part.z), part.public)[:3]) for part in parts]
+    public = [[leaf.nan_to_num(0.0) for leaves in _public(part) for leaf in leaves] for part in parts]
     return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
 
 
-class _NoValuesError(Exception):
-    """Coordinates have no values that could be compared between examples."""
+def _public(part: Examples) -> tuple[list[Tensor], list[Tensor]]:
+    """Targets and inputs, with NaN at private coordinates."""
+    args, kwargs, targets, _ = part.restore(torch.full_like(part.z, math.nan), part.public)
+    return tensors_of(targets), tensors_of([args, kwargs])
 
 
 def _some_rows(passes: DatasetPasses, d: int, *, thorough: bool) -> np.ndarray:
