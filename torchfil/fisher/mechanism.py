@@ -24,7 +24,7 @@ the exponent in A:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,7 +89,8 @@ class Mechanism:
         """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
         require(0 < max_grad_norm < math.inf, f"max_grad_norm={max_grad_norm} must be positive and finite")
         enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
-        wrong = f"noise_multiplier={noise_multiplier} must be positive and finite: without noise, all information leaks"
+        least = "0 or more" if allow_zero_noise else "positive (without noise, all information leaks)"
+        wrong = f"noise_multiplier={noise_multiplier} must be {least}, and finite"
         require(math.isfinite(noise_multiplier) and enough, wrong)
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
@@ -194,6 +195,29 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
 
     divergence = (1 - sample_rate) * absent + sample_rate * present
     return torch.where(torch.maximum(true, other) < _TINY, sample_rate**2 * gap / 2, divergence).clamp(min=0)
+
+
+def largest_divergences(releases: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """The largest D of membership and of any other question over these steps, whatever the gradients are.
+
+    KL_t grows with ‖u‖ for v = 0: a smaller shift is a larger one, scaled down with noise added. Of two examples it is
+    largest for u = −v (Lebeda et al. 2024), both at the clipping threshold: ‖u‖ = ‖v‖ = 1/σ.
+
+    Args:
+        releases: (σ, q, steps) each, with secret batches.
+
+    Example:
+        >>> [round(largest, 3) for largest in largest_divergences([(2.0, 0.05, 100)])]
+        [0.035, 0.124]
+    """
+    largest = [0.0, 0.0]
+    for sigma, rate, steps in releases:
+        if sigma == 0:
+            return math.inf, math.inf
+        square = torch.tensor([sigma**-2.0], dtype=torch.float64)
+        for place, other in enumerate((0.0, 1.0)):
+            largest[place] += steps * step_divergence(square, other * square, -other * square, rate).item()
+    return largest[0], largest[1]
 
 
 def _log_ratio(log_odds: Tensor, delta: Tensor) -> Tensor:
