@@ -50,7 +50,7 @@ class Exposed:
     why: str
 
 
-class Exposure:
+class Measures:
     """Every example of a run by every measure: all inputs together, single attributes, each question, individual ε.
 
     Args:
@@ -271,7 +271,7 @@ class Table:
     left_out: list[str]
 
 
-def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
+def table_of(exposure: Measures, named: Iterable[int]) -> Table:
     """The most exposed examples and those that the page names, with all that the run says of each."""
     report, whole = exposure.report, exposure.run
     status = status_of(whole)
@@ -313,7 +313,7 @@ def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
     return Table(data, filters, len(run), len(whole), left_out)
 
 
-def _marks(exposure: Exposure) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the down-weighted; and names."""
     marks, filters, run = dict[str, np.ndarray](), dict[str, str](), exposure.run
     if exposure.ratios is not None:
@@ -334,7 +334,7 @@ def _marks(exposure: Exposure) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return marks, filters
 
 
-def _columns(exposure: Exposure, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
+def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
     """Those that the run has; a column that says the same of everybody is left out, but for what a table needs."""
     entries = list[dict[str, Any]]()
 

@@ -200,7 +200,7 @@ def context_of(report: Report) -> PublicContext:
         return public
 
     # who is exposed, and what that would look like
-    told, exposure, verdicts, policy = is_told(run), examples.Exposure(report), report.verdicts, report.policy
+    told, exposure, verdicts, policy = is_told(run), examples.Measures(report), report.verdicts, report.policy
     most, spared, pictured = exposure.most(), examples.spared_examples(run), looks.pictures_of(run, report.ratios)
     values = looks.closest_values(report, exposure.closest)
     drawn = [value.drawn for value in values if value.drawn is not None]
