@@ -71,8 +71,9 @@ def test_a_blind_guess_is_what_is_stated_then_the_data_then_the_range() -> None:
 def test_examples_are_held_against_the_blind_guess_of_their_public_class() -> None:
     """An error of 0.3 is closer than a blind guess of one label, and not of the other."""
     run = with_baselines(made_up(6), 1.0)
-    run.columns |= {"public_class": np.array([0, 0, 1, 1, 1, 0]), "mse_bound_low": np.full(6, 0.09)}
-    run = dataclasses.replace(run, baselines=dataclasses.replace(run.baselines, errors=np.array([1.0, 0.2])))
+    columns = {**run.columns, "public_class": np.array([0, 0, 1, 1, 1, 0]), "mse_bound_low": np.full(6, 0.09)}
+    two = dataclasses.replace(run.baselines, errors=np.array([1.0, 0.2]))
+    run = dataclasses.replace(run, columns=columns, baselines=two)
     assert baselines.blind_error_of_inputs(run).tolist() == [1.0, 1.0, 0.2, 0.2, 0.2, 1.0]
     assert baselines.typical_blind_error(run) == pytest.approx(math.sqrt((3 + 3 * 0.04) / 6))
     half, beyond = baselines.HALF, baselines.BEYOND
@@ -117,6 +118,7 @@ class TestOneRule:
     def test_more_noise_and_fewer_draws_expose_nobody(self) -> None:
         """Below five measured steps no lower end is known: that is not exposure, however small the noise was."""
         run = with_baselines(worrying(safe=True), 0.3)
+        run.columns["mse_bound_low"] = run.columns["mse_bound"].copy()
         run.columns["participations"][:40], run.columns["mse_bound_low"][:40] = 3, 0.0
         assert self.told(run) == {0}
         assert summarise(run).classes == {baselines.HALF: 0, baselines.BELOW: 0, baselines.BEYOND: 60, 3: 40}
