@@ -267,7 +267,7 @@ class BlindGuess:
         varies = np.ones_like(label)
         varies[self.label] = np.ptp(self._labels(), axis=0) > 0
         by_target, by_input = (bool((label & varies & own).any()) for own in (self.of_target, ~self.of_target))
-        of_class = "those with the same labels" if by_input else "its label"
+        of_class = "those with the same labels" if by_input else "its label" if by_target else "all examples"
         count = int((varies & ~(label & self.of_target)).sum())
         fit = f"a linear fit on {'its label and ' * by_target}{count} known column{'s' * (count != 1)}"
         return "the mean of all examples", f"the mean of {of_class}", fit
