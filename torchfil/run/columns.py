@@ -304,5 +304,5 @@ def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
         for part in ("inputs", "attributes")
     )
     errors, by_class = (np.asarray(facts[name], dtype=np.float64) for name in ("errors", "attribute_errors"))
-    by_class = by_class.reshape(-1, len(attributes.std))
+    by_class = by_class.reshape(len(by_class), len(attributes.std))
     return saved.Baselines(facts["examples"], inputs, attributes, facts["levels"], facts["knows"], errors, by_class)
