@@ -205,7 +205,7 @@ class Rule:
         """What helps, in a sentence, where neither more noise nor more steps are known to."""
         if verdict.found is None:
             return f"{verdict.note[:1].upper()}{verdict.note[1:]}"
-        return self.advice or "Try other settings: no prediction tells which would keep this rule."
+        return self.advice or "More noise than any prediction was tested for, or another model: only a trial tells."
 
 
 RULES: dict[str, Rule] = {}  # every key, in the order of the template
