@@ -34,7 +34,7 @@ from torchfil.report import SavedRun, write_report
 __all__ = ["many_examples"]
 
 STEPS, BATCH, INPUTS = 5, 4096, 8
-POLICY = "max_epsilon = 20.0\nmax_individual_epsilon = 20.0\nmax_share_not_measured = 1.0\n"
+POLICY = "max_epsilon = 20.0\nmax_individual_epsilon = 20.0\nmax_share_too_few_draws = 1.0\n"
 STAGES = ("train and save", "inspect", "gate", "report")
 
 

@@ -53,6 +53,7 @@ class Guess:
         divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
         alternatives: The names of the alternatives, one per column of D; empty: no names.
         complete: Whether the alternatives are all possible answers, including the true one (with D = 0).
+        largest: The most that D can be, whatever the gradients are: that of gradients at the clipping threshold.
 
     Example:
         >>> guess = Guess(Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",))
@@ -65,6 +66,7 @@ class Guess:
     divergence: Estimate
     alternatives: tuple[str, ...] = ()
     complete: bool = False
+    largest: float = math.inf
 
     def __post_init__(self) -> None:
         shape, names = tuple(self.divergence.value.shape), len(self.alternatives)
@@ -73,8 +75,11 @@ class Guess:
         require(names in (0, columns), f"alternatives has {names} names for {columns} columns of divergence")
 
     def upper(self, confidence: float = 0.95) -> Guess:
-        """The same at the upper end of D's interval, which D exceeds with probability (1 − confidence)/2."""
-        _, high = self.divergence.interval(confidence)
+        """The same at the upper end of D's interval, which D exceeds with probability (1 − confidence)/2.
+
+        It is never above ``largest``, so that it holds for examples that were hardly drawn, too.
+        """
+        high = self.divergence.interval(confidence)[1].clamp(max=self.largest)
         return replace(self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True))
 
     def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:

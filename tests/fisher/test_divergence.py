@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchfil.fisher import poisson_amplification
-from torchfil.fisher.mechanism import step_divergence
+from torchfil.fisher.mechanism import largest_divergences, step_divergence
 
 RATES = [1e-5, 1e-3, 0.01, 0.05, 0.3, 0.9, 1.0]
 NORMS = [0.0, 0.3, 1.3, 5.0]
@@ -125,3 +125,21 @@ def test_captured_in_a_cuda_graph() -> None:
         argument.copy_(value)
     graph.replay()
     torch.testing.assert_close(got.cpu(), step_divergence(*values, 0.1))
+
+
+@pytest.mark.parametrize(("q", "sigma"), [(0.01, 0.7), (0.1, 1.0), (0.5, 2.0), (1.0, 1.0)])
+def test_no_gradients_have_a_larger_divergence_than_the_largest(q: float, sigma: float) -> None:
+    """Membership is worst at the threshold, any other question for opposite gradients at the threshold."""
+    draws = torch.Generator().manual_seed(0)
+    u, v = torch.randn(2, 4000, 2, generator=draws, dtype=torch.float64)
+    radius = torch.rand(2, 4000, 1, generator=draws, dtype=torch.float64).clamp(max=1) ** 0.25 / sigma
+    radius[:, :1000] = 1 / sigma  # at the threshold, in all directions
+    u, v = (radius[k] * each / each.norm(dim=1, keepdim=True) for k, each in enumerate((u, v)))
+    squares = u.square().sum(dim=1), v.square().sum(dim=1)
+    membership, other = largest_divergences([(sigma, q, 3), (sigma, q, 4)])
+    alone = step_divergence(squares[0], 0 * squares[0], 0 * squares[0], q)
+    both = step_divergence(*squares, (u * v).sum(dim=1), q)
+    for found, most in ((alone, membership / 7), (both, other / 7)):
+        assert found.max() <= most * (1 + 1e-9)
+        assert found.max() > 0.99 * most  # the largest is nearly attained
+    assert largest_divergences([(sigma, q, 1), (0.0, q, 1)]) == (math.inf, math.inf)

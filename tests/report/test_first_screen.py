@@ -1,165 +1,295 @@
-"""The first screen alone answers: may it be released, who is exposed, what leaks, what to do."""
+"""The first screens answer: may it be released, why not, who is exposed, what leaks, what to change."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.report.pages import summary_of, text_of
-from tests.report.prepared_runs import KINDS, POLICY, WHOLE, bare, of_kind, question, some
-from tests.report.run_cases import made_up, worrying
-from torchfil.gate.gate import check, factor_for_all
+from tests.report.pages import source, summary_of, text_of
+from tests.report.prepared_runs import KINDS, POLICY, WHOLE, N, bare, of_kind, question, some
+from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
+from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
-from torchfil.gate.rules import rounded_up
+from torchfil.report import page as chapters
 from torchfil.report import write_report
-from torchfil.run.baselines import blind_errors
-from torchfil.run.saved_run import Attributes, Baselines, SavedRun, Spread
+from torchfil.report.charts import answers_of
+from torchfil.report.examples import Exposure
+from torchfil.report.options import Option, Options
+from torchfil.report.summary import Report, summarise
+from torchfil.run import baselines
+from torchfil.run.saved_run import Attributes, QuestionRecord, SavedRun
 
-PARTS = ("first", "card-who", "card-what", "card-todo")
+
+def written(run: SavedRun, folder: Path, policy: Policy | None = None, **options: Any) -> Path:
+    return write_report(run, folder / "report", policy=policy, **options)
 
 
-def written(run: SavedRun, folder: Path, policy: Policy | None = None, **options: Any) -> dict[str, str]:
-    """What a reader sees of the first screen, and of its cards."""
-    page = write_report(run, folder / "report", policy=policy, **options)
-    return {part: text_of(page, part) for part in PARTS}
+def visible_text(page: Path) -> str:
+    """Everything that a reader may see, without styles and scripts."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", " ", page.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def counts_of(page: Path, slug: str = "closeness") -> list[str]:
+    return [re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<b>(.*?)</b> ?<span>", source(page, slug))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cards_answer_with_a_policy_and_without(kind: str, tmp_path: Path) -> None:
-    cards, page = written(of_kind(kind, safe=True), tmp_path, POLICY), tmp_path / "report" / "index.html"
-    assert re.findall(r"\b(PASS|FAIL|NO POLICY)\b", cards["first"]) == ["PASS"]
-    assert "Nothing" in cards["card-todo"]
+def test_the_verdict_is_three_words_and_a_row_for_every_rule(kind: str, tmp_path: Path) -> None:
+    policy = POLICY if kind != "table" else WHOLE
+    page = written(of_kind(kind, safe=True), tmp_path, policy)
+    assert "May be released" in text_of(page, "verdict")
     assert all(rule["passed"] for rule in summary_of(page)["verdict"])
-    run = of_kind(kind, safe=False)
-    assert re.findall(r"\b(PASS|FAIL|NO POLICY)\b", written(run, tmp_path, POLICY)["first"]) == ["FAIL"]
-    assert {rule["rule"] for rule in summary_of(page)["verdict"] if not rule["passed"]} == {"min_error_share"}
+    assert "Nothing needs to change" in text_of(page, "verdict")
+    page, run = written(of_kind(kind, safe=False), tmp_path, policy), of_kind(kind, safe=False)
+    assert "Do not release" in text_of(page, "verdict")
+    states = re.findall(r'<tr class="(\w+)">', source(page, "verdict"))
+    assert states == sorted(states, key=("broken", "unknown", "kept").index)
+    assert len(states) == len(check(run, policy))
+    assert summary_of(page)["decision"] == "Do not release"
 
-    cards = written(run, tmp_path)
-    assert "NO POLICY" in cards["first"]
+    # who, by id, and how many, as everywhere
+    worst = Exposure(Report(summarise(run), run, {}, [], {}, policy=policy)).most()[0]
+    assert f"Most exposed {worst.id}" in text_of(page, "verdict")
+    assert text_of(page, "most-exposed").split("why")[0].count("Zoë") >= 3
+    classes = np.bincount(baselines.exposure_of(run), minlength=4).tolist()
+    assert counts_of(page) == [str(count) for count in classes]
+
+
+def test_nobody_gave_a_policy_and_the_default_one_is_named(tmp_path: Path) -> None:
+    page = written(of_kind("table", safe=False), tmp_path)
+    assert "torchfil’s default policy" in text_of(page, "verdict")
+    assert summary_of(page)["policy"] == "torchfil’s default policy"
+    run = made_up()
+    bare_run = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
+    page = written(bare_run, tmp_path)
+    assert "Cannot tell yet" in text_of(page, "verdict")
     assert "verdict" not in summary_of(page)
-    assert "3 of 200" in cards["card-who"]
-    sigma, limit = 1.0, 0.25 / 0.009  # the factor on σ² that lifts the lowest lower end to a blind guess's square
-    if kind == "linear":
-        closest = np.asarray(run.attributes.error).min(axis=0) / blind_errors(run)
-        sigma, limit = 0.05, max(1 / run.columns["mse_bound"].min(), *closest**-2.0)  # in deviations
-    assert f"σ = {rounded_up(sigma * math.sqrt(limit)):g}" in cards["card-todo"]
 
 
-@pytest.mark.parametrize("policy", [Policy(max_group_disparity=2.0), Policy(min_attacks=1), Policy(max_epsilon=1.0)])
-def test_noise_is_not_offered_where_it_does_not_help(policy: Policy, tmp_path: Path) -> None:
-    """Women leak three times as much as men; nobody is exposed."""
-    women = np.arange(200) % 2 == 0
-    run = bare("Groups", np.where(women, 1.0, 9.0), groups={"sex": np.where(women, "f", "m")})
-    broken = [verdict for verdict in check(run, policy) if not verdict.passed]
-    assert factor_for_all(broken) == (None, broken)
-    assert "σ =" not in written(run, tmp_path, policy)["card-todo"]
+def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) -> None:
+    """Ages of 12 are known to 0.3 of a blind guess's error, and nobody as a whole: 103 and 16, it once said."""
+    errors = np.full((N, 2), 40.0)
+    errors[:12, 0] = 3.6
+    low = np.where(np.arange(N) < 20, 0.0, 1.8)  # twenty were drawn too rarely
+    run = bare("Ages", 2.0, attributes=Attributes(["age", "height"], ["years", "cm"], errors, errors))
+    run.columns["mse_bound_low"] = low
+    run = with_baselines(run, [12.0, 9.0])
+    policy = Policy(min_error_share=0.5, max_share_exposed=0.0, min_attribute_error_share=1.0, blind_error=0.5)
+    page = written(run, tmp_path, policy)
+    exposed, by_attribute = (
+        next(verdict for verdict in check(run, policy) if verdict.key == key)
+        for key in ("max_share_exposed", "min_attribute_error_share")
+    )
+    assert counts_of(page) == ["0", str(exposed.offending), "180", "20"] == ["0", "0", "180", "20"]
+    assert by_attribute.offending == 0  # all twelve were drawn too rarely
+    assert "0.3" not in text_of(page, "attributes")
+    run.columns["mse_bound_low"][:] = 1.8
+    page = written(run, tmp_path, policy)
+    by_attribute = next(verdict for verdict in check(run, policy) if verdict.key == "min_attribute_error_share")
+    assert re.search(r"age 0\.3× .* 12 height", text_of(page, "attributes"))
+    assert by_attribute.offending == 12
+    assert "Least error for one attribute, age (12 examples)" in text_of(page, "verdict")
+    assert "age of Zoë 0 : ± 3.6 years (blind guess: ± 12 years)" in text_of(page, "verdict").replace("\xa0", " ")
+    assert "Nobody" not in visible_text(page)
 
 
-def test_what_is_not_known_is_called_so(tmp_path: Path) -> None:
-    assert "Not known" in written(made_up(), tmp_path)["card-who"]
-    run = bare("probes", 2.0)
-    run.columns["mse_bound_low"][5] = 0.0  # drawn too rarely
-    cards = written(run, tmp_path, POLICY)
-    assert "FAIL" in cards["first"]
-    run.columns["participations"][:7] = 0
-    cards = written(run, tmp_path, POLICY)
-    assert "3.5 % of the examples (7) were not measured" in cards["first"]
-    assert "7 not measured" in cards["card-who"]
+def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp_path: Path) -> None:
+    run = bare("Few draws", 2.0)
+    run.columns["mse_bound_low"][:90] = 0.0
+    page = written(run, tmp_path, POLICY)
+    assert counts_of(page) == ["0", "0", "110", "90"]
+    shown = text_of(page, "most-exposed").split("All 200")[0]
+    assert {int(row) for row in re.findall(r"Zoë (\d+)", shown)} <= set(range(90, N))
+    assert "Too few draws to tell (90 examples)" in text_of(page, "verdict")
 
 
-def scaled(run: SavedRun, factor: float) -> SavedRun:
-    """The run at √factor times the noise, if the gradients stayed the same."""
-    powers = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}
-    columns = {name: values * factor ** powers.get(name, 0.0) for name, values in run.columns.items()}
-    table = run.attributes
-    if table is not None:
-        low = np.asarray(table.error_low) * math.sqrt(factor)
-        table = dataclasses.replace(table, error=table.error * math.sqrt(factor), error_low=low)
-    asked = [
-        dataclasses.replace(q, divergence=q.divergence / factor, divergence_high=q.divergence_high / factor)
-        for q in run.questions
-    ]
-    return dataclasses.replace(run, columns=columns, attributes=table, questions=asked)
+CODE = r"\w\(|\w=|make_private|save_run|\bNone\b|\bTrue\b"
 
 
-def normal() -> SavedRun:
-    """Between normal laws D tells the whole curve, and the noise that keeps a rule is the least that does."""
-    asked = dataclasses.replace(question("genotype", some(0.001, 0.8, [3])), law="normal")
-    return dataclasses.replace(of_kind("linear", safe=True), questions=[asked])
+def test_no_code_and_what_is_missing_in_the_verdict(tmp_path: Path) -> None:
+    every = Policy(
+        min_error_share=0.5,
+        max_share_exposed=0.05,
+        min_attribute_error_share=0.5,
+        max_gain_over_guessing=0.1,
+        max_individual_epsilon=1.0,
+        max_group_disparity=2.0,
+        min_attacks=1,
+    )
+    run = bare("Nothing kept", 2.0, about={"title": "x"})
+    page = written(run, tmp_path, every)
+    shown = text_of(page, "verdict")
+    assert not re.search(CODE, shown)
+    for missing in ("what a blind guess errs by is not known", "attributes were not tracked", "kept no question"):
+        assert missing in shown
+    assert "“”" not in shown
 
 
-@pytest.mark.parametrize(
-    ("run", "policy"),
-    [
-        (worrying(), Policy(min_error_share=0.5)),
-        (worrying(), Policy(max_share_exposed=0.005)),
-        (worrying(), Policy(min_mse_bound=0.7)),
-        (worrying(), Policy(mse_bound_of_concern=0.4, max_share_of_concern=0.0)),
-        (worrying(), Policy(min_attribute_error_share=0.5)),
-        (worrying(), Policy(min_attribute_error={"age": 0.9})),
-        (worrying(), Policy(max_gain_over_guessing=0.1)),
-        (worrying(), Policy(max_true_positive_rate={"smokes": 0.05})),
-        (normal(), Policy(max_gain_over_guessing=0.1)),
-        (normal(), Policy(max_true_positive_rate={"genotype": 0.05})),
-    ],
-)
-def test_the_suggested_noise_keeps_the_rule_and_little_less_does_not(run: SavedRun, policy: Policy) -> None:
-    (broken,) = [verdict for verdict in check(run, policy) if not verdict.passed]
-    factor = broken.noise
-    assert factor > 1
-    assert all(verdict.passed for verdict in check(scaled(run, 1.001 * factor), policy))
-    assert not all(verdict.passed for verdict in check(scaled(run, 0.98 * factor), policy))
+def test_numbers_that_mean_nothing_are_not_printed(tmp_path: Path) -> None:
+    errors = np.tile([39300.0, 39300.0, 0.2], (N, 1))
+    table = Attributes(["grey", "colour", "dose"], ["", "", "mg"], errors, errors)
+    levels = {"red": 0.6, "blue": 0.4}
+    run = with_baselines(bare("Grey", 2.0, attributes=table), [0.3, 0.4, 0.5], colour=levels)
+    page = written(run, tmp_path)
+    shown = visible_text(page)
+    assert "39,300" not in shown
+    assert "beyond a blind guess’s error" in text_of(page, "attributes")
+    rows = re.findall(r'<tr><th scope="row">colour</th>.*?</tr>', page.read_text())
+    assert rows
+    assert not any("±" in row for row in rows)
+    assert [
+        entry["name"]
+        for entry in chapters.json.loads(page.read_text().split('id="spec">')[1].split("</script>")[0])["attributes"]
+    ] == ["grey", "dose"]
 
 
-def test_the_card_gives_a_noise_that_keeps_the_whole_policy(tmp_path: Path) -> None:
+def test_histograms_have_scales_and_companion_files_are_linked(tmp_path: Path) -> None:
+    page = written(of_kind("image", safe=False), tmp_path, POLICY, pictures=True)
+    ticks = re.findall(r'class="tick"[^>]*>([^<]+)<', source(page, "closeness"))
+    assert {"½", "1×", "2×"} & set(ticks)
+    assert {tick for tick in ticks if tick.isdigit()}  # how many examples
+    for name in summary_of(page)["files"]:
+        assert f'<a href="{name}">' in source(page, "files")
+        assert (page.parent / name).exists()
+    assert visible_text(page).count("Confidential") == 1
+
+
+@pytest.mark.parametrize("run", [worrying(), of_kind("text", safe=True), of_kind("linear", safe=False), pixelated()])
+@pytest.mark.parametrize("redacted", [False, True])
+def test_no_sentence_turns_a_bound_round(run: SavedRun, redacted: bool, tmp_path: Path) -> None:
+    shown = visible_text(written(run, tmp_path, redacted=redacted))
+    wrong = r"reconstructed|could be rebuilt|no help|spared|yardstick|off by no more|own ε|unbiased guess may"
+    assert not re.search(wrong, shown, re.IGNORECASE)
+    assert not re.search(r"(?<!not )(?<!not made )\bsafe\b", shown.replace("does not make an example safe", ""))
+
+
+def test_what_epsilon_allows_is_attained_by_the_worst_pair(tmp_path: Path) -> None:
+    """Every (ε, δ)-private pair is dominated by one of four outcomes, for which the best guess is known exactly."""
+    for epsilon, delta in ((0.3, 1e-5), (2.5, 1e-3), (9.0, 0.1)):
+        run = bare("ε", 2.0)
+        run.about.update(epsilon=epsilon, delta=delta)
+        (row,) = answers_of(Report(summarise(run), run, {}, [], {}))
+        share = (1 - delta) / (1 + math.exp(epsilon))
+        one = np.array([delta, share * math.exp(epsilon), share, 0.0])
+        best = np.maximum(one, one[::-1]).sum() / 2
+        assert (row.without, row.most) == (0.5, pytest.approx(best))
+    assert "without questions" in text_of(written(run, tmp_path), "questions")
+
+
+def test_questions_stand_beside_the_limit_and_the_commonest_answer() -> None:
+    truth = np.repeat([0, 1, 2], [80, 70, 50])
+    high = np.where(np.arange(3) == truth[:, None], 0.0, 1e-4)
+    high[-10:, :2] = 0.5
+    asked = [QuestionRecord("genotype", ["CC", "CT", "TT"], True, high, high), question("member", some(1e-4, 2.0, [3]))]
+    run = bare("Doses", 2.0, questions=asked)
+    run.columns["mse_bound_low"][3] = 0.0  # too few draws: its answer does not count
+    policy = Policy(max_gain_over_guessing=0.1)
+    rows = answers_of(Report(summarise(run), run, {}, [], {}, policy=policy))
+    told = [(row.name, row.without, round(row.most, 3), row.limit) for row in rows]
+    assert told[:2] == [("genotype", 0.5, 0.75, 0.6), ("genotype, all answers", 79 / 199, 0.771, None)]
+    assert told[2][:2] == ("member", 0.5)
+    assert told[2][2] < 0.51
+
+
+def test_measures_flag_as_their_rules_do_and_say_why(tmp_path: Path) -> None:
     run = worrying()
-    text = written(run, tmp_path, WHOLE)["card-todo"]
-    sigma = re.search(r"σ = ([\d.]+)", text)
-    assert all(verdict.passed for verdict in check(scaled(run, float(sigma[1]) ** 2), WHOLE))
+    policy = Policy(max_gain_over_guessing=0.1, max_individual_epsilon=2.0)
+    run.columns["participations"][7] = 31
+    run = with_baselines(run, 0.5)
+    run = dataclasses.replace(run, groups={"site": np.where(np.arange(100) == 7, "C", "A")})
+    spread = run.baselines.attributes
+    values = np.stack([spread.high, spread.mean + 3 * spread.std])[:, :2]
+    object.__setattr__(run, "records", SimpleNamespace(rows=np.array([7, 8]), values=values, typical=0))
+    exposure = Exposure(Report(summarise(run, policy=policy), run, {}, [], {}, policy=policy))
+    assert list(exposure.flags) == ["all inputs", "single attributes", "“smokes”", "individual ε"]
+    brute = {
+        "all inputs": np.sqrt(run.columns["mse_bound_low"]) < 0.5,
+        "single attributes": (run.attributes.error < 0.5).any(axis=1),
+        "“smokes”": run.questions[0].success() > 0.6,
+        "individual ε": run.columns["epsilon"] > 2.0,
+    }
+    for name, expected in brute.items():
+        np.testing.assert_array_equal(exposure.flags[name], expected)
+    first = exposure.most()[0]
+    assert (first.row, first.flagged) == (7, sum(int(flags[7]) for flags in brute.values()))
+    assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
+    shown = text_of(written(run, tmp_path, policy), "looks")
+    low, high = run.attributes.error[7, 0] * -1.96 + values[0, 0], run.attributes.error[7, 0] * 1.96 + values[0, 0]
+    assert f"{low:,.2f} to {high:,.2f}" in shown  # 95 % of estimates lie there
 
 
-def test_baselines_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> None:
-    """Ages of deviation 12 years, known to 3 for twelve patients; the inputs have deviation 0.7."""
-    errors = np.full((200, 2), 40.0)
+def test_pictures_of_estimates_with_their_errors(tmp_path: Path) -> None:
+    run = of_kind("image", safe=False)
+    estimates = np.stack([run.pictures.images] * 3, axis=1)
+    for name, value in (("estimates", estimates), ("errors", np.tile([0.69, 0.15, 0.16], (6, 1))), ("typical", 1)):
+        object.__setattr__(run.pictures, name, value)
+    page = written(run, tmp_path, POLICY)
+    shown = text_of(page, "looks").replace("\xa0", " ")
+    assert [shown.count(text) for text in ("± 0.69", "± 0.15", "± 0.16", "typical")] == [5, 5, 5, 1]
+    assert shown.index("Zoë 3") < shown.index("Zoë 0")  # the most exposed first
+    assert source(page, "looks").count("<img") == 20
+    assert "<img" not in written(run, tmp_path, redacted=True).read_text()
+
+
+def test_options_and_declarations_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    option = Option("Noise σ = 2.7", ["Group disparity"], 9, "accuracy 0.91 (now 0.93)")
+    found = Options([option], [(1.0, 0.2, True), (2.7, 0.54, False)], 0.5, ["Choose σ for ε: make_private(…)."])
+    monkeypatch.setattr(chapters, "options_of", lambda run, policy, verdicts: found)
+    declared = {"intended_use": "dosing <aid>", "owner_of_the_decision": "the officer"}
+    policy = Policy(name="clinical-v2", min_error_share=0.5, declared=declared)
+    run = of_kind("table", safe=False)
+    run.about["metrics"] = {"accuracy": {"value": 0.93, "on": "360 held out"}}
+    run.about["mechanism"] |= {"noise_multiplier_default": True}
+    page = written(run, tmp_path, policy)
+    assert "Noise σ = 2.7 (1 of 9 rules broken)" in text_of(page, "verdict")
+    assert "Noise σ = 2.7 1 of 9: Group disparity accuracy 0.91 (now 0.93)" in text_of(page, "options")
+    assert "<svg" in source(page, "options")
+    assert "accuracy 0.93 on 360 held out" in text_of(page, "first")
+    assert "σ 1 (the default)" in text_of(page, "first")
+    assert "Declared, not checked intended use dosing <aid> owner of the decision the officer" in text_of(
+        page, "verdict"
+    )
+
+
+def test_the_sheet_to_sign_has_every_finding_and_hash(tmp_path: Path) -> None:
+    run = of_kind("table", safe=False)
+    run.about["dataset"]["data_sha256"] = "feed" * 16
+    digests = {"run file": "ab" * 32, "policy": "cd" * 32, "weights": "ef" * 32}
+    page = written(run, tmp_path, WHOLE, digests=digests)
+    sheet = text_of(page, "decision")
+    assert "Do not release" in sheet
+    first = re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "verdict"))
+    assert first == re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "decision"))
+    for digest in (*digests.values(), "feed" * 16):
+        assert digest in sheet
+    for count, words in zip(counts_of(page), baselines.CLASSES.values(), strict=True):
+        assert f"{count} {words}" in sheet
+    public = written(run, tmp_path, redacted=True, digests=digests).read_text()
+    assert not any(digest in public for digest in (*digests.values(), "feed" * 16))
+
+
+def test_a_public_page_has_counts_and_no_verdict(tmp_path: Path) -> None:
+    errors = np.full((N, 2), 40.0)
     errors[:12, 0] = 3.0
     table = Attributes(["age", "height"], ["years", "cm"], errors, errors)
-    spread = Spread(*(np.asarray(values) for values in ([50.0, 170.0], [12.0, 9.0], [20.0, 150.0], [90.0, 200.0])))
-    inputs = Spread(*(np.asarray(value) for value in (0.0, 0.7, -2.0, 2.0)))
-    bound = some(2.0, 0.2, list(range(12)))
-    run = bare("baselines", bound, attributes=table, baselines=Baselines(200, inputs, spread, {}))
-    run.about["dataset"].pop("input_range")
-    cards = written(run, tmp_path)
-    assert "12 of 200" in cards["card-who"]
-    assert "“age” could be estimated to ± 3 years (blind guess: ± 12 years)." in cards["card-what"]
-    assert f"σ = {rounded_up(4.0):g}" in cards["card-todo"]  # for the ages; the inputs need less
-    public = written(run, tmp_path, redacted=True)
-    assert "about 10 of 200" in public["card-who"]
-    assert "25 % of a blind guess’s error" in public["card-what"]
-    assert not re.search(r"\b12\b|0\.49|years|PASS|FAIL|NO POLICY", public["first"])  # neither count nor deviation
-
-    # where inputs alone are exposed, the noise that it takes would tell their deviation
-    nothing = Spread(*(np.zeros(0) for _ in range(4)))
-    run = dataclasses.replace(run, attributes=None, baselines=Baselines(200, inputs, nothing, {}))
-    public = written(run, tmp_path, redacted=True)
-    assert "about 10 of 200" in public["card-who"]
-    assert "σ =" not in public["card-todo"]
-
-
-def test_the_noise_of_a_public_page_follows_from_what_is_published(tmp_path: Path) -> None:
-    """Two runs with the same public numbers have the same cards, whoever is the most exposed."""
-    first = written(bare("same", some(2.0, 0.01, list(range(20)))), tmp_path, redacted=True)
-    assert first == written(bare("same", some(2.0, 0.01, list(range(50, 70)))), tmp_path, redacted=True)
-    assert f"With noise σ = {rounded_up((0.25 / 0.009) ** 0.5):g} instead of 1" in first["card-todo"]
-    # the mean over ten is above a blind guess, though three of them are not: σ = 1 instead of 1 was suggested
+    run = with_baselines(bare("baselines", some(2.0, 0.05, list(range(12))), attributes=table), [0.7, 0.7])
+    page = written(run, tmp_path, redacted=True)
+    assert counts_of(page) == ["about 10", "0", "about 190", "0"]
+    shown = visible_text(page)
+    assert not re.search(r"Zoë|Do not release|May be released|Cannot tell yet|98765|0\.49\b", shown)
+    assert 'href="#show' not in page.read_text()
+    assert "×" not in text_of(page, "closeness")  # no ratio: it would tell the data's deviation
+    assert "Public version" in shown
     few = written(of_kind("table", safe=False), tmp_path, redacted=True)
-    assert "σ =" not in few["card-todo"]
-    assert "fewer than 10 of 200" in few["card-who"]
-    assert not re.search("Zoë|#show|3 of 200", few["first"])
-    with pytest.raises(ValueError, match="single example"):  # a verdict may hang on one
+    assert counts_of(few)[0] == "fewer than 10"
+    with pytest.raises(ValueError, match=r"single example|no verdict"):  # a verdict may hang on one
         written(made_up(), tmp_path, POLICY, redacted=True)

@@ -16,12 +16,12 @@ from markupsafe import Markup
 
 import torchfil
 from tests.report.pages import elements, files_of, source, table_data, text_of
-from tests.report.run_cases import made_up
+from tests.report.run_cases import made_up, with_baselines
 from torchfil.attacks import AttackResult
 from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report import page as chapters
-from torchfil.report.examples import as_data_url, shares_of, thumbnail
 from torchfil.report.formats import number
+from torchfil.report.looks import as_data_url, shares_of, thumbnail
 from torchfil.report.page import block, context_of
 from torchfil.report.summary import Report, summarise
 from torchfil.run.baselines import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
@@ -30,21 +30,22 @@ from torchfil.run.saved_run import Texts
 EVIL = '<script>alert("x")</script>'
 
 
-def test_the_page_stands_alone_and_says_on_every_section_that_it_is_private(tmp_path: Path) -> None:
+def test_the_page_stands_alone_and_says_that_it_is_private(tmp_path: Path) -> None:
     page = write_report(made_up(), tmp_path / "report")
     text = page.read_text()
-    assert not re.search(r"(src|href|action)\s*=\s*[\"'](?!data:|#)", text)
+    beside = "|".join(path.name for path in page.parent.iterdir())
+    assert not re.search(rf"(src|href|action)\s*=\s*[\"'](?!data:|#|(?:{beside})[\"'])", text)
     assert not re.search(r"url\((?!data:)|@import|fetch\(|XMLHttpRequest|WebSocket", text)
     found = elements(page)
     places = {attributes["id"] for _, attributes in found if "id" in attributes}
-    links = {str(attributes["href"])[1:] for name, attributes in found if name == "a"}
-    assert {link for link in links if not link.startswith("show-")} <= places
+    links = {str(attributes["href"]) for name, attributes in found if name == "a"}
+    assert {link[1:] for link in links if link.startswith("#") and not link.startswith("#show-")} <= places
     script = re.search(r"<script>(.*?)</script>", text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
-    slugs = [section.slug for section in chapters._SECTIONS if section.slug not in ("linear", "merged")]
-    assert re.findall(r"<section id=\"(\w+)\">", text) == slugs
-    assert all("Confidential" in text_of(page, slug) for slug in slugs)
+    slugs = [section.slug for section in chapters._SECTIONS if section.slug not in ("alerts", "linear", "merged")]
+    assert re.findall(r'<section class="card \w+" id="([\w-]+)">', text) == slugs
+    assert "Confidential" in text_of(page, "first")
     assert 'content: "Confidential: made from private data"' in text  # in the margin of printed pages
     assert hashlib.sha256((page.parent / "leakage.csv").read_bytes()).hexdigest() in text_of(page, "decision")
 
@@ -93,7 +94,7 @@ def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
     assert [row["status"] for row in rows[7:10]] == ["not measured", "not measured", "lower bound"]
     assert {row[name] for row in rows[7:9] for name in ("fil", "mse_bound")} == {""}
     assert float(rows[9]["fil"]) == pytest.approx(run.columns["fil"][9], rel=1e-6)
-    assert "2 examples were not measured" in text_of(page, "findings")
+    assert "1 examples were measured in some of their steps only" in text_of(page, "alerts")
     summary = summarise(run)
     assert summary.not_measured == 2
     assert all(0 < row.mse_bound < np.inf for row in summary.exposure)
@@ -102,14 +103,14 @@ def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
     assert status_of(run)[3] == MEASURED
     run.about["mechanism"] |= {"fil_rate": 0.25}
     assert status_of(run)[3] == NOT_MEASURED
-    assert "measured participations stand behind each example" in text_of(write_report(run, page.parent), "findings")
+    assert "measured participations stand behind each example" in text_of(write_report(run, page.parent), "alerts")
 
 
 def test_a_bare_run_gives_a_page_without_empty_chapters(tmp_path: Path) -> None:
     run = made_up()
     bare = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
     text = write_report(bare, tmp_path / "report").read_text()
-    assert not re.search('<section id="(attributes|groups|questions|words|spared)"', text)
+    assert not re.search('<section [^>]*id="(alerts|attributes|groups|looks|rates|words|spared)"', text)
     nobody = SavedRun(about={}, ids=run.ids[:0], columns={"fil": np.zeros(0), "mse_bound": np.zeros(0)})
     assert "Too few examples were measured" in write_report(nobody, tmp_path / "report").read_text()
     with pytest.raises(ValueError, match="no column 'mse_bound'"):
@@ -121,7 +122,7 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
     run = made_up(about=made_up().about | {"exact": True})
     least = run.columns["mse_bound"].min()
     run.columns["mse_bound_low"][np.argsort(-run.columns["fil"])[1]] = 0.1 * least
-    text = text_of(write_report(run, tmp_path / "report"), "findings")
+    text = text_of(write_report(run, tmp_path / "report"), "distribution")
     assert number(0.1 * least) in text
     for end in (0.1 * least, 0.0, np.nan):
         run.columns["mse_bound_low"][3] = end
@@ -133,8 +134,9 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
 def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
     table = made_up().attributes
     table = dataclasses.replace(table, error=np.full((40, 3), 6.0), error_low=np.full((40, 3), 4.0))
-    page = write_report(made_up(pictures=None, attributes=table), tmp_path / "report")
-    exposed = text_of(page, "exposed")
+    run = with_baselines(made_up(pictures=None, texts=None, attributes=table), 5.0)
+    page = write_report(run, tmp_path / "report")
+    exposed = text_of(page, "looks").replace("\xa0", " ")
     assert "age ± 4 years" in exposed
     assert "± 6" not in exposed
     assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
@@ -157,17 +159,17 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
     page = write_report(run, tmp_path / "report")
     measured = np.flatnonzero(status_of(run) != NOT_MEASURED)
-    ranked = measured[np.argsort(-run.columns["fil"][measured])].tolist()
+    ranked = measured[np.argsort(run.columns["mse_bound_low"][measured])].tolist()
     named = set(map(int, re.findall(r'data-row="(\d+)"', page.read_text())))
-    assert named - set(ranked[:12]), "the least exposed are named, too"
+    assert named - set(ranked[:12]), "the down-weighted are named, too"
     data = table_data(page)
     assert set(data["places"]) == set(ranked[:12]) | named
     assert data["measured"] == len(measured)
-    assert f"The table has {len(data['ids'])} of 40 examples" in text_of(page, "examples")
+    assert f"The table has {len(data['ids'])} of 40 examples" in text_of(page, "most-exposed")
     assert len((page.parent / "leakage.csv").read_text().splitlines()) == 41
 
 
-@pytest.mark.parametrize("slug", ["verdict", "exposed", "words", "examples"])
+@pytest.mark.parametrize("slug", ["verdict", "looks", "most-exposed", "options", "pictures", "words"])
 def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: str) -> None:
     report = Report(summarise(made_up(), redacted=True), None, {}, [], {})
     with pytest.raises(UndefinedError):

@@ -103,7 +103,7 @@ def test_the_page_starts_from_the_commonest_answer_and_the_public_one_does_not_t
     run = bare("Doses", 2.0, questions=[QuestionRecord("genotype", ["CC", "CT", "TT"], True, high, high)])
     page = write_report(run, tmp_path / "report")
     # TV ≤ sqrt(0.5/2) = 1/2: 0.4 + (0.4 + 0.35)/2 around the truth, 0.4 + 0.35·1 + 0.25/2 around the commonest
-    assert re.search("10 of 200 .* “genotype” .* up to 78 % of cases instead of 40 %", text_of(page, "card-what"))
-    assert "genotype 40 % 78 % 42 %" in text_of(page, "questions")
+    assert re.search("genotype, all answers .*40 % → 77.5 %", text_of(page, "questions"))
+    assert "genotype 40 % 78 % 42 %" in text_of(page, "rates")
     public = b"".join(files_of(write_report(run, tmp_path / "report", redacted=True)).values()).decode()
     assert not re.search(r"commonest|40\s%", public)

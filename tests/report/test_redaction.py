@@ -66,7 +66,8 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     run = planted()
     wanted = bytes_of_examples(run)
     page = write_report(run, tmp_path / "public", redacted=True, pictures=True)
-    charts = {"mse_bounds", "individual_epsilon", "groups_1", "other_bounds", "epsilon_over_training"}
+    charts = {"closeness", "mse_bounds", "questions", "individual_epsilon", "groups_1", "other_bounds"}
+    charts |= {"epsilon_over_training"}
     assert set(files_of(page)) == {"index.html", "summary.json", *(f"{name}.svg" for name in charts)}
     public = b"\n".join(files_of(page).values())
     private = b"\n".join(files_of(write_report(run, tmp_path / "private")).values())
@@ -126,7 +127,7 @@ def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
     broken = replace(attack, achieved=attack.achieved / 9, violated=np.arange(3) > 1)
     run = planted(attacks=[attack, broken])
     assert [found.violated for found in summarise(run, redacted=True).attacks] == [0, "fewer than 10"]
-    assert "A bound was violated" in text_of(write_report(run, tmp_path / "public", redacted=True), "findings")
+    assert "A bound was violated" in text_of(write_report(run, tmp_path / "public", redacted=True), "alerts")
 
 
 def test_the_lowest_end_is_that_of_many() -> None:

@@ -47,7 +47,7 @@ def test_ids_and_weights_stand_in_the_private_page_the_smallest_first(tmp_path: 
 
 def test_without_weights_there_is_no_word_of_it(tmp_path: Path) -> None:
     page = write_report(without_weights(made_up()), tmp_path / "report")
-    assert not re.search('id="spared"|clip_weight|pilots|before examples were spared', page.read_text())
+    assert not re.search('id="spared"|clip_weight|pilots|down-weighted', page.read_text())
     assert summary_of(page)["spared"] is None
     assert notes(without_weights(made_up())) == []
     spared, pilots = notes(made_up())

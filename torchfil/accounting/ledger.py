@@ -282,7 +282,7 @@ class Ledger:
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
             "sketch_rank": self.sketch_rank,
-            "questions": {name: [list(asked.answers), asked.complete] for name, asked in self.questions.items()},
+            "questions": {name: [list(asked.answers), *asked[1:]] for name, asked in self.questions.items()},
             "steps": self.steps,
             "missed_steps": self.missed_steps,
             "sums": {name: self.sums.kept(name).clone() for name in self.sums},
@@ -297,9 +297,7 @@ class Ledger:
             state: From :meth:`state_dict`.
             device: As for a new ledger.
         """
-        asked = {
-            name: QuestionSpec(tuple(answers), complete) for name, (answers, complete) in state["questions"].items()
-        }
+        asked = {name: QuestionSpec(tuple(answers), *more) for name, (answers, *more) in state["questions"].items()}
         options = (state["track"], state["sketch_rank"], asked, state["chosen"])
         ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
         ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])

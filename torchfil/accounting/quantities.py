@@ -187,6 +187,8 @@ class Conditions:
         sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
             over runs, whose standard errors include it. None: batches are known.
         skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
+        largest_divergences: The largest D of membership, and of any other question, that the noise allows; None: not
+            known, because batches are known.
         degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
             example's own, from the spread of its steps' variances.
         test_matrix: Ω of the sketch, [d, r], if one was kept.
@@ -197,6 +199,7 @@ class Conditions:
     exact: bool = False
     sample_rate: float | None = None
     skipping: bool = False
+    largest_divergences: tuple[float, float] | None = None
     degrees_of_freedom: float | None = None
     test_matrix: Tensor | None = None
     typical_changes: Mapping[str, Tensor] | None = None
@@ -427,10 +430,11 @@ class Plis(TrackedQuantity):
 
 
 class QuestionSpec(NamedTuple):
-    """What a ledger needs to know about a question: its answers, and whether they always include the true one."""
+    """What a ledger knows of a question: its answers, whether they include the true one, whether it is membership."""
 
     answers: tuple[str, ...]
     complete: bool = False
+    membership: bool = False
 
 
 class Divergence(TrackedQuantity):
@@ -481,7 +485,9 @@ class Divergence(TrackedQuantity):
         estimate = reading.estimate(value, variance, run_error)
         if reading.conditions.degrees_of_freedom is None:  # from skipped steps, not from probes
             estimate = replace(estimate, degrees_of_freedom=math.inf)
-        return Guess(estimate, *self.asked)
+        membership, other = reading.conditions.largest_divergences or (math.inf, math.inf)
+        largest = membership if self.asked.membership else other
+        return Guess(estimate, self.asked.answers, self.asked.complete, largest)
 
 
 _REGISTRY: dict[str, TrackedQuantity] = {}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchfil.cli.output import FILE, Output, with_output
 from torchfil.cli.runs import summary
 
-DELTA = 1e-4
+DELTA, HELD_OUT = 1e-4, 297
 # 3 columns and 5 rows of each digit
 _GLYPHS = (
     *("111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001"),
@@ -29,13 +29,14 @@ _GLYPHS = (
 @click.option("--device", default="cpu", show_default=True)
 @with_output
 def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -> None:
-    """Train privately on handwritten digits, save the run and write its report.
+    """Train privately on handwritten digits, save the run and write its report, with a verdict.
 
     \b
     Examples:
       torchfil demo
-      torchfil demo --epochs 30 --noise 0.7 -o /tmp/digits
+      torchfil demo --noise 4 -o quiet
     """
+    from torchfil.gate.gate import check, decision, default_policy, in_words
     from torchfil.report.page import check_replaceable, write_report
     from torchfil.run.file import load
 
@@ -54,7 +55,10 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
         path = _train(directory / "run.parquet", epochs, noise, device, out)
     saved = load(path)
     page = write_report(saved, directory / "report")
+    verdicts = check(saved, default_policy(saved))
     out.say(f"\n{summary(saved, 5)[0]}\n")
+    out.say(f"{decision(verdicts)}, by torchfil’s default policy:")
+    out.say("\n".join(f"  {in_words(verdict)}" for verdict in verdicts if not verdict.passed) or "  all rules are kept.")
     out.say("These numbers depend on private data: keep them confidential.\n")
     out.say(f"run:    {path}")
     out.result(str(page) if out.quiet else f"report: {page}", {"run": str(path), "page": str(page)})
@@ -63,15 +67,19 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
 def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: Output) -> Path:
     """An ordinary Opacus loop with the engine in it; the run is saved, digits as groups and pixels as attributes."""
     from torchfil.engine import FILPrivacyEngine
+    from torchfil.questions import Absent
 
     torch.manual_seed(0)  # of weights and probes; batches and noise differ at every call
     images, labels, origin = small_digits()
-    out.say(f"Data: {origin}; nothing is downloaded.")
+    out.say(f"Data: {origin}, {HELD_OUT} of them held out; nothing is downloaded.")
+    held_out = images[:HELD_OUT].to(device), labels[:HELD_OUT].to(device)
+    images, labels = images[HELD_OUT:], labels[HELD_OUT:]
     network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(network.to(device).parameters(), lr=1.0, momentum=0.5)
     engine = FILPrivacyEngine()
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
     options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "track": ("diagonal",)}
+    options["questions"] = {"was it in the data?": Absent()}
     model, optimizer, loader = engine.make_private(network, optimizer, loader, **options)
     for epoch in out.progress(range(epochs), desc="epochs"):
         for x, y in loader:
@@ -79,7 +87,7 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
             nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
         with torch.no_grad():
-            accuracy = (model(images.to(device)).argmax(1).cpu() == labels).double().mean()
+            accuracy = float((model(held_out[0]).argmax(1) == held_out[1]).double().mean())
         epsilon = engine.get_epsilon(DELTA)
         out.say(f"epoch {epoch + 1}: accuracy {100 * accuracy:.0f} %, ε = {epsilon:.2f} at δ = {DELTA:g}")
     return engine.save_run(
@@ -91,6 +99,7 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
         unit_of_inputs="grey value, 0 to 1",
         input_range=(0.0, 1.0),
         groups={"digit": labels.tolist()},
+        metrics={"accuracy": (accuracy, f"{HELD_OUT} held out")},
     )
 
 

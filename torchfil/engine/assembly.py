@@ -201,7 +201,7 @@ class PrivateTraining:
         id_of: The examples' ids, or where to find them in a batch of a stream.
         new_noise: Makes the source of noise and Poisson draws of a rank; None: a single process.
         distributed: Whether several processes train together.
-        accounted_rate: Returns the sampling rate of the DP accountant's last step.
+        releases: Returns the DP accountant's history: (σ, q, steps) each.
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         batch_first: Whether the examples lie along the first dimension of the model's inputs.
         **released: σ and C, for Opacus's optimizer.
@@ -228,7 +228,7 @@ class PrivateTraining:
         new_noise: Callable[..., NoiseSource],
         *,
         distributed: bool,
-        accounted_rate: Callable[[], float],
+        releases: Callable[[], Sequence[tuple[float, float, int]]],
         with_hooks: Callable[[], Any] | None,
         batch_first: bool,
         **released: Any,
@@ -246,7 +246,7 @@ class PrivateTraining:
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
-        self.run = Run(options, loss, ids, self.replica.device, generator, accounted_rate, drawn, ranks)
+        self.run = Run(options, loss, ids, self.replica.device, generator, releases, drawn, ranks)
         dataset: Any = None if stream else prepared.dataset
         self.passes = DatasetPasses(self.run, self.replica, dataset, prepared.collate_fn)
         graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses

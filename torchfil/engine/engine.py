@@ -225,7 +225,7 @@ class FILPrivacyEngine(PrivacyEngine):
             id_of,
             partial(noise_source, device=next(module.parameters()).device, **sources),
             distributed=distributed,
-            accounted_rate=lambda: float(self.accountant.history[-1][1]) if self.accountant.history else 1.0,
+            releases=lambda: self.accountant.history,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=noise_multiplier,

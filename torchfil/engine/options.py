@@ -34,7 +34,7 @@ from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
-from torchfil.questions import Question, check_questions
+from torchfil.questions import Absent, Question, check_questions
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 
@@ -243,7 +243,10 @@ class Accounting:
     @property
     def asked(self) -> dict[str, QuestionSpec]:
         """What the ledger needs to know about the questions, by name."""
-        return {name: QuestionSpec(question.answers, question.complete) for name, question in self.questions.items()}
+        return {
+            name: QuestionSpec(question.answers, question.complete, isinstance(question, Absent))
+            for name, question in self.questions.items()
+        }
 
     @property
     def chosen_estimator(self) -> Estimator:

@@ -36,6 +36,7 @@ from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
+from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Run:
         ids: The examples' names; in a stream, those that took part so far.
         device: The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``).
         generator: Source of the probes.
-        accounted_rate: Returns the sampling rate of the DP accountant's last step.
+        releases: Returns the DP accountant's history: (σ, q, steps) each.
         expected_batch: The mean batch size, of all ranks together.
         ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
 
@@ -88,7 +89,7 @@ class Run:
         ids: ExampleIds,
         device: torch.device,
         generator: torch.Generator,
-        accounted_rate: Callable[[], float],
+        releases: Callable[[], Sequence[tuple[float, float, int]]],
         expected_batch: int,
         ranks: Ranks | None = None,
     ) -> None:
@@ -117,7 +118,7 @@ class Run:
         self.paused = False
 
         # the current step
-        self._accounted_rate = accounted_rate
+        self._releases = releases
         self.clear_batch()
         if self._knows_batches:
             ids.count_from([0] * ids.num_examples)
@@ -155,7 +156,9 @@ class Run:
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
-        return Leakage(ledger, self.ids, Conditions(accounting.exact, rate, accounting.skips_steps, test_matrix=matrix))
+        largest = None if rate is None else largest_divergences(self._releases())
+        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
+        return Leakage(ledger, self.ids, conditions)
 
     @property
     def timeline(self) -> Timeline:
@@ -333,7 +336,8 @@ class Run:
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
-        self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), self._accounted_rate())
+        rate = float(self._releases()[-1][1]) if self._releases() else 1.0
+        self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:

@@ -24,7 +24,7 @@ the exponent in A:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -194,6 +194,29 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
 
     divergence = (1 - sample_rate) * absent + sample_rate * present
     return torch.where(torch.maximum(true, other) < _TINY, sample_rate**2 * gap / 2, divergence).clamp(min=0)
+
+
+def largest_divergences(releases: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """The largest D of membership and of any other question over these steps, whatever the gradients are.
+
+    KL_t grows with ‖u‖ for v = 0: a smaller shift is a larger one, scaled down with noise added. Of two examples it is
+    largest for u = −v (Lebeda et al. 2024), both at the clipping threshold: ‖u‖ = ‖v‖ = 1/σ.
+
+    Args:
+        releases: (σ, q, steps) each, with secret batches.
+
+    Example:
+        >>> [round(largest, 3) for largest in largest_divergences([(2.0, 0.05, 100)])]
+        [0.035, 0.124]
+    """
+    largest = [0.0, 0.0]
+    for sigma, rate, steps in releases:
+        if sigma == 0:
+            return math.inf, math.inf
+        square = torch.tensor([sigma**-2.0], dtype=torch.float64)
+        for place, other in enumerate((0.0, 1.0)):
+            largest[place] += steps * step_divergence(square, other * square, -other * square, rate).item()
+    return largest[0], largest[1]
 
 
 def _log_ratio(log_odds: Tensor, delta: Tensor) -> Tensor:

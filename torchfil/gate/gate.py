@@ -62,7 +62,7 @@ def decision(verdicts: Sequence[Verdict]) -> str:
         ('Cannot tell yet', 'May be released')
     """
     broken = [verdict for verdict in verdicts if not verdict.passed]
-    if any(verdict.found is not None for verdict in broken):
+    if any(verdict.tells for verdict in broken):
         return "Do not release"
     return "Cannot tell yet" if broken else "May be released"
 

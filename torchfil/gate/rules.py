@@ -74,6 +74,11 @@ class Verdict:
         return f"{self.key}.{self.subject}" if table else f"{self.key} ({self.subject})"
 
     @property
+    def tells(self) -> bool:
+        """Whether the run could answer: it broke or kept the rule, and not for want of measurements."""
+        return self.found is not None and (self.passed or self.key != "max_share_too_few_draws")
+
+    @property
     def offending(self) -> int:
         """How many examples break it."""
         return len(self.rows)

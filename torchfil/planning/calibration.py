@@ -116,8 +116,9 @@ class LeakageTarget:
         bound = None if self.mse_bound is None else run.get_smallest_mse_bound(self.confidence, self.of)
         if self.true_positive_rate is not None:
             assert self.question is not None
-            answers = run.get_guess(self.question).divergence
-            high = answers.interval(2 * self.confidence - 1, self.of)[1]  # one end has the stated confidence
+            guess = run.get_guess(self.question)
+            answers = guess.divergence
+            high = answers.interval(2 * self.confidence - 1, self.of)[1].clamp(max=guess.largest)  # one end alone
             worst = [float(each[measured].max()) if bool(measured.any()) else 0.0 for each in (answers.value, high)]
             divergence = worst[0], worst[1]
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
-from torchfil.report.formats import count, number
-from torchfil.report.summary import AttributeSummary, Report, Summary, named_level
-from torchfil.run.baselines import share_in_words, share_of_blind_guess
+from torchfil.report.formats import count, number, times
+from torchfil.report.leaks import prior_guess
+from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report, Summary, named_level
+from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told, ratio_to_blind_guess
 from torchfil.run.saved_run import AttackRecord
+
+TONES = {HALF: "half", BELOW: "below", BEYOND: "beyond", UNTOLD: "untold"}
 
 FEWEST_PIXELS = 16
 MOST_POINTS = 1000  # of an attack
@@ -28,13 +33,25 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     charts: dict[str, svg.Chart] = {}
     axes: dict[str, Any]
 
-    # what an unbiased attacker achieves, and other attackers
+    # how close an unbiased attacker comes, and what any attacker learns
+    bins = summary.ratio_histogram
+    if bins is not None:
+        axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther"
+        tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
+        mark = svg.Mark(1.0, "as good as a blind guess")
+        drawn = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
+        charts["closeness"] = partial(drawn, multiples=True)
     bins = summary.mse_histogram
     if bins is not None:
-        marks = [svg.Mark(summary.guess, f"blind guess, {number(summary.guess)}")] if summary.guess else []
+        square = None if summary.blind is None else summary.blind**2
+        mark = None if square is None else svg.Mark(square, f"blind guess, {number(square)}")
         axis = "bound on the mean squared error per input (MSE)"
-        drawn = partial(svg.histogram, bins.edges, bins.counts, title="examples", axis=axis, marks=marks)
-        charts["mse_bounds"] = partial(drawn, emphasis_below=summary.guess)
+        charts["mse_bounds"] = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark)
+    answers = answers_of(report)
+    if answers:
+        charts["questions"] = partial(svg.answers, answers)
+
+    # other attackers
     if rdp_bounds(summary):
         charts["other_bounds"] = _other_bounds(report)
     rero = rero_points(summary)
@@ -50,9 +67,9 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     charts |= _groups(summary)
     bins, epsilon = summary.epsilon_histogram, report.about("epsilon")
     if bins is not None:
-        marks = [svg.Mark(float(epsilon), f"ε for everybody, {number(epsilon)}")] if epsilon is not None else []
-        axes = {"title": "examples", "axis": "individual ε"}
-        charts["individual_epsilon"] = partial(svg.histogram, bins.edges, bins.counts, log=False, marks=marks, **axes)
+        mark = None if epsilon is None else svg.Mark(float(epsilon), f"ε for everybody, {number(epsilon)}")
+        drawn = partial(svg.histogram, bins.edges, bins.counts, axis="individual ε", log=False, mark=mark)
+        charts["individual_epsilon"] = drawn
 
     # the course of training, and attacks, which a public report does not show
     charts |= _history(summary.history)
@@ -60,6 +77,31 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         axes = {"title": f"error achieved by {attack.name}", "axis": "bound on the error"}
         charts[f"attack_{place}"] = partial(svg.scatter, attack_points(attack), **axes)
     return charts
+
+
+def answers_of(report: Report) -> list[svg.Answer]:
+    """Each question without the model and with it; of a public page at 1 % false alarms, and the most exposed together.
+
+    Between two equally likely answers, beside the policy's limit, as the gate judges it; and, where the run tells how
+    common all possible answers are, among all of them. Without a question, what ε allows for membership: for every
+    (ε, δ) both ways, a guess between two equally likely cases is right in (e^ε + δ)/(1 + e^ε) of them at most.
+    """
+    summary, run = report.summary, report.run
+    if run is None:
+        return [svg.Answer(q.name, FALSE_POSITIVE_RATE, q.rate["0"]) for q in summary.questions if "0" in q.rate]
+    told, gain = is_told(run), None if report.policy is None else report.policy.max_gain_over_guessing
+    rows = list[svg.Answer]()
+    for question in run.questions:
+        most = float(np.max(question.success()[told], initial=0.5))
+        rows.append(svg.Answer(question.name, 0.5, most, None if gain is None else 0.5 + gain))
+        prior = prior_guess(question, told)
+        if prior is not None:
+            rows.append(svg.Answer(f"{question.name}, all answers", prior.blind, prior.most))
+    epsilon, delta = report.about("epsilon"), report.about("delta")
+    if not rows and epsilon is not None and delta is not None and epsilon < 700:
+        allowed = (math.exp(epsilon) + delta) / (1 + math.exp(epsilon))
+        rows.append(svg.Answer("member (ε alone)", 0.5, min(allowed, 1.0)))
+    return rows
 
 
 def rdp_bounds(summary: Summary) -> dict[str, float]:
@@ -71,13 +113,10 @@ def rdp_bounds(summary: Summary) -> dict[str, float]:
 
 def _other_bounds(report: Report) -> svg.Chart:
     """Bounds from ε, and beside them a few examples, from the most exposed to the median."""
-    guess, unit = report.summary.guess, report.about("unit_of_inputs")
+    blind, unit = report.summary.blind, report.about("unit_of_inputs")
 
     def row(name: str, bound: float, tone: int) -> svg.Row:
-        note = number(bound)
-        if guess is not None:
-            share = float(share_of_blind_guess(bound**0.5, guess**0.5))
-            note = "guessing" if share >= 1 else share_in_words(share).split(" of a ")[0]
+        note = number(bound) if blind is None else times(float(ratio_to_blind_guess(math.sqrt(bound), blind)))
         return svg.Row(name, bound, bound, bound, tone, note)
 
     rows = [row(name, bound, 2) for name, bound in rdp_bounds(report.summary).items()]
@@ -85,7 +124,7 @@ def _other_bounds(report: Report) -> svg.Chart:
         if each.level in (0.0, 0.05, 0.5):
             rows.append(row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)))
     axis = "MSE bound" + (f" ({unit}, squared)" if unit else ", per input")
-    return partial(svg.intervals, rows, axis=axis, mark=None if guess is None else svg.Mark(guess, "blind guess"))
+    return partial(svg.intervals, rows, axis=axis, mark=None if blind is None else svg.Mark(blind**2, "blind guess"))
 
 
 def rero_points(summary: Summary) -> list[tuple[float, float]]:
@@ -99,33 +138,40 @@ def rero_points(summary: Summary) -> list[tuple[float, float]]:
 def pixels_of(summary: Summary) -> list[AttributeSummary]:
     """The attributes where all of them are pixels beside a blind guess, and enough for a map; otherwise none."""
     tracked = summary.tracked
-    return tracked if len(tracked) >= FEWEST_PIXELS and all(a.pixel and a.share for a in tracked) else []
+    return tracked if len(tracked) >= FEWEST_PIXELS and all(a.pixel and a.ratio for a in tracked) else []
 
 
 def _maps(pixels: list[AttributeSummary], summary: Summary) -> svg.Chart:
     """One picture a level of exposure: the stronger the colour, the more closely a pixel can be guessed."""
     grids = {
         named_level(float(level), summary): svg.grid_of_shares(
-            [a.pixel for a in pixels if a.pixel], [a.share.get(level, 1.0) for a in pixels]
+            [a.pixel for a in pixels if a.pixel], [a.ratio.get(level, 1.0) for a in pixels]
         )
         for level in ("0", "0.05", "0.5")
-        if any(level in {**a.error, **a.share} for a in pixels)
+        if any(level in {**a.error, **a.ratio} for a in pixels)
     }
     return partial(svg.maps_of_shares, grids)
 
 
 def _groups(summary: Summary) -> dict[str, svg.Chart]:
+    """Typical FIL by group, as multiples of the least exposed group's where that is a number to divide by."""
     charts: dict[str, svg.Chart] = {}
     tones = {"more": 1, "less": 2}
     for place, grouping in enumerate(summary.groupings, start=1):
+        least = min((g.fil for g in grouping.groups), default=0.0)
+        unit = least if 0 < least < math.inf else 1.0
         rows = [
-            svg.Row(g.name, g.fil, g.low, g.high, tones.get(g.compared, 0), f"n = {count(g.examples)}")
+            svg.Row(
+                g.name,
+                *(value / unit for value in (g.fil, g.low, g.high)),
+                tones.get(g.compared, 0),
+                f"{times(g.fil / unit)} ({count(g.examples)})",
+            )
             for g in grouping.groups
         ]
         if rows:
-            mark = svg.Mark(grouping.fil, "all examples")
-            axis = "Fisher information loss η̄ (right: more exposed)"
-            charts[f"groups_{place}"] = partial(svg.intervals, rows, axis=axis, mark=mark)
+            axis = "typical FIL, as a multiple of the least exposed group’s"
+            charts[f"groups_{place}"] = partial(svg.intervals, rows, axis=axis)
     return charts
 
 

@@ -1,110 +1,168 @@
-"""The examples that a confidential page names: at both ends of the ranking, spared, and text by text.
+"""The examples that a confidential page names: the most exposed, the down-weighted, and the table of all of them.
 
 Nothing of it is part of a redacted report: a public context has no field for it.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from torchfil.gate.gate import concerned
-from torchfil.report.formats import number, plus_minus
+from torchfil.report.formats import number, percent
 from torchfil.report.summary import Report
-from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.run import baselines
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, UNTOLD, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
-CARDS, LINES, SPARED, NAMED, SAMPLE = 12, 8, 20, 4, 10_000
-ORANGE, PURPLE = np.array([179, 88, 6]), np.array([84, 39, 136])  # the ends of ColorBrewer's PuOr
-NUMBERED = 3  # tokens of a text, by their share
-UNDERLINES = ((0.3, 3), (0.15, 2), (0.05, 1))  # from this share on, so many pixels of a line under the token
+MOST, SPARED, AT_ONCE = 10, 20, 2**16
+FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
 
 
 @dataclass(frozen=True)
-class Named:
-    """An example with its id.
+class Exposed:
+    """An example that is exposed more than others.
 
     Attributes:
         row: Its place in the run; the page's script opens its details from it.
         id: As saved.
-        rank: 1 for the most exposed of all measured examples.
-        in_part: Whether some of its steps were not measured.
-        bound: Its MSE bound.
-        low: The lower end of the bound; None where there is none.
-        pictures: Its picture, and its PLIS laid over it, as data addresses.
-        closest: The attributes that can be guessed most closely; None where none were tracked.
+        ratio: Its least error over a blind guess's; None: no blind guess is known.
+        bound: Its MSE bound, lower end.
+        success: How often any attacker answers each question correctly at most.
+        epsilon: Its individual ε; None where there is none.
+        flagged: By how many measures.
+        why: What is unusual about it, in words.
     """
 
     row: int
     id: str
-    rank: int
-    in_part: bool
+    ratio: float | None
     bound: float
-    low: float | None
-    pictures: list[str]
-    closest: str | None
+    success: list[float]
+    epsilon: float | None
+    flagged: int
+    why: str
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The most exposed examples, and the least exposed from the end; with pictures, and PLIS, where they were saved."""
+class Exposure:
+    """Every example of a run by every measure: all inputs together, single attributes, each question, individual ε.
 
-    most: list[Named]
-    least: list[Named]
-    measured: int
-    pictured: bool
-    with_maps: bool
+    Args:
+        report: The material of a confidential page.
+    """
+
+    def __init__(self, report: Report) -> None:
+        assert report.run is not None
+        self.report, self.run, self.policy, self.ratios = report, report.run, report.policy, report.ratios
+        self.told = baselines.is_told(self.run)
+        low = "mse_bound_low" if "mse_bound_low" in self.run.columns else "mse_bound"
+        self.bounds = np.asarray(self.run.column(low), dtype=np.float64)
+        self.success = {question.name: question.success() for question in self.run.questions}
+
+    @cached_property
+    def closest(self) -> np.ndarray | None:
+        """The smallest ratio over the attributes of an example, [n], NaN where untold; None: none is known."""
+        run, policy = self.run, self.policy
+        if run.attributes is None:
+            return None
+        stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
+        blind = baselines.blind_errors(run, *stated)
+        if np.isnan(blind).all():
+            return None
+        codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+        found = np.full(len(run), math.inf)
+        for start in range(0, len(run), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            errors = np.asarray(run.attributes.shown[part], dtype=np.float64)
+            found[part] = np.fmin.reduce(baselines.ratio_to_blind_guess(errors, blind[codes[part]]), axis=1)
+        return np.where(self.told, found, math.nan)
+
+    @cached_property
+    def flags(self) -> dict[str, np.ndarray]:
+        """Whom each measure flags, [n] booleans: closer than a blind guess, or above what the policy allows."""
+        flags = dict[str, np.ndarray]()
+        if self.ratios is not None:
+            flags["all inputs"] = self.ratios < 1
+        if self.closest is not None:
+            flags["single attributes"] = self.closest < 1
+        gain = None if self.policy is None else self.policy.max_gain_over_guessing
+        if gain is not None:
+            flags |= {f"“{name}”": self.told & ~(found - 0.5 <= gain) for name, found in self.success.items()}
+        limit = None if self.policy is None else self.policy.max_individual_epsilon
+        if limit is not None and "epsilon" in self.run.columns:
+            flags["individual ε"] = self.run.columns["epsilon"] > limit
+        return flags
+
+    def most(self) -> list[Exposed]:
+        """Those that most measures flag and, among them, with the smallest error; nobody of whom too little is told."""
+        rows = np.flatnonzero(self.told)
+        flagged = np.sum(list(self.flags.values()), axis=0, dtype=np.int64) * np.ones(len(self.run), dtype=np.int64)
+        errors = self.bounds if self.ratios is None else self.ratios
+        order = rows[np.lexsort((errors[rows], -flagged[rows]))][:MOST].tolist()
+        epsilon, why = self.run.columns.get("epsilon"), _Reasons(self.run)
+        return [
+            Exposed(
+                row,
+                str(self.run.ids[row]),
+                None if self.ratios is None else float(self.ratios[row]),
+                float(self.bounds[row]),
+                [float(found[row]) for found in self.success.values()],
+                None if epsilon is None else float(epsilon[row]),
+                int(flagged[row]),
+                "; ".join(why(row)),
+            )
+            for row in order
+        ]
 
 
-def most_and_least_exposed(run: SavedRun) -> Ends:
-    """Both ends of the ranking by MSE bound: of the pictured examples, or of all where none were pictured."""
-    status, pictures = status_of(run), run.pictures
-    measured = np.flatnonzero(status != NOT_MEASURED)
-    order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
-    rank = np.zeros(len(run), dtype=np.int64)
-    rank[order] = np.arange(1, len(order) + 1)
+class _Reasons:
+    """What is unusual about an example."""
 
-    # the same number at both ends, and nobody twice
-    pictured = {} if pictures is None else {int(row): i for i, row in enumerate(pictures.rows) if rank[row] > 0}
-    rows = np.asarray(sorted(pictured, key=lambda row: rank[row])) if pictured else order
-    most = min(CARDS if pictured else LINES, (len(rows) + 1) // 2)
+    def __init__(self, run: SavedRun) -> None:
+        self.run, self.records = run, getattr(run, "records", None)
+        self.drawn = run.columns.get("participations")
+        self.groups = {name: run.coded_group(name) for name in run.groups}
+        if "public_class" in run.columns:
+            self.groups["its label"] = np.unique(run.columns["public_class"], return_inverse=True)
 
-    # errors of different units are compared through their medians, for which 10,000 examples are enough
-    typical = np.median(np.asarray(run.attributes.shown[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
-    low = run.columns.get("mse_bound_low")
+    def __call__(self, row: int) -> list[str]:
+        return [*self._far(row), *self._often(row), *self._rare(row)]
 
-    def named(row: int) -> Named:
-        return Named(
-            row,
-            str(run.ids[row]),
-            int(rank[row]),
-            bool(status[row] == LOWER_BOUND),
-            float(run.columns["mse_bound"][row]),
-            None if low is None else float(low[row]),
-            _pictures(run, pictured[row]) if pictured else [],
-            None if typical is None else _closest(run, row, typical),
-        )
+    def _far(self, row: int) -> Iterable[str]:
+        """Attributes at the end of their range, or two deviations from their mean; the farthest two."""
+        place = [] if self.records is None else np.flatnonzero(self.records.rows == row)
+        if not len(place) or self.run.baselines is None or self.run.attributes is None:
+            return []
+        spread, values = self.run.baselines.attributes, self.records.values[place[0]]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            away = np.nan_to_num(np.abs(values - spread.mean) / spread.std)
+        far = [int(j) for j in np.argsort(-away, kind="stable")[:2] if FAR <= away[j] < math.inf]
+        ends = {True: "lowest", False: "highest"}
+        return [
+            f"{ends[bool(values[j] <= spread.low[j])]} {self.run.attributes.names[j]}"
+            if values[j] <= spread.low[j] or values[j] >= spread.high[j]
+            else f"{self.run.attributes.names[j]} far from the mean"
+            for j in far
+        ]
 
-    maps = pictures is not None and pictures.maps is not None
-    first, last = ([named(row) for row in some.tolist()] for some in (rows[:most], rows[most:][::-1][:most]))
-    return Ends(first, last, len(order), bool(pictured), maps)
+    def _often(self, row: int) -> Iterable[str]:
+        if self.drawn is not None and float(np.mean(self.drawn >= self.drawn[row])) <= OFTEN:
+            return [f"drawn {int(self.drawn[row]):,} times"]
+        return []
 
-
-def _closest(run: SavedRun, row: int, typical: np.ndarray) -> str:
-    """The attributes with the least error relative to their median over examples, in their own unit."""
-    assert run.attributes is not None
-    error, units = np.asarray(run.attributes.shown[row], dtype=np.float64), run.attributes.units
-    with np.errstate(invalid="ignore", divide="ignore"):
-        order = [int(j) for j in np.argsort(error / typical) if np.isfinite(error[j])][:NAMED]
-    return "; ".join(f"{run.attributes.names[j]} {plus_minus(error[j], units[j])}" for j in order) or "nothing"
+    def _rare(self, row: int) -> Iterable[str]:
+        """Groups, and labels, of few."""
+        for name, (levels, codes) in self.groups.items():
+            share = float(np.mean(codes == codes[row]))
+            if share < RARE and len(levels) * RARE < 1:  # where most groups are small, that is nothing unusual
+                text = name if name == "its label" else f"{name} {levels[codes[row]]}"
+                yield f"{text} is rare ({percent(share)})"
 
 
 @dataclass(frozen=True)
@@ -146,142 +204,48 @@ def spared_examples(run: SavedRun) -> Spared:
     return Spared([labels[name] for name in columns], cells, len(spared) - len(rows))
 
 
-@dataclass(frozen=True)
-class ShownToken:
-    """A token of a text: its size, its share of the text, how strong its ground and its line are; its rank, or 0."""
-
-    word: str
-    size: float
-    share: float
-    strength: float
-    line: int
-    rank: int
-
-
-def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[ShownToken]]]]:
-    """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its PLIS."""
-    if run.texts is None:
-        return []
-    maps = {"FIL": run.texts.fil, **({} if run.texts.plis is None else {"PLIS": run.texts.plis})}
-    return [
-        (str(run.ids[row]), {name: _tokens(words, sizes[place][: len(words)]) for name, sizes in maps.items()})
-        for place, (row, words) in enumerate(zip(run.texts.rows, run.texts.words, strict=True))
-    ]
-
-
-def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
-    """Tokens without the blanks around them, and a sign for one that is nothing else."""
-    shares = shares_of(sizes)
-    largest = float(shares.max(initial=0.0)) or 1.0
-    numbered = [int(place) for place in np.argsort(-shares, kind="stable")[:NUMBERED] if shares[place] > 0]
-    return [
-        ShownToken(
-            word.strip() or "␣",
-            float(sizes[place]),
-            share,
-            share / largest,
-            next((width for least, width in UNDERLINES if share >= least), 0),
-            numbered.index(place) + 1 if place in numbered else 0,
-        )
-        for place, (word, share) in enumerate(zip(words, shares.tolist(), strict=True))
-    ]
-
-
-def shares_of(sizes: np.ndarray) -> np.ndarray:
-    """s_t² / Σ s², [T]: of Fisher information for η_t, of ‖PLIS‖² for PLIS; 0 where nothing is known.
-
-    Example:
-        >>> shares_of(np.array([3.0, 4.0, np.nan])).tolist()
-        [0.36, 0.64, 0.0]
-    """
-    squares = np.nan_to_num(np.asarray(sizes, dtype=np.float64)) ** 2
-    total = squares.sum()
-    return squares / total if total > 0 else squares
-
-
-def _pictures(run: SavedRun, place: int) -> list[str]:
-    """A saved picture and, where it has a map, the map laid over it."""
-    assert run.pictures is not None
-    image = thumbnail(run.pictures.images[place])
-    if run.pictures.maps is None:
-        return [as_data_url(image)]
-    return [as_data_url(image), as_data_url(overlay(image, thumbnail(run.pictures.maps[place])))]
-
-
-def as_data_url(image: np.ndarray) -> str:
-    """uint8 [H, W] or [H, W, 3] as a PNG inside an address."""
-    height, width = image.shape[:2]
-    rows = np.ascontiguousarray(image).reshape(height, -1)
-    raw = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1).tobytes()
-    head = struct.pack(">IIBBBBB", width, height, 8, 2 if image.ndim == 3 else 0, 0, 0, 0)
-    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b"")]
-    chunks = b"".join(
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in parts
-    )
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + chunks).decode("ascii")
-
-
-def overlay(image: np.ndarray, attribution: np.ndarray) -> np.ndarray:
-    """A signed map over a paled image: orange positive, purple negative, white nothing; [H, W, 3] uint8.
-
-    Colours saturate at the 98th percentile of the map's own magnitudes.
-    """
-    grey = image.mean(axis=-1) if image.ndim == 3 else image.astype(np.float64)
-    base = (0.7 * 255 + 0.3 * grey)[..., None]
-    heat = np.nan_to_num(np.asarray(attribution, dtype=np.float64))
-    magnitudes = np.abs(heat[heat != 0])
-    scale = np.percentile(magnitudes, 98) if magnitudes.size else 1.0
-    strength = np.sqrt(np.clip(np.abs(heat) / scale, 0, 1))[..., None]
-    colour = np.where(heat[..., None] >= 0, ORANGE, PURPLE)
-    return np.round((1 - strength) * base + strength * colour).astype(np.uint8)
-
-
-def thumbnail(image: np.ndarray, side: int = 128) -> np.ndarray:
-    """The picture or map, averaged over square blocks until no side exceeds ``side``; its dtype stays."""
-    block = -(-max(image.shape[:2]) // side)
-    if block <= 1:
-        return image
-    height, width = (max(size // block, 1) for size in image.shape[:2])
-    cut = image[: height * block, : width * block].astype(np.float64)
-    blocks = cut.reshape(height, cut.shape[0] // height, width, cut.shape[1] // width, *image.shape[2:])
-    mean = blocks.mean(axis=(1, 3))
-    return (np.round(mean) if image.dtype == np.uint8 else mean).astype(image.dtype)
-
-
 # ---------------------------------------------------------------------- the table of all examples
 
 
 MOST_ROWS = 10_000  # of a run with more examples the page has the most exposed
-MOST_CELLS = 500_000  # of attributes, so that the page stays small
+MOST_CELLS = 150_000  # of attributes, so that the page stays small
 INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as ∞
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column: its name in the run, heading, meaning; whether narrow screens show it, or only an example's details."""
+    """A column: its key, heading, meaning; whether narrow screens show it, or only an example's details.
+
+    ``kind`` is "times" for multiples of a blind guess's error, "rate" for shares of correct answers, "" for others.
+    """
 
     key: str
     label: str
     meaning: str
     narrow: bool = False
     detail: bool = False
+    kind: str = ""
 
 
+RATIO = TableColumn(
+    "ratio",
+    "error",
+    "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error",
+    narrow=True,
+    kind="times",
+)
 COLUMNS = (
-    TableColumn(
-        "mse_bound",
-        "MSE bound",
-        "an unbiased guess of the inputs errs by at least this on average (mean square per input)",
-        narrow=True,
-    ),
-    TableColumn("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
-    TableColumn("mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"),
     TableColumn("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
+    TableColumn("participations", "drawn", "how many batches held the example"),
     TableColumn("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied"),
     TableColumn("sample_weight", "weight", "ω of the example in the fit, of mean 1, so that examples leak alike"),
-    TableColumn("participations", "drawn", "how many batches held the example"),
-    TableColumn("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
-    TableColumn("sampling_error", "sampling", "how much the random choice of batches could change FIL"),
+    TableColumn(
+        "mse_bound", "MSE bound", "an unbiased estimate of the inputs has at least this mean squared error per input"
+    ),
+    TableColumn("mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"),
+    TableColumn("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
+    TableColumn("fil_error", "error of FIL", "its standard error from probes and skipped steps alone", detail=True),
+    TableColumn("sampling_error", "sampling", "how much the random choice of batches could change FIL", detail=True),
     TableColumn("fil_before", "FIL before", "in the run without weights, from which weights were chosen", detail=True),
     TableColumn("missed", "missed", "participations that were not measured", detail=True),
     TableColumn("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
@@ -294,55 +258,46 @@ class Table:
 
     Attributes:
         data: The columns, as JSON takes them.
+        filters: By value, what the filter calls some of the examples.
         rows: How many examples it has.
         examples: How many the run has.
-        measured: How many of them were measured.
         left_out: The attributes that would have made the page too large.
     """
 
     data: dict[str, Any]
+    filters: dict[str, str]
     rows: int
     examples: int
-    measured: int
     left_out: list[str]
 
 
-def table_of(report: Report, named: Sequence[int]) -> Table:
+def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
     """The most exposed examples and those that the page names, with all that the run says of each."""
-    assert report.run is not None
-    run, status = report.tabled_run(), status_of(report.run)
+    report, whole = exposure.report, exposure.run
+    status = status_of(whole)
     measured = np.flatnonzero(status != NOT_MEASURED)
-    fil = np.asarray(run.columns["fil"], dtype=np.float64)
+    fil = np.asarray(whole.columns["fil"], dtype=np.float64)
+    places = np.arange(len(whole))
+    if len(whole) > MOST_ROWS:
+        # the smallest errors first, then what nobody can tell
+        errors = exposure.bounds if exposure.ratios is None else exposure.ratios
+        order = np.argsort(np.where(exposure.told, errors, math.inf), kind="stable")
+        places = np.union1d(order[:MOST_ROWS], np.asarray(list(named), dtype=np.int64))
+    run = whole if len(places) == len(whole) else whole.take(places)
+
+    marks, filters = _marks(exposure)
+    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places])
     ranked = np.sort(fil[measured])
-    places = np.arange(len(run))
-    if len(run) > MOST_ROWS:
-        worst = measured[np.argsort(-fil[measured], kind="stable")[:MOST_ROWS]]
-        places = np.union1d(worst, np.asarray(named, dtype=np.int64))
-        run = run.take(places)
-
-    # who is exposed, whom a broken rule concerns, who was spared; without what nobody can say
-    marks = {}
-    if report.num_exposed is not None:
-        marks["exposed"] = report.exposed_rows
-    if report.verdicts is not None:
-        marks["broken"] = np.zeros(len(report.run), dtype=bool)
-        marks["broken"][concerned([verdict for verdict in report.verdicts if not verdict.passed])] = True
-    if "clip_weight" in report.run.columns:
-        marks["spared"] = is_spared(report.run)
-
-    own = status[places]
-    attributes, left_out = _attributes(run, own == NOT_MEASURED)
     data = {
         "ids": np.asarray(run.ids).astype(str).tolist(),
-        "places": None if len(places) == len(report.run) else places.tolist(),
-        "status": own.tolist(),
+        "places": None if run is whole else places.tolist(),
+        "status": "".join(map(str, status[places].tolist())),
         "rank": (1 + len(ranked) - np.searchsorted(ranked, fil[places], side="right")).tolist(),
         "measured": len(measured),
-        "marks": {name: chosen[places].astype(int).tolist() for name, chosen in marks.items()},
-        "columns": _columns(run, own == NOT_MEASURED, report.origin),
+        "marks": {name: "".join("01"[on] for on in chosen[places].tolist()) for name, chosen in marks.items()},
+        "columns": _columns(exposure, run, places, (status == NOT_MEASURED)[places]),
         "groups": _groups(run),
         "attributes": attributes,
-        "lower_ends": run.attributes is not None and run.attributes.error_low is not None,
         "attacks": [
             {
                 "name": attack.name,
@@ -355,21 +310,53 @@ def table_of(report: Report, named: Sequence[int]) -> Table:
         "origin": report.origin,
         "exact": report.is_linear,
     }
-    return Table(data, len(run), len(report.run), len(measured), left_out)
+    return Table(data, filters, len(run), len(whole), left_out)
 
 
-def _columns(run: SavedRun, unknown: np.ndarray, origin: str) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = []
+def _marks(exposure: Exposure) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the down-weighted; and names."""
+    marks, filters, run = dict[str, np.ndarray](), dict[str, str](), exposure.run
+    if exposure.ratios is not None:
+        classes = baselines.classes_of_ratios(exposure.ratios)
+        for each, text in baselines.CLASSES.items():
+            marks[f"class-{each}"], filters[f"class-{each}"] = classes == each, text
+    else:
+        marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = ~exposure.told, baselines.CLASSES[UNTOLD]
+    broken = [verdict for verdict in exposure.report.verdicts or [] if not verdict.passed and len(verdict.rows)]
+    known = [verdict for verdict in broken if verdict.found is not None]
+    if known:
+        marks["broken"], filters["broken"] = np.zeros(len(run), dtype=bool), "concerned by a broken rule"
+        marks["broken"][concerned(known)] = True
+    for place, verdict in enumerate(known if len(known) > 1 else []):
+        marks[f"rule-{place}"], filters[f"rule-{place}"] = np.isin(np.arange(len(run)), verdict.rows), verdict.rule
+    if "clip_weight" in run.columns:
+        marks["weighted"], filters["weighted"] = is_spared(run), "down-weighted"
+    return marks, filters
+
+
+def _columns(exposure: Exposure, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
+    """Those that the run has; a column that says the same of everybody is left out, but for what a table needs."""
+    entries = list[dict[str, Any]]()
+
+    def add(column: TableColumn, values: np.ndarray) -> None:
+        whole = values.dtype.kind in "biu"
+        entries.append(asdict(column) | {"whole": whole, "values": _json_numbers(values, 4)})
+
+    if exposure.ratios is not None:
+        add(RATIO, exposure.ratios[places])
+    for name, success in exposure.success.items():
+        meaning = "how often any attacker tells the true answer from another, equally likely one, at most"
+        values = np.where(exposure.told, success, math.nan)[places]
+        add(TableColumn(f"question-{name}", f"“{name}”", meaning, kind="rate"), values)
     for column in COLUMNS:
         values = run.columns.get(column.key)
-        if values is None or (column.key == "missed" and not values.any()):
+        if values is None or (column.key not in ("fil", "mse_bound") and len(values) and (values == values[0]).all()):
             continue
+        if column.key == "mse_bound_low" and exposure.report.is_linear:
+            continue  # bounds are exact, and their own lower ends
         if column.key in BLANK_WHERE_UNKNOWN:
             values = np.where(unknown, np.nan, values.astype(np.float64))
-        entry = asdict(column) | {"whole": values.dtype.kind in "biu", "values": _json_numbers(values)}
-        if column.key == "mse_bound":
-            entry["meaning"] += f"; {origin}"
-        entries.append(entry)
+        add(column, values)
     return entries
 
 
@@ -386,14 +373,16 @@ def _attributes(run: SavedRun, unknown: np.ndarray) -> tuple[list[dict[str, Any]
     if run.attributes is None:
         return [], []
     fit = MOST_CELLS // max(len(run), 1)
-    entries = []
+    entries, categories = [], {} if run.baselines is None else run.baselines.levels  # which have no ±
     for j, (name, unit) in enumerate(zip(run.attributes.names[:fit], run.attributes.units[:fit], strict=True)):
+        if name in categories:
+            continue
         values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
-        entries.append({"name": name, "unit": unit, "values": _json_numbers(values, 4)})
+        entries.append({"name": name, "unit": unit, "values": _json_numbers(values, 3)})
     return entries, run.attributes.names[fit:]
 
 
-def _json_numbers(values: np.ndarray, digits: int = 6) -> list[float | int | None]:
+def _json_numbers(values: np.ndarray, digits: int = 4) -> list[float | int | None]:
     """Numbers as JSON has them: NaN is null, infinity 1e300."""
     if values.dtype.kind in "biu":
         return list(map(int, values.tolist()))

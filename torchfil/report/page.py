@@ -23,19 +23,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from torchfil.gate.gate import check, concerned, in_words, large_delta
+from torchfil.gate.gate import check, concerned, decision, default_policy, large_delta
 from torchfil.gate.policy import Policy
-from torchfil.gate.rules import Verdict, format_distinct
-from torchfil.report import examples, formats
-from torchfil.report.charts import attack_points, charts_of, comparison_chart, rdp_bounds, rero_points
+from torchfil.gate.rules import RULES, Verdict
+from torchfil.report import examples, formats, looks
+from torchfil.report.charts import (
+    TONES,
+    answers_of,
+    attack_points,
+    charts_of,
+    comparison_chart,
+    rdp_bounds,
+    rero_points,
+)
 from torchfil.report.comparison import Comparison, changes, in_short
-from torchfil.report.leaks import Advice, Leaks, PriorGuess, advise, prior_guess, unprotected
+from torchfil.report.leaks import PriorGuess, prior_guess
+from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
 from torchfil.report.summary import AttributeSummary, Report, Summary, named_level, summarise
-from torchfil.report.svg import Chart, standalone
-from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, share_in_words, share_of_blind_guess, status_of
+from torchfil.report.svg import Answer, Chart, noise_curve, ranges, standalone
+from torchfil.run.baselines import (
+    BLANK_WHERE_UNKNOWN,
+    CLASSES,
+    NOT_MEASURED,
+    is_told,
+    ratio_in_words,
+    ratio_to_blind_guess,
+    status_of,
+)
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.errors import require
+from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import visible, write_csv_parts
 
@@ -59,8 +76,44 @@ class ChosenAttributes:
 
     @property
     def worst(self) -> AttributeSummary:
-        """The one with the smallest share of a blind guess's error."""
-        return min(self.shown, key=lambda a: min(a.share.values()))
+        """The one with the smallest ratio to a blind guess's error."""
+        return min(self.shown, key=lambda a: min(a.ratio.values()))
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What a policy says of a run.
+
+    Attributes:
+        word: Of three words, what to do.
+        policy: The policy's name.
+        declared: What people stated beside it, word for word.
+        rows: Each rule as (state, title, found, limit), state "broken", "unknown" or "kept", in that order.
+    """
+
+    word: str
+    policy: str
+    declared: dict[str, str]
+    rows: list[tuple[str, str, str, str]]
+
+    def count(self, *states: str) -> int:
+        """How many rules are in one of these states."""
+        return sum(state in states for state, *_ in self.rows)
+
+
+def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
+    """The verdicts of a policy as a table; what a rule misses is told without the code that would keep it."""
+    rows = []
+    for verdict in verdicts:
+        title, found, limit = RULES[verdict.key].row(verdict)
+        if not verdict.subject:  # of a rule by name that found none
+            title = title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
+        if verdict.found is None:
+            found = verdict.detail.partition(": ")[0]
+        state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"
+        rows.append((state, title, found, limit))
+    rows.sort(key=lambda row: ("broken", "unknown", "kept").index(row[0]))
+    return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
 @dataclass(frozen=True)
@@ -70,28 +123,24 @@ class PublicContext:
     Attributes:
         report: The material; of a public page without the run.
         summary: Aggregates.
-        leaks: The questions and attributes that are not protected.
-        advice: What to do.
         charts: By name.
+        answers: Questions without and with the model.
         chosen_attributes: Those that tables show.
-        rounds_table: How the weights of spared examples were chosen: a head, and a line for each training.
+        rounds_table: How the weights of examples were chosen: a head, and a line for each training.
         rdp_bounds: Bounds from ε, by name.
         rero: Success without and with the model.
         from_data: Whether the error of a blind guess is made from the data, and may be told.
-        num_breaking: How many examples a broken rule concerns.
     """
 
     report: Report
     summary: Summary
-    leaks: Leaks
-    advice: Advice
     charts: dict[str, Chart]
+    answers: list[Answer]
     chosen_attributes: ChosenAttributes
     rounds_table: list[list[str]]
     rdp_bounds: dict[str, float]
     rero: list[tuple[float, float]]
     from_data: bool
-    num_breaking: int
 
 
 @dataclass(frozen=True)
@@ -100,10 +149,16 @@ class PrivateContext(PublicContext):
 
     Attributes:
         run: The run.
-        verdicts: What the rules of a policy found; None where no policy was given.
-        ends: The most and the least exposed examples.
-        named_spared: Those with the smallest weights.
+        ruling: What the policy says; None where the run does not keep what its rules are about.
+        num_breaking: How many examples a broken rule concerns.
+        options: What would keep the policy.
+        most: The most exposed examples.
+        measures: By which measures examples are flagged.
+        pictured: Examples as pictures.
+        shown_pictures: Those of the first screen.
+        values: Attributes of examples that can be estimated most closely.
         texts: Tokens, text by text.
+        named_spared: Those with the smallest weights.
         priors: Questions beside the data's own prior.
         spread: Of attributes the smallest and largest value and the mean.
         num_drawn: How many dots each attack's chart has.
@@ -111,10 +166,16 @@ class PrivateContext(PublicContext):
     """
 
     run: SavedRun
-    verdicts: list[Verdict] | None
-    ends: examples.Ends
+    ruling: Ruling | None
+    num_breaking: int
+    options: Options
+    most: list[examples.Exposed]
+    measures: list[str]
+    pictured: list[looks.Pictured]
+    shown_pictures: list[looks.Pictured]
+    values: list[looks.ClosestValue]
+    texts: list[tuple[str, dict[str, list[looks.ShownToken]]]]
     named_spared: examples.Spared
-    texts: list[tuple[str, dict[str, list[examples.ShownToken]]]]
     priors: dict[str, PriorGuess]
     spread: dict[str, tuple[float, float, float]]
     num_drawn: list[int]
@@ -123,44 +184,60 @@ class PrivateContext(PublicContext):
 
 def context_of(report: Report) -> PublicContext:
     """The context of a page: a :class:`PrivateContext` unless the report is redacted."""
-    summary, run, leaks = report.summary, report.run, unprotected(report)
-    broken = [verdict for verdict in report.verdicts or [] if not verdict.passed]
+    summary, run = report.summary, report.run
     public = PublicContext(
         report=report,
         summary=summary,
-        leaks=leaks,
-        advice=advise(report, leaks),
         charts=charts_of(report),
+        answers=answers_of(report),
         chosen_attributes=_chosen(summary.tracked),
         rounds_table=_rounds(summary),
         rdp_bounds=rdp_bounds(summary),
         rero=rero_points(summary),
         from_data=run is not None and run.baselines is not None,
-        num_breaking=len(concerned(broken)),
     )
     if run is None:
         return public
 
-    measured = status_of(run) != NOT_MEASURED
-    priors = {question.name: prior_guess(question, measured) for question in run.questions}
-    ends, spared = examples.most_and_least_exposed(report.tabled_run()), examples.spared_examples(run)
+    # who is exposed, and what that would look like
+    told, exposure, verdicts, policy = is_told(run), examples.Exposure(report), report.verdicts, report.policy
+    most, spared, pictured = exposure.most(), examples.spared_examples(run), looks.pictures_of(run, report.ratios)
+    values = looks.closest_values(report, exposure.closest)
+    drawn = [value.drawn for value in values if value.drawn is not None]
+    if drawn:
+        public.charts["ranges"] = functools.partial(ranges, drawn)
+
+    # what the policy says, and what would help
+    judged = verdicts is not None and policy is not None
+    options = options_of(run, policy, verdicts) if judged else Options()
+    if len(options.curve) > 1:
+        public.charts["options"] = functools.partial(noise_curve, options.curve, options.limit)
+    priors = {question.name: prior_guess(question, told) for question in run.questions}
+    broken = [verdict for verdict in verdicts or [] if not verdict.passed and verdict.found is not None]
+    named = [*(each.row for each in most), *(each.row for each in pictured), *(row for row, _, _ in spared.rows)]
     return PrivateContext(
         **vars(public),
         run=run,
-        verdicts=report.verdicts,
-        ends=ends,
+        ruling=ruling_of(verdicts, policy) if judged else None,
+        num_breaking=len(concerned(broken)),
+        options=options,
+        most=most,
+        measures=list(exposure.flags),
+        pictured=pictured,
+        shown_pictures=looks.side_by_side(pictured),
+        values=values,
+        texts=looks.tokens_of(run),
         named_spared=spared,
-        texts=examples.tokens_of(run),
         priors={name: guess for name, guess in priors.items() if guess is not None},
         spread=_spread(run),
         num_drawn=[len(attack_points(attack)) for attack in run.attacks],
-        table=examples.table_of(report, [it.row for it in ends.most + ends.least] + [row for row, _, _ in spared.rows]),
+        table=examples.table_of(exposure, [*named, *(value.row for value in values)]),
     )
 
 
 def _chosen(tracked: list[AttributeSummary]) -> ChosenAttributes:
-    if len(tracked) > MOST_ATTRIBUTES and all(a.share for a in tracked):
-        return ChosenAttributes(sorted(tracked, key=lambda a: min(a.share.values()))[:MOST_ATTRIBUTES], True)
+    if len(tracked) > MOST_ATTRIBUTES and all(a.ratio for a in tracked):
+        return ChosenAttributes(sorted(tracked, key=lambda a: min(a.ratio.values()))[:MOST_ATTRIBUTES], True)
     if len(tracked) > MOST_ATTRIBUTES and len({a.unit for a in tracked}) == 1 and all(a.error for a in tracked):
         return ChosenAttributes(sorted(tracked, key=lambda a: min(a.error.values()))[:MOST_ATTRIBUTES], True)
     return ChosenAttributes(tracked[:MOST_ATTRIBUTES], False)
@@ -170,7 +247,7 @@ def _rounds(summary: Summary) -> list[list[str]]:
     """A head and one line for each training; columns that no round has are left out."""
     rounds = {} if summary.spared is None else summary.spared.rounds
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "num_spared": ("Spared", formats.count),
+        "num_spared": ("Down-weighted", formats.count),
         "smallest_weight": ("Least ω", formats.number),
         "worst": ("Worst", formats.number),
         "worst_end": ("its end", formats.number),
@@ -210,33 +287,40 @@ class Section:
         title: Its heading.
         confidential: Whether a public page leaves it out.
         render: Its content; None: the template of its slug.
+        place: "card" on the first screens, "half" beside its neighbour there, or "fold" below.
     """
 
     slug: str
     title: str
     confidential: bool = False
     render: Callable[[Report], Markup | None] | None = None
+    place: str = "fold"
 
 
 _SECTIONS = [
-    Section("verdict", "May it be released?", confidential=True),
-    Section("findings", "In short"),
-    Section("training", "What was trained"),
+    Section("verdict", "May it be released?", confidential=True, place="card"),
+    Section("alerts", "Before you read on", place="card"),
+    Section("closeness", "How close could somebody get?", place="card"),
+    Section("questions", "What could anybody learn?", place="half"),
+    Section("looks", "What it would look like", confidential=True, place="half"),
+    Section("most-exposed", "Who is exposed most?", confidential=True, place="card"),
+    Section("groups", "Are groups treated alike?", place="half"),
+    Section("options", "What would fix it?", confidential=True, place="half"),
+    Section("attributes", "Single attributes"),
+    Section("pictures", "All pictures, and which pixels drive the privacy loss", confidential=True),
+    Section("words", "Which words leak", confidential=True),
+    Section("rates", "Questions at few false alarms"),
+    Section("attacks", "Attacks"),
+    Section("distribution", "Bounds in numbers"),
+    Section("bounds", "Beside other bounds"),
+    Section("epsilon", "Individual ε"),
+    Section("spared", "Down-weighted examples"),
+    Section("history", "Over the course of training"),
     Section("linear", "What was released"),
     Section("merged", "Several runs together"),
+    Section("training", "What was trained"),
     Section("assumptions", "What the numbers assume"),
-    Section("distribution", "How closely examples could be rebuilt"),
-    Section("bounds", "Beside other bounds"),
-    Section("exposed", "The most and the least exposed", confidential=True),
-    Section("spared", "Who was spared"),
-    Section("words", "Which words leak", confidential=True),
-    Section("attributes", "Single attributes"),
-    Section("questions", "What any attacker can tell"),
-    Section("groups", "Who is exposed more than others"),
-    Section("epsilon", "Individual ε"),
-    Section("attacks", "Attacks"),
-    Section("history", "Over the course of training"),
-    Section("examples", "Every example", confidential=True),
+    Section("files", "Files beside this page"),
     Section("decision", "Decision"),
 ]
 
@@ -256,7 +340,9 @@ def register_section(
     slugs = [section.slug for section in _SECTIONS]
     require(slug not in slugs, f"slug={slug!r} is taken by a section; take another of your own")
     require(before in slugs, f"before={before!r} is no section; choose from {', '.join(slugs)}")
-    _SECTIONS.insert(slugs.index(before), Section(slug, title, render=render))
+    place = _SECTIONS[slugs.index(before)].place
+    section = Section(slug, title, render=render, place="fold" if place == "fold" else "card")
+    _SECTIONS.insert(slugs.index(before), section)
 
 
 def render(report: Report) -> str:
@@ -268,7 +354,7 @@ def render(report: Report) -> str:
     """
     context, public = vars(context_of(report)), report.run is None
 
-    # sections with nothing to say have no number and no entry in the contents
+    # sections with nothing to say are left out; half a line that is left alone takes the whole
     sections = list[tuple[Section, Markup]]()
     for section in _SECTIONS:
         if section.render is not None:
@@ -277,9 +363,16 @@ def render(report: Report) -> str:
             content = None if public and section.confidential else block(section.slug, context)
         if content:
             sections.append((section, content))
-    cover = block("cards", context) if public else block("cover", context) + block("cards", context)
+    places = [section.place for section, _ in sections]
+    for i in range(len(places)):
+        if places[i] == "half" and (i + 1 == len(places) or places[i + 1] != "half"):
+            places[i] = "last half" if i and places[i - 1] == "half" else "card"
+    laid_out = [
+        (section, place.removeprefix("last "), content)
+        for (section, content), place in zip(sections, places, strict=True)
+    ]
     title, script = str(report.about("title") or "Leakage report"), Markup(asset("page.js"))
-    page = {**context, "sections": sections, "cover": _unbroken(cover), "title": title, "script": script}
+    page = {**context, "sections": laid_out, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
 
 
@@ -313,14 +406,13 @@ def render_comparison(comparison: Comparison) -> str:
             "chart": chart,
             "drawn": drawn,
         }
-    page = _environment().get_template("compared.html").render(context | _dress(comparison.redacted))
-    head, body = page.split("<body>", 1)
-    return f"{head.lstrip()}<body>{_unbroken(Markup(body))}"
+    return _environment().get_template("compared.html").render(context | _dress(comparison.redacted)).lstrip()
 
 
 def block(name: str, context: Mapping[str, Any]) -> Markup:
     """A block of the page from its template, its lines joined."""
-    return Markup(re.sub(r"\s*\n\s*", " ", _environment().get_template(f"{name}.html").render(context)).strip())
+    text = _environment().get_template(f"{name}.html").render(context)
+    return Markup(re.sub(r"\s*\n\s*", " ", text).strip())
 
 
 def asset(name: str) -> str:
@@ -336,11 +428,6 @@ def label_of(redacted: bool) -> str:
 def _dress(redacted: bool) -> dict[str, Any]:
     label = label_of(redacted)
     return {"label": label, "style": Markup(asset("charts.css") + asset("page.css").replace("{{label}}", label))}
-
-
-def _unbroken(text: Markup) -> Markup:
-    """No line ends between a number and its per-cent sign, as it would on narrow screens and in cards."""
-    return text.replace(" %", "\u00a0%")
 
 
 @functools.cache
@@ -364,18 +451,29 @@ def _environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
-    environment.globals |= {"format_distinct": format_distinct, "large_delta": large_delta}
+    environment.globals |= {"large_delta": large_delta, "classes": CLASSES, "tones": TONES}
     environment.filters |= {name: getattr(formats, name) for name in formats.__all__}
     environment.filters |= {
-        "in_words": in_words,
         "levels_in": _levels_in,
         "named_level": named_level,
+        "plainly": _plainly,
         "plural": lambda some, name: f"{some:,} {name}{'' if some == 1 else 's'}",
+        "ratio_in_words": ratio_in_words,
+        "ratio_to": lambda error, blind: float(ratio_to_blind_guess(error, blind)),
         "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
-        "share_in_words": share_in_words,
-        "share_of": lambda error, guess: share_in_words(float(share_of_blind_guess(error, guess**0.5))),
     }
     return environment
+
+
+def _plainly(sentence: str) -> str:
+    """What to do, without the code that does it; "" where nothing else is left.
+
+    Example:
+        >>> _plainly("Choose σ for ε: make_private_with_epsilon(…)."), _plainly("Train without noise_seed=.")
+        ('Choose σ for ε.', '')
+    """
+    said = sentence.partition(": ")[0].rstrip(".")
+    return "" if re.search(r"\w[(=]", said) else f"{said}."
 
 
 def _levels_in(tables: Iterable[Mapping[str, float]]) -> list[str]:
@@ -401,6 +499,7 @@ def write_report(
     policy: Policy | None = None,
     signature: Signature | None = None,
     pictures: bool = False,
+    digests: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
 
@@ -417,9 +516,11 @@ def write_report(
         directory: The folder to write; its parent must exist.
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
-        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict.
+        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict. None: those of
+            the template (:func:`torchfil.gate.gate.default_policy`), which the page then names.
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
         pictures: Whether to write the page's charts as SVG files beside it, too.
+        digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page has none.
 
     Returns:
         The path of ``index.html``.
@@ -432,18 +533,18 @@ def write_report(
             "policy= is for the private report: a verdict may hang on a single example, and the public version says "
             "nothing about fewer than min_group; leave out policy= (--policy) or redacted=True (--redacted)"
         )
-    verdicts = None if policy is None else check(run, policy)
-    summary = summarise(run, redacted=redacted, min_group=min_group)
-    files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
+    policy, verdicts = (None, None) if redacted else _judged(run, policy)
+    summary = summarise(run, redacted=redacted, min_group=min_group, policy=policy)
+    files, notes, shown = dict[str, str](), list[str](), {} if redacted else dict(digests or {})
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
             write_csv_parts(folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7)
             files["leakage.csv"] = "every example"
-            digests["leakage.csv"] = file_sha256(folder / "leakage.csv")
+            shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         # charts for other documents, from what the page shows
-        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy, signature)
+        report = Report(summary, None if redacted else run, files, notes, shown, verdicts, policy, signature)
         for name, chart in charts_of(report).items() if pictures else ():
             drawn = standalone(chart, asset("charts.css"), label_of(redacted))
             (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
@@ -454,7 +555,7 @@ def write_report(
             "format": MARKER,
             "confidential": not redacted,
             **_json_ready(summary),
-            **({} if verdicts is None else {"verdict": _json_ready([verdict.as_dict() for verdict in verdicts])}),
+            **({} if verdicts is None or policy is None else _verdict(verdicts, policy)),
             "signed_by": None if signature is None else signature.signer,
             "files": files,
             "notes": notes,
@@ -466,6 +567,22 @@ def write_report(
         # the page comes last: it names the files beside it
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
+
+
+def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:
+    """The policy, or the default one, and its verdicts; None where nobody gave one and the run keeps too little."""
+    if policy is not None:
+        return policy, check(run, policy)
+    policy = default_policy(run)
+    try:
+        return policy, check(run, policy)
+    except RunFileError:
+        return policy, None
+
+
+def _verdict(verdicts: list[Verdict], policy: Policy) -> dict[str, Any]:
+    rules = _json_ready([verdict.as_dict() for verdict in verdicts])
+    return {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
 
 
 def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
+OCTAVE = math.log10(2)  # of which ratios have so many bins: ½ and 1 are edges, and belong to the class above them
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
     "kind": None,
@@ -243,7 +244,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
         ratio_histogram=None
         if shown_ratios is None
-        else stats.histogram(shown_ratios, smallest, fineness=8 if redacted else 12, origin=1.0),
+        else stats.histogram(shown_ratios * (1 + 1e-6), smallest, fineness=(3 if redacted else 8) / OCTAVE, origin=1.0),
         epsilon={
             level: value if limit is None else min(value, limit)
             for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()

@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 from markupsafe import Markup, escape
 
-from torchfil.report.formats import number
+from torchfil.report.formats import number, rate
 from torchfil.run.statistics import round_step
 from torchfil.utils.text import visible
 
-WIDE, NARROW = 680, 350
+FULL, WIDE, HALF, NARROW = 1060, 680, 500, 340
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
 TONES = ("", " exposed", " quiet")
-STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a map, where they end; from 1 on nothing is told beyond a blind guess
+MULTIPLES = (1, 0.5, 10, 100, 0.1, 1000, 2, 0.25, 5, 1e4, 0.01, 1e5, 1e6)  # of a blind guess's error, as room allows
+STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a map, where they end; from 1 on an estimate errs more than a blind guess
 _COLOUR = "#b35806"
 _OPACITY = (1.0, 0.78, 0.56, 0.36, 0.18, 0.0)
 _MOST_CELLS, _GAP, _TITLE, _LINE = 32, 16, 20, 20
@@ -129,48 +130,174 @@ def histogram(
     counts: Sequence[int],
     *,
     width: int,
-    title: str,
     axis: str,
     log: bool = True,
-    marks: Sequence[Mark] = (),
-    emphasis_below: float | None = None,
+    mark: Mark | None = None,
+    tones: Sequence[str] = (),
+    multiples: bool = False,
 ) -> Markup:
-    """Bars between edges; height is count per width, so that merged bins do not look larger than they are.
+    """Bars between edges. A bar's area is its count, so that merged bins do not look larger than they are.
+
+    The scale at the right counts examples in a bar of the narrowest width: of bars that are equally wide, their counts.
 
     Args:
         edges: [k + 1].
         counts: [k].
         width: Of the drawing.
-        title: What a bar's height means.
         axis: The name of the values.
         log: Whether x is logarithmic.
-        marks: Vertical lines; those outside the edges widen the axis.
-        emphasis_below: Bars left of it have the colour of exposure.
+        mark: A vertical line; outside the edges it widens the axis.
+        tones: The class of every bar, [k].
+        multiples: Whether values are multiples of a blind guess's error, whose ticks are ¼, ½, 1×, 2× and so on.
     """
-    height = 260
-    points = [*edges, *(mark.value for mark in marks)]
+    height, right = 214, width - 46
+    points = [*edges, *([mark.value] if mark else [])]
     low, high = min(points), max(points)
     pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
-    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 14, width - RIGHT, log)
-
-    # heights leave room above for the names of the marks, one line each
+    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 6, right, log)
     spans = [x(b) - x(a) for a, b in pairwise(edges)]
-    density = [c / span for c, span in zip(counts, spans, strict=True)]
-    top = max(density) or 1.0
-    floor, ceiling = height - BOTTOM, TOP + 16 * len(marks) + 6
-    bars = []
-    for a, b, count, dense in zip(edges[:-1], edges[1:], counts, density, strict=True):
-        if not count:
-            continue
-        tall = max((floor - ceiling) * dense / top, 1.0)
-        exposed = emphasis_below is not None and b <= emphasis_below * (1 + 1e-9)
-        place = {"x": x(a) + 0.5, "y": floor - tall, "width": max(x(b) - x(a) - 1, 0.7), "height": tall}
-        bar = _tag("rect", **place, class_="bar exposed" if exposed else "bar")
-        bars.append(_tag("g", _tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
+    heights = [c * min(spans) / span for c, span in zip(counts, spans, strict=True)]
+    floor = height - BOTTOM
+    y = Scale(0, max(heights) or 1.0, floor, 30, False)
 
-    parts = [_text(14, 14, title, "axis"), *bars, *_x_axis(x, floor, axis)]
-    for i, mark in enumerate(sorted(marks, key=lambda mark: -mark.value)):
-        parts += _marked(x(mark.value), floor, TOP + 16 * i + 4, width, mark.name)
+    parts = [_text(width - 2, 14, "examples", "axis", anchor="end")]
+    for count in y.ticks(4):
+        if count:
+            parts += [
+                _line(6, right, y(count), y(count), "guide"),
+                _text(right + 6, y(count) + 4, number(count), "tick"),
+            ]
+    for i, (count, tall) in enumerate(zip(counts, heights, strict=True)):
+        a, b = edges[i], edges[i + 1]
+        top = min(y(tall), floor - 1.0)
+        place = {"x": x(a) + 0.5, "y": top, "width": max(x(b) - x(a) - 1, 0.7), "height": floor - top}
+        if count:
+            bar = _tag("rect", **place, class_=f"bar {tones[i]}" if tones else "bar")
+            parts.append(_tag("g", _tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
+    named = _multiples(x) if multiples else None
+    parts += _x_axis(x, floor, axis, start=6, named=named)
+    if mark:
+        parts += _marked(x(mark.value), floor, 12, width, mark.name)
+    return _svg(width, height, parts)
+
+
+def _multiples(x: Scale) -> list[tuple[float, str]]:
+    """Ticks in units of a blind guess's error, those that matter first, as many as there is room for."""
+    words, shown = {0.25: "¼", 0.5: "½"}, list[float]()
+    for value in MULTIPLES:
+        if x.low <= value <= x.high and all(abs(x(value) - x(other)) >= 38 for other in shown):
+            shown.append(value)
+    return [(value, words.get(value, f"{number(value)}×")) for value in shown]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How often a question is answered correctly: without the model, with it at most, and what a policy allows."""
+
+    name: str
+    without: float
+    most: float
+    limit: float | None = None
+
+    @property
+    def tone(self) -> str:
+        """Its colour: beyond the limit, within it, or without one."""
+        return "quiet" if self.limit is None else "half" if self.most > self.limit else "beyond"
+
+
+def answers(rows: Sequence[Answer], *, width: int) -> Markup:
+    """One line per question from 0 to 100 %: ○ without the model, ● with it at most, │ the limit, and both in words."""
+    above = width == NARROW
+    letters = min(max(len(row.name) for row in rows), 26)
+    left, step, top = (8.0, 50, 22) if above else (14 + 7.0 * letters, 34, 4)
+    x = Scale(0, 1, left, width - (10 if above else 112), False)
+    floor, parts = top + step * len(rows) - (8 if above else 0), list[Markup]()
+    for i, row in enumerate(rows):
+        y = top + step * i + 14
+        name = row.name if above or len(row.name) <= letters else row.name[: letters - 1] + "…"
+        told = f"{rate(row.without)} → {rate(row.most)}"
+        drawn = [
+            _tag("title", f"{row.name}: {told}"),
+            _text(0, y - 14 if above else y + 4, name, "row"),
+            _line(x(row.without), x(row.most), y, y, "span"),
+            _tag("circle", cx=x(row.without), cy=float(y), r=5, class_="prior"),
+            _tag("circle", cx=x(row.most), cy=float(y), r=6, class_=f"dot {row.tone}"),
+        ]
+        if row.limit is not None:
+            drawn.append(_line(x(row.limit), x(row.limit), y - 10, y + 10, "limit"))
+        drawn.append(_text(width - 2, y - 14 if above else y + 4, told, "value", anchor="end"))
+        parts.append(_tag("g", *drawn))
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(_text(x(share), floor + 18, f"{100 * share:.0f} %", "tick", anchor="middle"))
+    return _svg(width, floor + 24, parts)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A value of an example, the range of estimates around it, and the ends of the scale that it is drawn on."""
+
+    name: str
+    attribute: str
+    value: float
+    low: float
+    high: float
+    ends: tuple[float, float]
+    told: str
+
+
+def ranges(rows: Sequence[Range], *, width: int) -> Markup:
+    """One line per value, each on its own scale: ● the value, ▬ where estimates lie."""
+    above = width == NARROW
+    names, whats = (min(max(map(len, texts)), 16) for texts in ([r.name for r in rows], [r.attribute for r in rows]))
+    second, step = 14 + 7.5 * names, 50 if above else 30
+    left, right = (8.0, width - 8.0) if above else (second + 10 + 7.0 * whats, width - 116.0)
+    parts = list[Markup]()
+    for i, row in enumerate(rows):
+        y = step * i + (34 if above else 18)
+        x = Scale(*row.ends, left, right, False)
+        at = y - 16 if above else y + 4
+        parts += [
+            _text(0, at, row.name[:16], "row"),
+            _text(second, at, row.attribute[:16], "name"),
+            _line(left, right, y, y, "guide"),
+            _line(x(row.low), x(row.high), y, y, "estimate"),
+            _tag("circle", cx=x(row.value), cy=float(y), r=4.5, class_="truth"),
+            _text(width - 2, at, row.told, "value", anchor="end"),
+        ]
+    return _svg(width, step * len(rows) + 8, parts)
+
+
+def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None, *, width: int) -> Markup:
+    """The smallest error over all examples, as a multiple of a blind guess's, against σ; both axes are logarithmic.
+
+    Args:
+        points: (σ, multiple, whether it was measured), ascending in σ.
+        limit: What a policy asks of it; None: nothing.
+        width: Of the drawing.
+    """
+    height, named = 200, [sigma for sigma, _, _ in points]
+    values = [value for _, value, _ in points if 0 < value < math.inf] + ([limit] if limit else [])
+    x = Scale(named[0] / 1.15, named[-1] * 1.15, 40, width - RIGHT, True)
+    y = Scale(min(values) / 1.2, max(values) * 1.2, height - BOTTOM, 16, True)
+    parts = [
+        _line(40, x.end, height - BOTTOM, height - BOTTOM, "base"),
+        _text(x.end, height - 4, "noise σ", "axis", anchor="end"),
+    ]
+    parts += [_text(34, y(t) + 4, f"{number(t)}×", "tick", anchor="end") for t in y.ticks(3)]
+    if limit:
+        parts.append(_line(40, x.end, y(limit), y(limit), "limit"))
+        parts.append(_text(44, y(limit) - 6, f"the policy asks for {number(limit)}×", "note"))
+    way = "M" + "L".join(f"{x(sigma):.1f},{y(value):.1f}" for sigma, value, _ in points)
+    parts.append(_tag("path", d=way, class_="curve tone1 dashed"))
+    last = -math.inf
+    for sigma, value, measured in points:
+        tone = "half" if measured else "predicted"
+        parts.append(_tag("circle", cx=x(sigma), cy=y(value), r=6 if measured else 4, class_=f"dot {tone}"))
+        if measured:
+            parts.append(_text(x(sigma) + 10, y(value) + 14, "this run", "name"))
+        if x(sigma) - last >= 44:
+            last = x(sigma)
+            parts.append(_text(last, height - BOTTOM + 18, number(sigma), "tick", anchor="middle"))
     return _svg(width, height, parts)
 
 
@@ -182,7 +309,7 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
     above = width == NARROW and longest > 12
     letters = 40 - notes if above else min(longest, 34)
     left = 6.0 if above else 10 + 7.0 * letters
-    right = 12 + 7.0 * notes if width == WIDE else RIGHT
+    right = 12 + 7.0 * notes if width != NARROW else RIGHT
 
     # the axis spans what can be drawn: an interval may be infinite, and 0 has no logarithm
     finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
@@ -214,7 +341,7 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
             start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
             drawn.append(_line(x(start), x(end), y, y, f"interval{TONES[row.tone]}"))
         drawn.append(_tag("circle", cx=x(row.value), cy=y, r=5, class_=f"dot{TONES[row.tone]}"))
-        if row.note and (above or width == WIDE):
+        if row.note and (above or width != NARROW):
             drawn.append(_text(*note, row.note, "note", anchor="end"))
         parts.append(_tag("g", *drawn))
     return _svg(width, floor + BOTTOM, parts)
@@ -282,7 +409,7 @@ def scatter(points: Sequence[tuple[float, float, bool]], *, width: int, title: s
 
 
 def step_of(share: float) -> int:
-    """Which of the six steps a share has: 0 below 20 %, … 4 below 100 %, 5 no better than guessing; −1: not known.
+    """Which of the six steps a ratio has: 0 below 0.2, … 4 below 1, 5 beyond a blind guess's error; −1: not known.
 
     Example:
         >>> [step_of(share) for share in (0.05, 0.2, 0.99, 1.0, float("nan"))]
@@ -356,7 +483,7 @@ def _cells(grid: np.ndarray, left: float, top: float, cell: float) -> Markup:
 
 def _legend(width: int, top: float, per_row: int) -> list[Markup]:
     """The six steps, darkest first."""
-    names = [f"below {100 * STEPS[0]:.0f} %", *(f"to {100 * end:.0f} %" for end in STEPS[1:]), "guessing"]
+    names = [f"below {STEPS[0]:g}×", *(f"to {end:g}×" for end in STEPS[1:]), "beyond"]
     parts = []
     for step, (name, opacity) in enumerate(zip(names, _OPACITY, strict=True)):
         left, line = step % per_row * width / per_row, top + _LINE * (step // per_row + 0.6)
@@ -379,11 +506,15 @@ def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
     return _tag("line", x1=float(x1), x2=float(x2), y1=float(y1), y2=float(y2), class_=class_)
 
 
-def _x_axis(x: Scale, floor: float, name: str, *, start: float = 14) -> list[Markup]:
+def _x_axis(
+    x: Scale, floor: float, name: str, *, start: float = 14, named: list[tuple[float, str]] | None = None
+) -> list[Markup]:
     parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
-    for t in x.ticks(max(2, round((x.end - x.start) / 90))):
-        tick = _text(x(t), floor + 18, number(t), "tick", anchor="middle")
-        parts += [_line(x(t), x(t), floor, floor + 4, "base"), tick]
+    if named is None:
+        named = [(t, number(t)) for t in x.ticks(max(2, round((x.end - x.start) / 90)))]
+    for value, text in named:
+        tick = _text(x(value), floor + 18, text, "tick", anchor="middle")
+        parts += [_line(x(value), x(value), floor, floor + 4, "base"), tick]
     return parts
 
 

@@ -142,7 +142,7 @@ def levels_of(
 
 
 def histogram(
-    values: np.ndarray, smallest: int, *, log: bool = True, fineness: int = 8, origin: float | None = None
+    values: np.ndarray, smallest: int, *, log: bool = True, fineness: float = 8, origin: float | None = None
 ) -> Histogram | None:
     """Counts on a grid that does not depend on single values; None where there are too few.
 

@@ -227,7 +227,8 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
 
     def divergences(part: Leakage, rows: Tensor) -> dict[str, Tensor]:
         guess = part.get_guess(name, rows)
-        both = {"divergence": guess.divergence.value, "divergence_high": guess.upper(0.95).divergence.value}
+        high = guess.upper(0.95).divergence.value
+        both = {"divergence": guess.divergence.value.clamp(max=guess.largest), "divergence_high": high}
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
 
     found = leakage.by_parts(divergences)

@@ -16,38 +16,27 @@
     return made;
   };
 
-  // Light and dark: the system's choice until the button is used.
-  const theme = byId("theme"), root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const showTheme = () => {
-    theme.textContent = isDark() ? "Light" : "Dark";
-    theme.setAttribute("aria-pressed", String(isDark()));
-    theme.setAttribute("aria-label", isDark() ? "Switch to light colours" : "Switch to dark colours");
-  };
-  theme.hidden = false;
-  theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; showTheme(); });
-  system.addEventListener("change", showTheme);
-  showTheme();
+  // Paper shows everything: what is folded away opens for it, and closes again. The table of all examples stays folded.
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details:not([open])")].filter((fold) => fold.id !== "all-examples");
+    for (const fold of opened) fold.open = true;
+  });
+  addEventListener("afterprint", () => { for (const fold of opened) fold.open = false; });
 
-  // The contents: open beside the page, folded above it; the chapter in view is marked.
-  const contents = byId("contents"), roomy = matchMedia("(min-width: 62rem)"), entries = new Map();
-  const fold = () => { contents.open = roomy.matches; };
-  for (const link of contents.querySelectorAll("a")) entries.set(link.hash.slice(1), link);
-  contents.addEventListener("click", (event) => { if (event.target.closest("a")) fold(); });
-  roomy.addEventListener("change", fold);
-  fold();
-  const inView = new IntersectionObserver((changes) => {
-    for (const change of changes) {
-      if (change.isIntersecting) entries.get(change.target.id)?.setAttribute("aria-current", "true");
-      else entries.get(change.target.id)?.removeAttribute("aria-current");
-    }
-  }, { rootMargin: "-25% 0px -74% 0px" });
-  for (const section of document.querySelectorAll("main > section")) inView.observe(section);
+  // An address opens what is folded away there.
+  const unfold = () => {
+    const target = /^#[\w-]+$/.test(location.hash) ? byId(location.hash.slice(1)) : null;
+    const fold = target?.querySelector(":scope > details");
+    if (fold) { fold.open = true; target.scrollIntoView(); }
+  };
+  addEventListener("hashchange", unfold);
+  unfold();
 
   // The table: columns of up to some ten thousand examples; null is unknown, 1e300 infinite.
   if (!byId("spec")) return;
   const spec = JSON.parse(byId("spec").textContent), n = spec.ids.length;
-  const rowHeight = 32, NOT_MEASURED = 2, LOWER_BOUND = 1;
+  const rowHeight = 32, NOT_MEASURED = "2", LOWER_BOUND = "1", all = byId("all-examples");
   const columnOf = Object.fromEntries(spec.columns.map((column) => [column.key, column]));
   const shownColumns = spec.columns.filter((column) => !column.detail);
 
@@ -67,6 +56,8 @@
     return short === "1" ? ten : `${short} × ${ten}`;
   };
 
+  const times = (ratio) => number(ratio < 1 ? Math.min(ratio, 0.999) : ratio) + "×";
+
   // Order: what is unknown always stands last.
   const collator = new Intl.Collator("en", { numeric: true });
   const sorted = (key, descending) => {
@@ -79,12 +70,15 @@
   };
 
   // Rows in view are drawn into a pool of lines, which the scrolled spacer carries.
-  const state = { key: "mse_bound", descending: false, order: [], view: [], active: -1 };
+  const state = { key: "", descending: false, order: [], view: [], active: -1 };
   const viewport = byId("viewport"), spacer = byId("spacer"), rows = byId("rows"), grid = byId("grid"), head = byId("head");
   const text = (row, column) => {
     const value = column.values[row], status = spec.status[row];
+    if (column.key === "ratio" && value === null) return "too few draws";
     if (status === NOT_MEASURED && (column.key === "fil" || column.key.startsWith("mse"))) return "not measured";
     if (value === null) return "";
+    if (column.kind === "times") return times(value);
+    if (column.kind === "rate") return `${Number((100 * value).toPrecision(3))} %`;
     const sign = status === LOWER_BOUND ? { fil: "≥ ", mse_bound: "≤ " }[column.key] || "" : "";
     return sign + (column.whole ? value.toLocaleString("en") : number(value, true));
   };
@@ -113,7 +107,7 @@
       shownColumns.forEach((column, j) => {
         const cell = line.children[j + 1];
         cell.textContent = text(row, column);
-        cell.classList.toggle("none", cell.textContent === "not measured");
+        cell.classList.toggle("none", ["not measured", "too few draws"].includes(cell.textContent));
       });
     }
   };
@@ -141,7 +135,7 @@
   };
   const filters = () => {
     const tests = [], status = byId("filter").value, wanted = byId("search").value.trim();
-    if (status !== "all") tests.push(statuses[status] || ((row) => spec.marks[status][row] === 1));
+    if (status !== "all") tests.push(statuses[status] || ((row) => spec.marks[status][row] === "1"));
     if (byId("group")?.value) {
       const [place, level] = byId("group").value.split(":").map(Number);
       tests.push((row) => spec.groups[place].codes[row] === level);
@@ -195,7 +189,7 @@
     const line = element("div", undefined, "line", { role: "row" });
     for (const column of [{ key: "id", label: "Example", meaning: "the id that the run was saved with", narrow: true }, ...shownColumns]) {
       const cell = element("div", undefined, column.narrow ? "cell" : "cell extra", { role: "columnheader", "data-key": column.key });
-      const first = ["fil", "epsilon"].includes(column.key);
+      const first = ["fil", "epsilon"].includes(column.key) || column.kind === "rate";
       cell.append(newButton(column.label, "", () => sort(column.key, state.key === column.key ? !state.descending : first)), help(column));
       line.append(cell);
     }
@@ -218,14 +212,13 @@
     return pairs.length ? [element("h4", title), table] : [];
   };
   const sentence = (row) => {
+    const ratio = columnOf.ratio?.values[row], rank = `Number ${spec.rank[row].toLocaleString("en")} of ${spec.measured.toLocaleString("en")} by FIL.`;
     if (spec.status[row] === NOT_MEASURED) return "Not measured: no batch drew this example, or its steps were left out. This run says nothing about it; it is not safe.";
-    const bound = columnOf.mse_bound.values[row], low = columnOf.mse_bound_low?.values[row] ?? null;
-    const untold = low === null || (low === 0 && bound > 0);
-    const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ${number(low)}`;
-    const off = `${spec.exact ? "" : "an estimated "}${number(bound)} or more per input on average (${spec.origin}${spec.exact ? "" : end})`;
+    if (ratio === null) return `${rank} It was drawn too rarely to tell how far below its estimate the truth may lie; it is not safe, only not known.`;
+    const bound = columnOf.mse_bound.values[row], low = columnOf.mse_bound_low?.values[row] ?? bound;
+    const off = ratio === undefined ? `a mean squared error of ${number(low)} or more per input` : `at least ${times(ratio)} a blind guess’s error`;
     const understated = spec.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
-    const rank = `Number ${spec.rank[row].toLocaleString("en")} of ${spec.measured.toLocaleString("en")} by exposure.`;
-    return `${rank} An unbiased guess of its inputs has a mean squared error of ${off}.${understated}`;
+    return `${rank} An unbiased estimate of its inputs has ${off}, on average (${spec.origin}).${understated}`;
   };
   const copyLink = () => {
     const button = newButton("Copy link", "copy", async () => {
@@ -238,16 +231,16 @@
     const top = element("div", undefined, "top"), title = element("h3", spec.ids[row], "", { id: "detail-id" });
     top.append(title, copyLink(), newButton("Close", "close", () => dialog.close(), { autofocus: "" }));
     const pictures = element("div", undefined, "pictures"), place = spec.places ? spec.places[row] : row;
-    pictures.append(...[...document.querySelectorAll(`.card[data-row="${place}"] img`)].map((image) => image.cloneNode()));
+    pictures.append(...[...document.querySelectorAll(`.pictured [data-row="${place}"] img`)].map((image) => image.cloneNode()));
     const values = spec.columns.map((column) => [column.label, text(row, column)]).filter(([, value]) => value !== "");
     const groups = spec.groups.map((group) => [group.name, group.levels[group.codes[row]]]);
     const attributes = spec.attributes.filter((attribute) => attribute.values[row] !== null)
       .map(({ name, unit, values: errors }) => [name, `± ${number(errors[row])}${unit ? " " + unit : ""}`]);
     const attacks = spec.attacks.flatMap((attack) => attack.rows.flatMap((target, i) => (target === row
       ? [[attack.name, `error ${number(attack.achieved[i])}, bound ${number(attack.predicted[i])}`]] : [])));
-    dialog.replaceChildren(top, element("span", "Confidential", "kept"), ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
+    dialog.replaceChildren(top, ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
       ...listed("Measured", values), ...listed("Groups", groups),
-      ...listed(`An unbiased guess is off by ${spec.lower_ends ? "at least" : "an estimated"}, on average`, attributes), ...listed("Attacks", attacks));
+      ...listed("An unbiased estimate errs by at least", attributes), ...listed("Attacks", attacks));
     history.replaceState(null, "", "#example-" + encodeURIComponent(spec.ids[row]));
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
@@ -267,8 +260,9 @@
   const follow = () => {
     const [, kind, wanted] = /^#(example|show)-(.+)$/.exec(location.hash) || [];
     if (!kind) return;
-    byId("examples").scrollIntoView({ behavior: "instant" });
     if (kind === "show") {
+      all.open = true;
+      all.scrollIntoView();
       clear();
       if ([...byId("filter").options].some((option) => option.value === wanted)) byId("filter").value = wanted;
       refresh();
@@ -277,7 +271,7 @@
     let id = wanted;
     try { id = decodeURIComponent(wanted); } catch { /* an address that nobody encoded */ }
     if (spec.ids.includes(id)) open(spec.ids.indexOf(id));
-    else byId("found").textContent = "The table has no example of this address";
+    else { all.open = true; byId("found").textContent = "The table has no example of this address"; }
   };
   let waiting = 0;
   for (const id of ["search", "limit"]) byId(id).addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
@@ -285,8 +279,9 @@
   byId("clear").addEventListener("click", () => { clear(); refresh(); byId("search").focus(); });
   addEventListener("hashchange", follow);
   addEventListener("resize", draw);
+  all.addEventListener("toggle", draw);
   buildHead();
-  sort("mse_bound", false);
+  sort(columnOf.ratio ? "ratio" : "mse_bound", false);
   for (const tool of document.querySelectorAll(".tools :disabled")) tool.disabled = false;
   grid.dataset.ready = "true";
   follow();

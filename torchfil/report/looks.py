@@ -1,0 +1,256 @@
+"""What a bound would look like: pictures of estimates, values with their ranges, tokens with their weights.
+
+Nothing of it is part of a redacted report: a public context has no field for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchfil.report.formats import plus_minus
+from torchfil.report.summary import Report
+from torchfil.report.svg import Range
+from torchfil.run.baselines import blind_errors, is_told, public_classes, ratio_to_blind_guess
+from torchfil.run.saved_run import SavedRun
+
+SHOWN, PAIRS, PICTURED, NEAREST = 4, 5, 24, 50
+ORANGE, PURPLE = np.array([179, 88, 6]), np.array([84, 39, 136])  # the ends of ColorBrewer's PuOr
+NUMBERED = 3  # tokens of a text, by their share
+UNDERLINES = ((0.3, 3), (0.15, 2), (0.05, 1))  # from this share on, so many pixels of a line under the token
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """An example as pictures.
+
+    Attributes:
+        row: Its place in the run; the page's script opens its details from it.
+        id: As saved.
+        typical: Whether it is one of the typical ones.
+        pictures: The example and its PLIS laid over it, where that was saved, as data addresses.
+        estimates: An unbiased estimate at the bound, the same with beliefs, a blind guess: address and error each;
+            empty where they were not saved.
+    """
+
+    row: int
+    id: str
+    typical: bool
+    pictures: list[str]
+    estimates: list[tuple[str, float]]
+
+
+def pictures_of(run: SavedRun, ratios: np.ndarray | None) -> list[Pictured]:
+    """The saved pictures, the most exposed first and the typical ones last; untold examples are left out."""
+    saved = run.pictures
+    if saved is None:
+        return []
+    told, estimates, errors = is_told(run), getattr(saved, "estimates", None), getattr(saved, "errors", None)
+    exposure = np.asarray(run.column("mse_bound") if ratios is None else ratios, dtype=np.float64)
+    few = len(saved.rows) - getattr(saved, "typical", 0)
+    first = sorted(range(few), key=lambda place: exposure[saved.rows[place]])
+    found = []
+    for place in [*first, *range(few, len(saved.rows))]:
+        row = int(saved.rows[place])
+        if not told[row] or len(found) == PICTURED:
+            continue
+        drawn = list[tuple[str, float]]()
+        if estimates is not None and errors is not None:
+            drawn = [(as_data_url(thumbnail(estimates[place, k])), float(errors[place, k])) for k in range(3)]
+        found.append(Pictured(row, str(run.ids[row]), place >= few, _with_map(run, place), drawn))
+    return found
+
+
+def side_by_side(pictured: list[Pictured]) -> list[Pictured]:
+    """The most exposed ones and a typical one, for the first screen."""
+    typical = [each for each in pictured if each.typical][:1]
+    return [each for each in pictured if not each.typical][: SHOWN + 1 - len(typical)] + typical
+
+
+@dataclass(frozen=True)
+class ClosestValue:
+    """An attribute of an example: how closely it can be estimated at least (lower end), and a blind guess's error.
+
+    ``value`` is None where the record was not saved; ``ends`` are those of the attribute over all examples.
+    """
+
+    row: int
+    id: str
+    attribute: str
+    unit: str
+    error: float
+    blind: float
+    value: float | None
+    ends: tuple[float, float]
+
+    @property
+    def ratio(self) -> float:
+        """The error over a blind guess's."""
+        return float(ratio_to_blind_guess(self.error, self.blind))
+
+    @property
+    def told(self) -> str:
+        """Both errors in the attribute's own unit, in words."""
+        return f"{plus_minus(self.error, self.unit)} (blind guess: {plus_minus(self.blind, self.unit)})"
+
+    @property
+    def drawn(self) -> Range | None:
+        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie at the bound."""
+        if self.value is None or not math.isfinite(self.error):
+            return None
+        low, high = self.value - 1.96 * self.error, self.value + 1.96 * self.error
+        first, last = self.ends if self.ends[0] < self.ends[1] else (low, high)
+        digits = max(0, 1 - math.floor(math.log10(max(self.error, 1e-12))))
+        written = [f"{end:,.{min(digits, 6)}f}".replace("-", "−") for end in (low, high)]
+        told = f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}"
+        return Range(self.id, self.attribute, self.value, max(low, first), min(high, last), (first, last), told)
+
+
+def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
+    """The pairs of example and attribute with the smallest ratio to a blind guess's error, the smallest first.
+
+    Of the records that the run kept, or else of the examples whose closest attribute is the closest. Categories have no
+    ± and are left out.
+
+    Args:
+        report: The material.
+        nearest: The smallest ratio of each example, [n] (:func:`closest_ratios`); None: no blind guess is known.
+    """
+    run, policy = report.run, report.policy
+    if run is None or run.attributes is None or nearest is None:
+        return []
+    records, names, told = getattr(run, "records", None), run.attributes.names, is_told(run)
+    order = np.argsort(nearest, kind="stable")[:NEAREST]
+    rows = np.asarray([row for row in (order if records is None else records.rows) if told[row]], dtype=np.int64)
+    rows = np.unique(rows)
+    errors = np.asarray(run.attributes.shown[rows], dtype=np.float64)  # [m, k]
+    stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
+    every = blind_errors(run, *stated)
+    blind = every[public_classes(run)[rows]] if len(every) > 1 else np.repeat(every, len(rows), axis=0)
+    ratios = ratio_to_blind_guess(errors, blind)
+    spread = None if run.baselines is None else run.baselines.attributes
+    for place, name in enumerate(names):
+        if run.baselines is not None and name in run.baselines.levels:
+            ratios[:, place] = math.nan
+
+    found = list[ClosestValue]()
+    for flat in np.argsort(np.where(np.isfinite(ratios), ratios, math.inf), axis=None, kind="stable")[:PAIRS].tolist():
+        i, j = divmod(flat, len(names))
+        if not math.isfinite(ratios[i, j]):
+            break
+        place = [] if records is None else np.flatnonzero(records.rows == rows[i])
+        value = float(records.values[place[0], j]) if len(place) else math.nan
+        ends = (0.0, 0.0) if spread is None else (float(spread.low[j]), float(spread.high[j]))
+        known = None if math.isnan(value) else value
+        row, unit = int(rows[i]), run.attributes.units[j]
+        found.append(
+            ClosestValue(row, str(run.ids[row]), names[j], unit, float(errors[i, j]), float(blind[i, j]), known, ends)
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token of a text: its size, its share of the text, how strong its ground and its line are; its rank, or 0."""
+
+    word: str
+    size: float
+    share: float
+    strength: float
+    line: int
+    rank: int
+
+
+def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[ShownToken]]]]:
+    """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its PLIS."""
+    if run.texts is None:
+        return []
+    maps = {"FIL": run.texts.fil, **({} if run.texts.plis is None else {"PLIS": run.texts.plis})}
+    return [
+        (str(run.ids[row]), {name: _tokens(words, sizes[place][: len(words)]) for name, sizes in maps.items()})
+        for place, (row, words) in enumerate(zip(run.texts.rows, run.texts.words, strict=True))
+    ]
+
+
+def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
+    """Tokens without the blanks around them, and a sign for one that is nothing else."""
+    shares = shares_of(sizes)
+    largest = float(shares.max(initial=0.0)) or 1.0
+    numbered = [int(place) for place in np.argsort(-shares, kind="stable")[:NUMBERED] if shares[place] > 0]
+    return [
+        ShownToken(
+            word.strip() or "␣",
+            float(sizes[place]),
+            share,
+            share / largest,
+            next((width for least, width in UNDERLINES if share >= least), 0),
+            numbered.index(place) + 1 if place in numbered else 0,
+        )
+        for place, (word, share) in enumerate(zip(words, shares.tolist(), strict=True))
+    ]
+
+
+def shares_of(sizes: np.ndarray) -> np.ndarray:
+    """s_t² / Σ s², [T]: of Fisher information for η_t, of ‖PLIS‖² for PLIS; 0 where nothing is known.
+
+    Example:
+        >>> shares_of(np.array([3.0, 4.0, np.nan])).tolist()
+        [0.36, 0.64, 0.0]
+    """
+    squares = np.nan_to_num(np.asarray(sizes, dtype=np.float64)) ** 2
+    total = squares.sum()
+    return squares / total if total > 0 else squares
+
+
+def _with_map(run: SavedRun, place: int) -> list[str]:
+    """A saved picture and, where it has a map, the map laid over it."""
+    assert run.pictures is not None
+    image = thumbnail(run.pictures.images[place])
+    if run.pictures.maps is None:
+        return [as_data_url(image)]
+    return [as_data_url(image), as_data_url(overlay(image, thumbnail(run.pictures.maps[place])))]
+
+
+def as_data_url(image: np.ndarray) -> str:
+    """uint8 [H, W] or [H, W, 3] as a PNG inside an address."""
+    height, width = image.shape[:2]
+    rows = np.ascontiguousarray(image).reshape(height, -1)
+    raw = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1).tobytes()
+    head = struct.pack(">IIBBBBB", width, height, 8, 2 if image.ndim == 3 else 0, 0, 0, 0)
+    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b"")]
+    chunks = b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in parts
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + chunks).decode("ascii")
+
+
+def overlay(image: np.ndarray, attribution: np.ndarray) -> np.ndarray:
+    """A signed map over a paled image: orange positive, purple negative, white nothing; [H, W, 3] uint8.
+
+    Colours saturate at the 98th percentile of the map's own magnitudes.
+    """
+    grey = image.mean(axis=-1) if image.ndim == 3 else image.astype(np.float64)
+    base = (0.7 * 255 + 0.3 * grey)[..., None]
+    heat = np.nan_to_num(np.asarray(attribution, dtype=np.float64))
+    magnitudes = np.abs(heat[heat != 0])
+    scale = np.percentile(magnitudes, 98) if magnitudes.size else 1.0
+    strength = np.sqrt(np.clip(np.abs(heat) / scale, 0, 1))[..., None]
+    colour = np.where(heat[..., None] >= 0, ORANGE, PURPLE)
+    return np.round((1 - strength) * base + strength * colour).astype(np.uint8)
+
+
+def thumbnail(image: np.ndarray, side: int = 128) -> np.ndarray:
+    """The picture or map, averaged over square blocks until no side exceeds ``side``; its dtype stays."""
+    block = -(-max(image.shape[:2]) // side)
+    if block <= 1:
+        return image
+    height, width = (max(size // block, 1) for size in image.shape[:2])
+    cut = image[: height * block, : width * block].astype(np.float64)
+    blocks = cut.reshape(height, cut.shape[0] // height, width, cut.shape[1] // width, *image.shape[2:])
+    mean = blocks.mean(axis=(1, 3))
+    return (np.round(mean) if image.dtype == np.uint8 else mean).astype(image.dtype)
