@@ -24,12 +24,6 @@ from torchfil.report import load
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 
 
-@pytest.fixture(autouse=True)
-def _few_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise of a released score is drawn 300 times, which is most of the time that small tables take."""
-    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 3)
-
-
 def with_noise(args: tuple[Any, ...]) -> list[Any]:
     return ["glm", *args, *([] if "--sigma" in args else ["--sigma", "1"])]
 
@@ -121,6 +115,9 @@ def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> Non
     one_by_one = model.fil(X, y, 0.5, attributes={str(c): [c] for c in (0, 2, 3)}, kind="trace")
     square = sum((one_by_one[c] * X[:, int(c)].std()) ** 2 for c in one_by_one) / 3
     assert np.allclose(run.columns["mse_bound"], 1 / square)
+    for name in ("fil", "mse_bound"):  # in one unit, wherever they are shown
+        assert [float(row[name]) for row in written] == pytest.approx(run.columns[name].tolist())
+        assert data["summary"][name]["min"] == pytest.approx(run.columns[name].min())
     assert np.asarray(run.ids).tolist()[:3] == ["p0", "p1", "p2"]
     assert set(run.groups["sex"]) == {"f", "m"}
     assert data["page"] == str(page / "index.html")
@@ -158,23 +155,29 @@ def test_saved_runs_are_gated_inspected_and_compared(patients: Path, tmp_path: P
     assert (found["less"], found["more"]) == (60, 0)
 
 
-def test_the_released_score_stands_beside_the_clean_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_released_score_stands_beside_the_clean_one(tmp_path: Path) -> None:
     """A model of R² 0.467 was released with σ = 1, at which it is −6.3."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(200, 3))
     y = x @ [1.0, -1.0, 0.5] + rng.normal(size=200)
     path = tmp_path / "a.csv"
     path.write_text("a,b,c,y\n" + "\n".join(",".join(map(str, row)) for row in np.column_stack([x, y])))
-    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 300)
-    data = result(path, "--target", "y", "--no-intercept", "--sigma", "2")
+    saved = tmp_path / "run.parquet"
+    data = result(path, "--target", "y", "--no-intercept", "--sigma", "2", "--save", saved)
     ridge = np.linalg.solve(x.T @ x + 200 * 0.01 * np.eye(3), x.T @ y)
     noisy = [
         1 - np.square(y - x @ (ridge + 2 * rng.normal(size=3))).sum() / np.square(y - y.mean()).sum()
         for _ in range(4000)
     ]
     assert data["score"] > 0.5
-    assert data["released_score"] == pytest.approx(np.median(noisy), rel=0.25)
-    monkeypatch.setattr("torchfil.glm.tables._RELEASES", 3)
+    assert abs(data["released_score"] - np.mean(noisy)) < 3 * np.std(noisy) / 4000**0.5
+    assert load(saved).about["metrics"] == {
+        "R² before noise": {"value": data["score"], "on": "the 200 fitted rows"},
+        "R²": {"value": data["released_score"], "on": "the 200 fitted rows, mean over the noise"},
+    }
+    told = shown(path, "--target", "y", "--no-intercept", "--sigma", "2")
+    assert f"R² on the fitted rows: {data['score']:.3f} before noise" in told
+    assert told.count("standard deviation") == 1
     quiet = result(path, "--target", "y", "--sigma", "1e-6")
     assert quiet["released_score"] == pytest.approx(quiet["score"], abs=1e-4)
     path.write_text("a,y\n" + "\n".join(f"{i * 37 % 101},{i % 4}" for i in range(40)))  # counts that overflow

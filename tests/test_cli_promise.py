@@ -75,8 +75,7 @@ def keeps_the_promise(*args: Any) -> int:
 
 
 def glm_of(content: bytes, options: list[tuple[str, ...]]) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchfil.glm.tables._RELEASES", 3)  # what takes the time of small tables
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.csv"
         path.write_bytes(content)
         run, page = Path(folder) / "run.parquet", Path(folder) / "page"

@@ -1,13 +1,157 @@
-"""Refusals that Opacus's users know how to catch."""
+"""What newcomers are told about the likeliest mistakes, and refusals that Opacus's users know how to catch."""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from opacus.validators import errors
 from torch import nn
 
-from tests.engine.loops import make, step
+from tests.engine.loops import data, loader, make, network, step, train
+from tests.test_cli import call, refused, run_file
+from torchfil import FILPrivacyEngine
+from torchfil.engine import engine as engine_module
+from torchfil.gate.policy import Policy
+from torchfil.questions import Absent
+from torchfil.report import load, write_report
 from torchfil.utils.errors import UnsupportedModuleError
+
+EPSILON = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    ("make_private", {"noise": 1.0}, "Did you mean noise_multiplier?"),
+    ("make_private", {"sigma": 1.0}, "Did you mean noise_multiplier?"),
+    ("make_private", {"max_norm": 1.0}, "Did you mean max_grad_norm?"),
+    ("make_private", {"target_epsilon": 3}, "Use make_private_with_epsilon."),
+    ("make_private", {"epochs": 2, "target_mse_bound": 3}, "Use make_private_with_bound."),
+    ("make_private", {"estimator": "exact"}, "Pass accounting=Accounting(estimator='exact') to make_private."),
+    (
+        "make_private",
+        {"max_memory": 1},
+        "Pass accounting=Accounting(execution=Execution(max_memory=1)) to make_private.",
+    ),
+    ("make_private", {"secure_mode": True}, "Pass secure_mode=True to FILPrivacyEngine."),
+    ("make_private", {"frobnicate": 1}, "See help(FILPrivacyEngine.make_private)."),
+    ("make_private_with_epsilon", {**EPSILON, "probes": 3}, "Did you mean num_probes?"),
+    ("make_private_with_epsilon", {**EPSILON, "epsilon_tolerence": 3}, "Did you mean epsilon_tolerance?"),
+    (
+        "make_private_with_epsilon",
+        {**EPSILON, "noise": 1.0},
+        "make_private_with_epsilon chooses noise_multiplier; leave it out.",
+    ),
+    ("make_private_with_bound", {"epochs": 2, "noise_multiplyer": 1.0}, "chooses noise_multiplier; leave it out."),
+    ("FILPrivacyEngine", {"probes": 3}, "Pass num_probes=3 to make_private."),
+    ("FILPrivacyEngine", {"noise": 1.0}, "Pass noise_multiplier=1.0 to make_private."),
+    ("FILPrivacyEngine", {"track": ("diagonal",)}, "Pass track=('diagonal',) to make_private."),
+    ("FILPrivacyEngine", {"clip_weights": torch.ones(99)}, "Pass clip_weights=… to make_private."),
+    ("FILPrivacyEngine", {"acountant": "prv"}, "Did you mean accountant?"),
+    ("FILPrivacyEngine", {"lr": 0.1}, "See help(FILPrivacyEngine)."),
+]
+
+
+def private(called: str = "make_private", data_loader: Any = None, **options: Any) -> Any:
+    module = network()
+    given = (
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        loader(data(24)) if data_loader is None else data_loader,
+    )
+    return getattr(FILPrivacyEngine(), called)(*given, **options)
+
+
+@pytest.mark.parametrize(("called", "options", "remedy"), UNKNOWN, ids=str)
+def test_an_unknown_option_is_told_with_what_to_write(
+    called: str, options: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the search for σ, which takes seconds."""
+    monkeypatch.setattr(engine_module, "get_noise_multiplier", lambda **_: pytest.fail("σ was searched"))
+    monkeypatch.setattr(engine_module.calibration, "choose_noise", lambda *_: pytest.fail("σ was searched"))
+    with pytest.raises(TypeError) as no:
+        FILPrivacyEngine(**options) if called == "FILPrivacyEngine" else private(called, **options)
+    assert str(no.value).startswith("Unknown option '")
+    assert str(no.value).endswith(remedy)
+    assert len(str(no.value)) < 130, "no list of options"
+
+
+X, Y = data(24).tensors
+
+
+@pytest.mark.parametrize("given", [(X, Y), [X, Y], X, X.numpy(), data(24)], ids=lambda given: type(given).__name__)
+def test_arrays_are_no_loader(given: Any) -> None:
+    sentence = "data_loader must be a DataLoader; wrap arrays in TensorDataset."
+    methods = {"make_private": {}, "make_private_with_epsilon": EPSILON, "make_private_with_bound": {"epochs": 1}}
+    for called, options in methods.items():
+        with pytest.raises(TypeError, match=f"^{sentence} Got {type(given).__name__}"):
+            private(called, given, **options)
+
+
+def test_negative_noise_and_eval_mode() -> None:
+    with pytest.raises(ValueError, match=r"^noise_multiplier=-1 must be 0 or more"):
+        private(noise_multiplier=-1)
+    module = network().eval()
+    with pytest.raises(UnsupportedModuleError) as no:
+        make(module=module)
+    assert str(no.value) == "The model is in eval mode; call model.train() before make_private."
+    _, _, model, optimizer, batches = make()
+    with pytest.raises(
+        RuntimeError, match=r"^The model is in eval mode; call model\.train\(\) before the loop\."
+    ) as no:
+        step(model.eval(), optimizer, next(iter(batches)))
+    assert "weight" not in str(no.value)
+
+
+def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
+    run = train(data(40), steps=2)
+    engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}
+    for called in (engine.save_run, engine.report):
+        with pytest.raises(TypeError) as no:
+            called(tmp_path / "nothing")
+        assert str(no.value) == f"{called.__name__} needs delta=, e.g. 1e-5."
+    assert not list(tmp_path.iterdir())
+
+    saved = engine.save_run(tmp_path / "a" / "b" / "run.parquet", delta=1e-5, hash_data=False)
+    assert engine.report(tmp_path / "c" / "d" / "page", delta=1e-5, hash_data=False).exists()
+    for path in (tmp_path / "e" / "f" / "run.pt", f"{tmp_path}/g/h/folder/"):
+        engine.save_checkpoint(path=path, **parts)
+        engine.load_checkpoint(path=path, **parts)
+    assert call("report", saved, "-o", tmp_path / "i" / "j" / "page").exit_code == 0
+    assert call("compare", saved, saved, "-o", tmp_path / "k" / "l" / "compared.html").exit_code == 0
+    assert (tmp_path / "k" / "l" / "compared.html").stat().st_mode & 0o777 == 0o600
+    assert "Not a directory" in refused("report", saved, "-o", saved / "page")
+
+    with pytest.raises(ValueError, match=r"^This run was trained without questions\."):
+        engine.get_guess("member")
+    asked = train(data(40), steps=1, questions={"member": Absent(), "other": Absent()}).engine
+    with pytest.raises(ValueError, match="^This run was not asked 'membr'; did you mean 'member'"):
+        asked.get_guess("membr")
+
+
+def test_a_public_page_has_no_verdict_whatever_the_run_is(tmp_path: Path) -> None:
+    line = refused(
+        "report", tmp_path / "none", "-o", tmp_path / "page", "--redacted", "--policy", tmp_path / "none.toml"
+    )
+    assert line == "torchfil: A public page carries no verdict; drop --policy or --redacted."
+    with pytest.raises(ValueError, match="A public page carries no verdict; drop policy= or redacted=True"):
+        write_report(load(run_file(tmp_path / "run.parquet")), tmp_path / "page", redacted=True, policy=Policy())
+
+
+def test_the_default_noise_is_named_in_the_log_and_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a log, which ``-W error`` does not turn into an exception."""
+    for options, default in (({}, True), ({"noise_multiplier": 1.0}, False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine, _, model, optimizer, batches = make(**options)
+        assert ("noise_multiplier was not given; the run uses the default, 1.0" in caplog.text) == default
+        step(model, optimizer, next(iter(batches)))
+        mechanism = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)).about["mechanism"]
+        assert (mechanism["noise_multiplier"], mechanism["noise_multiplier_default"]) == (1.0, default)
 
 
 def test_the_engines_refusal_is_opacus_error_too() -> None:

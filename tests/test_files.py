@@ -81,7 +81,8 @@ def test_one_that_is_taken_before_it_is_locked_is_made_anew(tmp_path: Path, monk
 
 def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    for place, kind in (("nowhere/run.pt", FileNotFoundError), ("folder", OSError)):
+    (tmp_path / "file").write_bytes(b"")
+    for place, kind in (("file/run.pt", NotADirectoryError), ("folder", OSError)):
         with pytest.raises(kind) as found:
             write_bytes(tmp_path / place, b"")
         assert found.value.filename == str(tmp_path / place)
@@ -89,7 +90,7 @@ def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_
         raise KeyError("x")
     with pytest.raises(PermissionError), temporary_beside(tmp_path / "run.pt"):
         raise PermissionError(13, "no", "elsewhere")
-    assert names(tmp_path) == ["folder"]
+    assert names(tmp_path) == ["file", "folder"]
 
 
 def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving.build import attribute_table
 from torchfil.report import load
-from torchfil.run.baselines import spread_of
+from torchfil.run.blind_guess import Moments
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}
@@ -70,6 +70,16 @@ class TestSaved:
         assert set(run.baselines.levels) == {"a", "smokes"}
         assert run.baselines.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
+
+        records, drawn = run.records, run.columns["participations"] > 0
+        assert records is not None
+        np.testing.assert_array_equal(records.rows[:10], np.argsort(-run.columns["fil"] * drawn, kind="stable")[:10])
+        expected_values = np.stack([age, np.full(60, np.nan), x[:, 4]], axis=1)[records.rows]
+        np.testing.assert_allclose(records.values, expected_values)
+        of_level = np.asarray(NAMES[1:4])[x[records.rows, 1:4].argmax(axis=1)]
+        assert (records.levels, records.typical) == ([["", level, ""] for level in of_level], 3)
+        plain = trained.engine.save_run(tmp_path / "without.parquet", pictures=0, **options)
+        assert load(plain).records is None
         expected = math.sqrt(np.mean(x.var(axis=0))), x.min(), x.max()
         assert (float(inputs.std), float(inputs.low), float(inputs.high)) == pytest.approx(expected)
 
@@ -80,8 +90,9 @@ class TestSaved:
         chosen = [7, 12, 29]
         mask = torch.zeros(1, 6, 5, dtype=torch.bool).flatten().index_fill(0, torch.tensor(chosen), True).view(1, 6, 5)
         engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
-        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=0))
+        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=1))
         assert run.attributes is not None
+        assert run.records is None, "pixels are shown as pictures"
         assert run.baselines is not None
         np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
         np.testing.assert_allclose(run.baselines.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
@@ -93,7 +104,7 @@ class TestGroups:
         rng = np.random.default_rng(0)
         columns = np.eye(3)[rng.integers(3, size=50)]
         table = attribute_table(3, ["x", "y", "z"], None, None, {"level": ["x", "y", "z"]})
-        table = table.with_levels(spread_of([columns]))
+        table = table.with_levels(Moments.of(columns).spread)
         basis = np.linalg.svd(np.ones((1, 3)))[2][1:].T  # directions in which shares can change
         for _ in range(50):
             root = rng.normal(size=(3, 4))
@@ -107,7 +118,7 @@ class TestGroups:
         information = torch.rand(4, 5, dtype=torch.float64) + 0.1
         tables = []
         for x in (plain, scaled):
-            spread = spread_of([x])
+            spread = Moments.of(x).spread
             tables.append((attribute_table(5, NAMES, None, None, GROUPS).with_levels(spread), spread))
         (first, of_plain), (second, of_scaled) = tables
         widths = torch.as_tensor(scaled.max(axis=0) - scaled.min(axis=0))
@@ -118,8 +129,8 @@ class TestGroups:
 
     def test_a_level_left_out_is_told(self) -> None:
         x = table_of_people().tensors[0].numpy()
-        table = attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}).with_levels(spread_of([x]))
-        _, levels = table.spread(spread_of([x]))
+        table = attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}).with_levels(Moments.of(x).spread)
+        _, levels = table.spread(Moments.of(x).spread)
         assert levels["a"]["none of these"] == pytest.approx(x[:, 2].mean())
         assert table.directions.tolist() == [1, 2, 1, 1]
         assert table.names == ["age", "a", "a=2", "smokes"]

@@ -42,6 +42,17 @@ def test_columns_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.leakage([2, 5])["id"] == [2, 5]
 
 
+@pytest.mark.parametrize("undrawn", [[], [3], [29], [3, 4, 20]])
+def test_numbers_stay_with_their_ids_whoever_was_not_drawn(undrawn: list[int]) -> None:
+    """A single example that no batch drew moved everybody behind it by one."""
+    totals = train(data(30), steps=20, track=("diagonal",)).engine.totals
+    for name in ("participations", "missed", "trace"):
+        totals.ledger.sums[name][undrawn] = 0
+    columns = totals.arrays()
+    np.testing.assert_array_equal(columns["participations"], totals.ledger.sums["participations"].cpu())
+    np.testing.assert_array_equal(columns["fil"], totals.get_fil().value.cpu())
+
+
 def test_ids_are_answered_as_asked(tmp_path: Path) -> None:
     engine = train(data(40), steps=4).engine
     for ids in ([40], [-1], [1.5], ["a"]):

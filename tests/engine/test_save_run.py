@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import torchfil
 from tests.engine.loops import data, train
 from tests.engine.test_augmentation import Views
 from tests.engine.test_state import same
+from tests.report.pages import files_of
 from torchfil.accounting.ledger import MAX_POINTS, Timeline
 from torchfil.attacks import AttackResult
 from torchfil.engine.reading import epsilon_over_time
 from torchfil.engine.saving.data import data_sha256
-from torchfil.report import load
+from torchfil.report import load, write_report
 
 DELTA = 1e-5
 
@@ -130,7 +132,28 @@ def test_arguments_that_do_not_fit_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
+def test_metrics_are_kept_and_never_public(trained: Any, tmp_path: Path) -> None:
+    given = {"accuracy": (0.918273, "on 360 held out"), "loss": torch.tensor(0.5), "AUC": np.float32(0.25)}
+    run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, metrics=given))
+    assert run.about["metrics"] == {
+        "accuracy": {"value": 0.918273, "on": "360 held out"},
+        "loss": {"value": 0.5, "on": ""},
+        "AUC": {"value": 0.25, "on": ""},
+    }
+    public = b"".join(files_of(write_report(run, tmp_path / "public", redacted=True)).values()).decode()
+    assert "918273" not in public
+    assert "held out" not in public
+    assert b"918273" in files_of(write_report(run, tmp_path / "private"))["summary.json"]
+    wrong = ({"accuracy": "0.9"}, {"accuracy": math.nan}, {"accuracy": (0.9, 360)}, {3: 0.9}, 0.9, {"a": (1, "b", "c")})
+    for metrics in wrong:
+        with pytest.raises(ValueError, match=r"^metrics="):
+            trained.engine.save_run(tmp_path / "no.parquet", delta=DELTA, metrics=metrics)
+    for metrics in ({"accuracy": 0.9}, {"accuracy": {"value": "high", "on": ""}}):  # of a file by others
+        with pytest.raises((ValueError, TypeError)):
+            replace(run, about={**run.about, "metrics": metrics})
+
+
+def test_pictures_of_the_most_exposed_and_of_typical_ones(tmp_path: Path) -> None:
     images = torch.rand(30, 3, 6, 5, generator=torch.Generator().manual_seed(0))
     module = nn.Sequential(nn.Flatten(), nn.Linear(90, 3))
     engine = train(TensorDataset(images, torch.arange(30) % 3), steps=4, module=module, max_grad_norm=1.0).engine
@@ -138,10 +161,12 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     pictures = run.pictures
     assert pictures is not None
     assert pictures.maps is not None
-    assert pictures.images.shape == (8, 6, 5, 3)
+    assert pictures.images.shape == (7, 6, 5, 3)
     fil = np.where(run.columns["participations"] > 0, run.columns["fil"], np.nan)
     assert set(pictures.rows[:4]) == set(np.argsort(-fil)[:4]), "nan sorts last"
-    assert np.nanmin(fil) == fil[pictures.rows[-1]]
+    assert pictures.typical == 3
+    ranks = [sum(fil > fil[row]) for row in pictures.rows[-3:]]
+    assert all(abs(rank - (np.isfinite(fil).sum() - 1) / 2) <= 1.5 for rank in ranks), "next to the median"
     expected = (images[pictures.rows[0]].permute(1, 2, 0) * 255).round().byte()
     np.testing.assert_array_equal(pictures.images[0], expected)
     plis = engine.plis(pictures.rows.tolist()).sum(dim=1)

@@ -140,7 +140,8 @@ def of_patients(shares: dict[int, float]) -> dict[str, Any]:
     spread = Spread(*map(np.asarray, ([50.0, 75.0], [12.0, 20.0], [18.0, 40.0], [95.0, 150.0])))
     inputs = Spread(*(np.asarray(value) for value in (0.5, 0.5, 0.0, 1.0)))
     table = Attributes(["age", "weight"], ["years", "kg"], 1.2 * error, error)
-    return {"attributes": table, "baselines": Baselines(N, inputs, spread, {})}
+    guess = "the mean of its label", np.asarray([0.5]), spread.std[None]
+    return {"attributes": table, "baselines": Baselines(N, inputs, spread, {}, *guess)}
 
 
 def _images(rows: list[int]) -> Pictures:

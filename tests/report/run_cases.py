@@ -14,6 +14,7 @@ from torchfil.run.saved_run import (
     Baselines,
     Pictures,
     QuestionRecord,
+    Records,
     SavedRun,
     Spread,
     Texts,
@@ -102,6 +103,21 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         },
     }
     return SavedRun(**{**parts, **changes})
+
+
+def with_estimates(run: SavedRun, value: float = 71.25, level: str = "CT") -> SavedRun:
+    """The run, with estimates of its pictures, one typical, and two records of a number and a category each."""
+    rng, pictures = np.random.default_rng(1), run.pictures
+    errors = np.asarray([[np.inf, 0.1543219, 0.1654321], *3 * [[0.6912345, 0.1543219, 0.1654321]]], "f4")
+    shown = rng.integers(256, size=(4, 3, *pictures.images.shape[1:]), dtype=np.uint8)
+    records = Records(
+        np.asarray([9, 2]),
+        np.asarray([[value, 2 * value, np.nan], [value / 3, 0.0, np.nan]]),
+        [["", "", level], ["", "", f"not {level}"]],
+        typical=1,
+    )
+    estimates = {"estimates": shown, "errors": errors, "typical": 1}
+    return dataclasses.replace(run, pictures=dataclasses.replace(pictures, **estimates), records=records)
 
 
 def worrying(*, safe: bool = False) -> SavedRun:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from torchfil.report import write_report
 from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run import baselines
+from torchfil.run.blind_guess import Moments
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
@@ -27,11 +30,11 @@ def test_pieces_give_what_all_rows_give(pieces: int) -> None:
     rng = np.random.default_rng(pieces)
     values = rng.normal(1e6, [1e-2, 1.0, 50.0], size=(100, 3))  # far from 0: sums of squares would keep no digit
     values[rng.random(values.shape) < 0.2] = np.nan
-    spread, counts = baselines.counted_spread(np.array_split(values, pieces))
-    np.testing.assert_array_equal(counts, (~np.isnan(values)).sum(axis=0))
+    found = reduce(operator.add, map(Moments.of, np.array_split(values, pieces)))
+    np.testing.assert_array_equal(found.count, (~np.isnan(values)).sum(axis=0))
     for name, brute in (("mean", np.nanmean), ("std", np.nanstd), ("low", np.nanmin), ("high", np.nanmax)):
-        np.testing.assert_allclose(getattr(spread, name), brute(values, axis=0), rtol=1e-7)
-    never = baselines.spread_of([np.array([[1.0, np.nan]]), np.array([[3.0, np.nan]])])
+        np.testing.assert_allclose(getattr(found.spread, name), brute(values, axis=0), rtol=1e-7)
+    never = (Moments.of(np.array([[1.0, np.nan]])) + Moments.of(np.array([[3.0, np.nan]]))).spread
     assert never.std.tolist()[0] == 1.0
     assert all(math.isnan(values[1]) for values in vars(never).values())
 
@@ -41,7 +44,7 @@ def test_levels_are_told_by_moments_alone() -> None:
     two = np.where(rng.random(500) < 0.3, 1.7, -0.4)
     nearly = np.r_[0.6, two[1:]]  # one value between the two
     three = rng.choice([0.0, 0.5, 1.0], size=500)
-    shares = baselines.level_shares(baselines.spread_of([np.stack([two, three, nearly, np.ones(500)], axis=1)]))
+    shares = baselines.level_shares(Moments.of(np.stack([two, three, nearly, np.ones(500)], axis=1)).spread)
     assert shares[0] == pytest.approx((two == 1.7).mean())
     assert np.isnan(shares[1:]).all()
 

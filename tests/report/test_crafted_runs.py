@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.report.run_cases import made_up
+from tests.report.run_cases import made_up, with_estimates
 from tests.report.run_files import edited, facts_of, with_footer
 from tests.test_cli import call, refused
 from torchfil.report import SavedRun, load, save, write_report
@@ -48,7 +48,7 @@ def with_fake_names(n: int = 40) -> SavedRun:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return save(made_up(30, text_ids=True), tmp_path / "run.parquet")
+    return save(with_estimates(made_up(30, text_ids=True)), tmp_path / "run.parquet")
 
 
 @pytest.fixture
@@ -89,11 +89,34 @@ class TestAbsurdNumbers:
             ("about", {"epsilon": math.nan}),
             ("about", {"mechanism": {"sample_rate": -1}}),
             ("pictures", {"rows": [0, 1, 2, 29]}),
+            ("pictures", {"shape": [5, 7]}),
+            ("pictures", {"typical": -1}),
+            ("pictures", {"estimates": "picture"}),
+            ("pictures", {"errors": None}),
+            ("records", {"rows": [9, 29]}),
+            ("records", {"typical": "all"}),
+            ("records", {"values": "picture_errors"}),
+            ("records", {"levels": "words"}),
         ],
         ids=str,
     )
     def test_facts(self, run: Path, policy: Path, part: str, changes: dict[str, Any]) -> None:
         crafted = edited(run, {part: {**facts_of(run)[part], **changes}})
+        assert "is damaged (" in refused("gate", crafted, "--policy", policy)
+
+    @pytest.mark.parametrize(
+        ("name", "cells"),
+        [
+            ("picture_estimates", {i: b"\x00" * (90 - i) for i in range(4)}),
+            ("picture_errors", {i: [1.0, 1.0, -1.0] for i in range(4)}),
+            ("picture_errors", {i: [1.0] * (i + 1) for i in range(4)}),
+            ("record", {9: [1.0, 2.0], 2: [1.0, 2.0]}),
+            ("record_levels", {9: ["", "", None], 2: ["", "", "CT"]}),
+        ],
+        ids=str,
+    )
+    def test_cells(self, run: Path, policy: Path, name: str, cells: dict[int, Any]) -> None:
+        crafted = edited(run, **{name: [cells.get(row) for row in range(30)]})
         assert "is damaged (" in refused("gate", crafted, "--policy", policy)
 
     @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])

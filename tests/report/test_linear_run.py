@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchfil.glm import (
     LinearRegression,
     NominalAttribute,
     Shift,
+    SoftmaxRegression,
     guess,
     iteratively_reweighted_fil,
 )
@@ -80,6 +82,30 @@ def test_attributes_of_several_columns_and_only_those_are_private(patients: Any)
     assert np.allclose(run.columns["mse_bound"], want)
     assert np.allclose(run.attributes.error[:, 0], np.sqrt(want), rtol=1e-6)
     assert run.about["dataset"]["num_coordinates"] == 2
+    assert np.isnan(run.records.values).all()
+    told = {(0.0, 0.0): "none of these", (1.0, 0.0): "column 1", (0.0, 1.0): "column 2"}
+    assert run.records.levels == [[told[tuple(X[row, 1:])]] for row in run.records.rows]
+
+
+@pytest.mark.parametrize("classes", [False, True])
+def test_records_are_values_in_their_own_units(patients: Any, classes: bool) -> None:
+    """Of the ten rows that leak most and of three typical ones; one of several classes is a name."""
+    model, X, y = patients
+    if classes:
+        y = np.digitize(y, np.quantile(y, [0.3, 0.7]))
+        model = SoftmaxRegression(l2=0.1, fit_intercept=True).fit(X, y)
+    run = linear_run(model, X, y, SIGMA)
+    records = run.records
+    assert records.rows[:10].tolist() == np.argsort(-run.columns["fil"], kind="stable")[:10].tolist()
+    assert (len(records.rows), records.typical) == (13, 3)
+    np.testing.assert_array_equal(records.values[:, :3], X[records.rows])
+    np.testing.assert_array_equal(records.values[:, 3], np.full(13, np.nan) if classes else y[records.rows])
+    assert [row[3] for row in records.levels] == [str(y[i]) if classes else "" for i in records.rows]
+
+
+def test_no_records_of_many_columns() -> None:
+    X, y = np.random.default_rng(0).normal(size=(30, 65)), np.arange(30.0)
+    assert linear_run(LinearRegression(l2=1.0).fit(X, y), X, y, SIGMA).records is None
 
 
 def test_questions_are_exact_and_not_merely_bounded(patients: Any) -> None:
@@ -124,7 +150,7 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
         "ids": [f"p{i}" for i in range(60)],
         "groups": {"sex": ["f", "m"] * 30},
         "questions": {"there": Absent()},
-        "scores": {"score": 0.123456},
+        "metrics": {"R²": (0.123456, "60 fitted rows")},
         "title": "doses",
     }
     path = save_linear_run(tmp_path / "run.parquet", model, X, y, 0.05, **options)
@@ -139,25 +165,64 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
     content = b"".join(files_of(page).values()).decode()
     assert run.about["dataset"]["data_sha256"] not in content
     assert "0.123456" not in content
+    assert "60 fitted rows" not in content
+    assert "60 fitted rows" in write_report(run, tmp_path / "private").read_text()
+    score = dict(run.about["linear"]["score_by_noise"])
+    assert min(score) == 0.05 / 4
+    assert max(score) == pytest.approx(32 * 0.05)
+    assert score[0.05] == model.expected_score(X, y, 0.05)
+    assert all(str(round(value, 6)) not in content for value in score.values())
+    assert run.about["linear"]["score_name"] == "R²"
+    with pytest.raises(ValueError, match="score_by_noise"):
+        replace(run, about={**run.about, "linear": {"score_by_noise": ["high"]}})
     assert summary_of(page)["about"]["kind"] == "linear"
     assert summarise(run, redacted=True).about["mechanism"] == {"sigma": 0.05, "l2": 0.01, "releases": 1}
 
 
 def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
-    """In deviations it is off by 1; an attribute by its own deviation, one of several columns by theirs together."""
+    """If all is private, the mean of other rows, in deviations; attributes of several columns by theirs together."""
     model, X, y = patients
+    others = len(X) / (len(X) - 1)  # a mean that leaves the row out errs so much more
     run = linear_run(model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True)
-    assert blind_error_of_inputs(run) == pytest.approx(1.0)
+    assert run.baselines.knows == "the mean of all examples"
+    assert blind_error_of_inputs(run) == pytest.approx(others)
     shares = X[:, 1:].mean(axis=0)
     want = [X[:, 0].std(), np.sqrt((shares * (1 - shares)).mean()), y.std()]
-    assert np.allclose(blind_errors(run), want)
+    assert np.allclose(blind_errors(run), np.asarray(want) * others)
+    assert np.allclose(run.baselines.attributes.std, want)
     low, high = run.baselines.attributes.low, run.baselines.attributes.high
     assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
     assert np.isnan(low[1])
     exposed = exposed_examples(run)
-    assert exposed.tolist() == (run.columns["mse_bound"] < 1).tolist()
+    assert exposed.tolist() == (run.columns["mse_bound"] < others**2).tolist()
     plain = linear_run(model, X, y, SIGMA, scales=None)
-    assert blind_error_of_inputs(plain) == pytest.approx(np.sqrt(np.append(X, y[:, None], axis=1).var(axis=0).mean()))
+    whole = np.append(X, y[:, None], axis=1)
+    assert blind_error_of_inputs(plain) == pytest.approx(others * np.sqrt(whole.var(axis=0).mean()))
+
+
+def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
+    """A column from another and the target by least squares; of classes, the best of their own mean and everybody's."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(150, 2)) @ np.array([[1.0, 0.8], [0.0, 1.0]])
+    y = X[:, 0] + 0.3 * rng.normal(size=150)
+    run = linear_run(LinearRegression(l2=0.01).fit(X, y), X, y, SIGMA, attributes={"a": [0]})
+    design = np.column_stack([np.ones(150), X[:, 1], y])
+    hat = design @ np.linalg.pinv(design)
+    left = (X[:, 0] - hat @ X[:, 0]) / (1 - np.diag(hat))
+    assert run.baselines.knows == "a linear fit on 2 known columns"
+    assert float(blind_errors(run)[0, 0]) == pytest.approx(np.sqrt(np.mean(left**2)), rel=0.02)
+    assert run.baselines.errors[0] * X[:, 0].std() == pytest.approx(run.baselines.attribute_errors[0, 0])
+
+    y = np.repeat(["a", "b", "c"], 50)
+    X += 3 * (y == "b")[:, None]
+    model = SoftmaxRegression(l2=0.1).fit(X, y)
+    known, secret = (linear_run(model, X, y, SIGMA, private_target=flag) for flag in (False, True))
+    assert known.baselines.knows == "the mean of its label"
+    assert known.columns["public_class"].tolist() == np.repeat([0, 1, 2], 50).tolist()
+    want = [X[y == label].std(axis=0) * 50 / 49 for label in "abc"]
+    np.testing.assert_allclose(blind_errors(known), want)
+    assert "public_class" not in secret.columns
+    assert blind_errors(secret)[0, -1] == pytest.approx(np.sqrt(3 * 2 / 9 / 2) * 150 / 149)
 
 
 @pytest.mark.parametrize(

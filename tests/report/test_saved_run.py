@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import pickle
 import random
@@ -19,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.engine.damage import cut_short
-from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
+from tests.report.run_cases import made_up, pixelated, with_baselines, with_estimates, worrying
 from tests.report.run_files import edited, facts_of, same
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -39,6 +40,7 @@ RUNS = {
     "questions": worrying(),
     "pixels": pixelated(side=9),
     "baselines": with_baselines(made_up()),
+    "estimates": with_estimates(made_up(), math.pi),
     "one example": SavedRun(about={}, ids=np.arange(1), columns={"fil": np.full(1, np.inf)}),
     "no example": SavedRun(about={}, ids=np.arange(0), columns={"fil": np.zeros(0)}),
     "names twice": made_up(groups={"sex'": np.asarray(["a"] * 40), "sex": np.asarray(["b"] * 40)}),
@@ -252,7 +254,14 @@ class TestDamage:
     ("changes", "expected"),
     [
         ({"columns": {"fil": np.zeros(4)}}, "column 'fil' has shape"),
-        ({"pictures": {"rows": np.asarray([0, 1, 2, 9])}}, "pictures: rows"),
+        ({"pictures": {"rows": np.asarray([0, 1, 2, 12])}}, "pictures: rows"),
+        ({"pictures": {"estimates": np.zeros((4, 3, 5, 5), np.uint8)}}, "pictures: estimates has shape"),
+        ({"pictures": {"errors": np.ones((4, 2), "f4")}}, "pictures: errors has shape"),
+        ({"pictures": {"errors": np.full((4, 3), np.nan, "f4")}}, "pictures: errors"),
+        ({"pictures": {"typical": 5}}, "typical is 5"),
+        ({"records": {"values": np.zeros((2, 4))}}, "records: values has shape"),
+        ({"records": {"levels": [["", "", "CT"], []]}}, "records: levels has shape"),
+        ({"records": {"rows": np.asarray([0, 12])}}, "records: rows"),
         ({"texts": {"words": [["one"]]}}, "texts has shape"),
         ({"about": {"model": "CNN"}}, "not a dict"),
         ({"about": {"epsilon": "large"}}, "not a number"),
@@ -263,7 +272,7 @@ class TestDamage:
     ids=str,
 )
 def test_parts_that_do_not_fit_are_refused_before_they_are_written(changes: dict[str, Any], expected: str) -> None:
-    run = made_up(5)
+    run = with_estimates(made_up(12))
     ((name, value),) = changes.items()
     before = getattr(run, name)
     wrong = dataclasses.replace(before, **value) if dataclasses.is_dataclass(before) else value

@@ -24,7 +24,7 @@ from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.errors import require
-from torchfil.utils.text import html_table
+from torchfil.utils.text import html_table, nearest
 
 __all__ = ["Leakage", "LeakageSummary", "as_table"]
 
@@ -268,8 +268,9 @@ class Leakage:
             example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
-        remedy = f"its questions are {list(asked) or 'none'}: make_private(…, questions={{{question!r}: …}})"
-        require(question in asked, f"the run was not asked {question!r}; {remedy}")
+        remedy = f"Ask them in make_private(…, questions={{{question!r}: …}})."
+        require(bool(asked), f"This run was trained without questions. {remedy}")
+        require(question in asked, f"This run was not asked {question!r}{nearest(question, list(asked))}")
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess
 
@@ -337,13 +338,16 @@ class Leakage:
 
         # examples that were never drawn have the same values, unless only some of them are tracked
         undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
-        needed, places = first_of_equal(undrawn & (not self.ledger.chosen))
+        undrawn &= not self.ledger.chosen
+        needed, places = first_of_equal(undrawn)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
             for part in rows[needed].split(_AT_ONCE)
         ]
         found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-        return found if len(needed) == len(rows) else {name: found.pop(name)[places.cpu()] for name in list(found)}
+        if not bool(undrawn.any()):
+            return found
+        return {name: found.pop(name)[places.cpu()] for name in list(found)}  # a single one was moved to the end, too
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""

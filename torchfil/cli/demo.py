@@ -58,7 +58,8 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     verdicts = check(saved, default_policy(saved))
     out.say(f"\n{summary(saved, 5)[0]}\n")
     out.say(f"{decision(verdicts)}, by torchfil’s default policy:")
-    out.say("\n".join(f"  {in_words(verdict)}" for verdict in verdicts if not verdict.passed) or "  all rules are kept.")
+    broken = [f"  {in_words(verdict)}" for verdict in verdicts if not verdict.passed]
+    out.say("\n".join(broken or ["  all rules are kept."]))
     out.say("These numbers depend on private data: keep them confidential.\n")
     out.say(f"run:    {path}")
     out.result(str(page) if out.quiet else f"report: {page}", {"run": str(path), "page": str(page)})

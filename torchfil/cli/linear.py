@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from torchfil.glm import BestGuess
     from torchfil.glm.tables import EncodedTable, LeakageTable
 
-SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
 
 
@@ -104,21 +104,21 @@ def glm(
     require(target not in private, f"{target!r} is the target; it counts as private where --private is left out")
     rows = read_table(data, target, **reading)
     leakage = leakage_table(rows, private, questions=question, model=model, l2=l2, sigma=sigma, intercept=intercept)
+    written_run = run_file is not None or folder is not None
+    run = _run(leakage, rows, private, sigma, title=f"{target} of {data.name}", hash_data=written_run)
+    columns = {**{name: run.columns[name] for name in ("fil", "mse_bound")}, **leakage.columns}
     if out_file is not None:
-        write_csv(out_file, {"id": rows.ids, **leakage.columns})
-    page = None
-    if run_file is not None or folder is not None:
-        run = _run(leakage, rows, private, sigma, f"{target} of {data.name}")
-        if run_file is not None:
-            save(run, run_file)
-        page = None if folder is None else write_report(run, folder)
+        write_csv(out_file, {"id": rows.ids, **columns})
+    if run_file is not None:
+        save(run, run_file)
+    page = None if folder is None else write_report(run, folder)
 
     # what was made of the table: a column taken for something else changes every number
     one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
     notes = _notes(rows)
     out.say(f"{len(rows.ids):,} rows of {data} ({rows.format}), {len(rows.columns)} columns; one-hot: {one_hot}")
     out.say("".join(f"{note}\n" for note in notes) + _explanation(leakage, model, l2, sigma))
-    text, exposure = _exposure(leakage.columns, rows.ids, reading["id_column"] or "row", top)
+    text, exposure = _exposure(columns, rows.ids, reading["id_column"] or "row", top)
     answers, questions = _questions(leakage.guesses, FALSE_POSITIVE_RATE)
     read = {"rows": len(rows.ids), "format": asdict(rows.format), "columns": rows.columns, "levels": rows.levels}
     scores = {"score": leakage.score, "released_score": leakage.released_score}
@@ -131,14 +131,18 @@ def glm(
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
-def _run(leakage: LeakageTable, rows: EncodedTable, private: list[str], sigma: float, title: str) -> SavedRun:
-    """The release as a run, to save and to report."""
+def _run(leakage: LeakageTable, rows: EncodedTable, private: list[str], sigma: float, **about: Any) -> SavedRun:
+    """The release as a run: what the terminal shows, and what is saved and reported."""
     from torchfil.run.linear_run import linear_run
 
-    scores = {name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")}
-    given: dict[str, Any] = {"ids": rows.ids, "title": title, "target": rows.target, "groups": rows.groups}
+    name, on = leakage.model.score_name, f"the {len(rows.ids):,} fitted rows"
+    finite = math.isfinite(leakage.released_score)
+    metrics = {name: (leakage.released_score, f"{on}, mean over the noise")} if finite else {}
+    metrics[f"{name} before noise"] = leakage.score, on
+    given: dict[str, Any] = {**about, "ids": rows.ids, "target": rows.target, "groups": rows.groups}
     given["attributes"] = {name: own for name, own in rows.attributes.items() if not private or name in private}
-    given |= {"private_target": not private, "questions": leakage.guesses, "scores": scores}
+    given |= {"private_target": not private, "questions": leakage.guesses, "metrics": metrics}
+    given["scores"] = {"blind_score": leakage.blind_score}
     return linear_run(leakage.model, rows.inputs, leakage.targets, sigma, **given)
 
 
@@ -160,16 +164,17 @@ def _notes(rows: EncodedTable) -> list[str]:
 
 def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
     """The model's score without noise, and with it; what the columns mean, and whom they bind."""
-    text = f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\nscore without noise "
-    text += (
-        f"{leakage.score:.3f}, as released {number(leakage.released_score)} (median over the noise; {SCORES[model]})"
-    )
+    text = f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
+    text += f"{leakage.model.score_name} on the fitted rows: {leakage.score:.3f} before noise, "
+    text += f"{number(leakage.released_score)} as released (mean over the noise)"
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
     text += (
-        "\nfil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
-        "columns' own units\n(a saved run and its page take standard deviations for fil and mse_bound)\n"
+        "\nmse_bound: the least mean squared error of an unbiased attacker, over all that is private, on average over "
+        "the\nnoise; each column counts in units of its standard deviation. fil is 1/sqrt(mse_bound).\n"
     )
+    if any(name.endswith("_error") for name in leakage.columns):
+        text += "_error: of one column, the least root mean squared error, in the column's own unit; _fil: its η\n"
     if leakage.guesses:
         text += (
             "_guess: how often the best attacker is right, who knows all else and how common each answer is; no "

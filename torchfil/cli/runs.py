@@ -74,6 +74,7 @@ def report(
     """
     smallest = checked_min_group(min_group, redacted=redacted)
     policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
+    require(policy is None or not redacted, "A public page carries no verdict; drop --policy or --redacted.")
     require((signature is None) == (trust is None), "--signature and --allowed-signers belong together; give both")
     thresholds = None if policy is None else load_policy(policy)
     files = {"run": [run], "policy": [] if policy is None else [policy]}

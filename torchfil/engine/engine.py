@@ -31,7 +31,15 @@ from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import SHORTCUTS, Accounting, check_modes, checked_options, thresholds, with_rate
+from torchfil.engine.options import (
+    SHORTCUTS,
+    Accounting,
+    check_given,
+    check_modes,
+    checked_options,
+    thresholds,
+    with_rate,
+)
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
@@ -84,9 +92,13 @@ class FILPrivacyEngine(PrivacyEngine):
             (:mod:`torchfil.utils.noise`); ``torch.manual_seed`` does not reach them.
         noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the seed
             or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
+        **options: None; those of :meth:`make_private` are refused with a hint.
     """
 
-    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None) -> None:
+    def __init__(
+        self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None, **options: Any
+    ) -> None:
+        check_given(type(self), type(self).__name__, options)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
@@ -106,7 +118,7 @@ class FILPrivacyEngine(PrivacyEngine):
         optimizer: optim.Optimizer,
         data_loader: DataLoader[Any],
         *,
-        noise_multiplier: float = 1.0,
+        noise_multiplier: float | None = None,
         max_grad_norm: float | Sequence[float] = 1.0,
         criterion: Callable[[Any, Any], Tensor] | None = None,
         batch_first: bool = True,
@@ -131,7 +143,8 @@ class FILPrivacyEngine(PrivacyEngine):
             optimizer: Any torch optimizer over its parameters that takes one gradient per step (LBFGS does not).
             data_loader: Draws from a data set with numbered examples; or a stream (``IterableDataset``), with ``id_of``
                 and ``poisson_sampling=False``.
-            noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
+            noise_multiplier: σ ≥ 0, as in Opacus; with 0 the run trains, but every FIL is infinite. None: 1.0; the log
+                and the run file say that nobody chose it.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
             criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as
@@ -177,7 +190,9 @@ class FILPrivacyEngine(PrivacyEngine):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
+        check_given(type(self), "make_private", shortcuts, data_loader)
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
+        sigma = 1.0 if noise_multiplier is None else noise_multiplier
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
@@ -199,8 +214,9 @@ class FILPrivacyEngine(PrivacyEngine):
             poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
+            default_noise=noise_multiplier is None,
         )
-        if noise_multiplier == 0:
+        if sigma == 0:
             warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
         if criterion is not None:
             check_unweighted_mean(criterion)
@@ -212,7 +228,7 @@ class FILPrivacyEngine(PrivacyEngine):
                 data_loader, distributed=distributed, poisson_sampling=True, rand_on_empty=rand_on_empty
             )
         options = with_rate(options, prepared)
-        options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
+        options.mechanism(sigma, limit)  # raises for invalid numbers
         sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
         sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
         hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
@@ -228,7 +244,7 @@ class FILPrivacyEngine(PrivacyEngine):
             releases=lambda: self.accountant.history,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=sigma,
             max_grad_norm=limit,
         )
         self._begin(training, poisson_sampling=poisson_sampling)
@@ -263,6 +279,7 @@ class FILPrivacyEngine(PrivacyEngine):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
+        check_given(type(self), "make_private_with_epsilon", options, data_loader)
         accounting = accounting or Accounting()
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
@@ -339,6 +356,7 @@ class FILPrivacyEngine(PrivacyEngine):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
+        check_given(type(self), "make_private_with_bound", options, data_loader)
         self._check_unused()
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
@@ -400,6 +418,8 @@ class FILPrivacyEngine(PrivacyEngine):
         limit, clip = training.optimizer.max_grad_norm, training.run.options.clip.name
         logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
+        if training.run.options.default_noise:
+            logger.warning("noise_multiplier was not given; the run uses the default, 1.0")
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
             hook = self.accountant.get_optimizer_hook_fn(sample_rate=training.sample_rate)
@@ -432,7 +452,7 @@ class FILPrivacyEngine(PrivacyEngine):
             UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
         """
         if not module.training:
-            raise UnsupportedModuleError("the model is in eval mode; call model.train() before make_private")
+            raise UnsupportedModuleError("The model is in eval mode; call model.train() before make_private.")
         check_modules(module, allow_dropout=True)
 
     def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
@@ -768,16 +788,18 @@ class FILPrivacyEngine(PrivacyEngine):
 
     # ------------------------------------------------------------------ run files and reports
 
-    def save_run(self, path: str | os.PathLike[str], *, delta: float, **options: Any) -> Path:
+    def save_run(self, path: str | os.PathLike[str], *, delta: float | None = None, **options: Any) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
-        when complete, and is readable by its owner only. Its content is **confidential**. The run can continue
-        afterwards. With several processes rank 0 writes it, and the others return the path at once.
+        The file is safe to load, holds neither model nor data (except pictures, texts and the tracked attributes of
+        some examples), replaces an older one only when complete, and is readable by its owner only. Its content is
+        **confidential**. The run can continue afterwards. With several processes rank 0 writes it, and the others
+        return the path at once.
 
         Args:
-            path: The file; ``run.parquet`` by convention, a Parquet file (docs/run-file.md lists its columns).
-            delta: δ for ε and for the examples' own ε.
+            path: The file; ``run.parquet`` by convention, a Parquet file (docs/run-file.md lists its columns). Missing
+                folders are made.
+            delta: δ for ε and for the examples' own ε; it has no default.
             **options: Those that follow here.
             title: The report's title; None: the model's name and the number of examples.
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
@@ -791,8 +813,9 @@ class FILPrivacyEngine(PrivacyEngine):
             input_range: The lowest and the highest possible value of every private coordinate, known without looking at
                 the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, if
-                inputs are images of 1 or 3 channels; 0: none.
+            pictures: How many of the most exposed examples to keep as pictures, and three typical ones, with their PLIS
+                and what estimates of them would look like, if inputs are images of 1 or 3 channels. Of tables, the
+                tracked attributes of ten and of three typical ones are kept (up to 64 attributes). 0: none of them.
             texts: Every example's words, in the order of the data set, one for each position of the private embedding;
                 or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
                 shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
@@ -803,12 +826,15 @@ class FILPrivacyEngine(PrivacyEngine):
                 error of a blind guess, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
             equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
                 round did, and how groups compared before.
+            metrics: What the model is good for, by name: a number, or a number and what it was measured on, as in
+                ``{"accuracy": (0.93, "360 held out")}``. The report shows this utility beside the leakage, and prices
+                its options in it. The public page leaves it out, because nobody has judged what it discloses.
         """
-        run = self._saved_run(delta, **options)
+        run = self._saved_run("save_run", delta, **options)
         return Path(path) if run is None else save(run, path)
 
     def report(
-        self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
+        self, directory: str | os.PathLike[str], *, delta: float | None = None, redacted: bool = False, **options: Any
     ) -> Path:
         """Write the run's report into a folder and return the path of its page; with several processes, as rank 0.
 
@@ -821,7 +847,7 @@ class FILPrivacyEngine(PrivacyEngine):
         from torchfil.report.page import PAGE, write_report
 
         writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
-        run = self._saved_run(delta, **options)
+        run = self._saved_run("report", delta, **options)
         return Path(directory) / PAGE if run is None else write_report(run, directory, redacted=redacted, **writing)
 
     @classmethod
@@ -841,18 +867,19 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
-        run = first._saved_run(delta, cls.merge(engines), **options)
+        run = first._saved_run("save_merged", delta, cls.merge(engines), **options)
         return Path(path) if run is None else save(as_average(run, trainings, first.accountant, delta), path)
 
-    def _saved_run(self, delta: float, leakage: Leakage | None = None, **options: Any) -> SavedRun | None:
+    def _saved_run(self, called: str, delta: Any, leakage: Leakage | None = None, **options: Any) -> SavedRun | None:
         """The run as it is saved; None if another process writes it (collective).
 
         Args:
-            delta: δ.
+            called: The method that needs it.
+            delta: δ; None is refused.
             leakage: The average over several runs; None: this run's results.
             **options: Of :meth:`save_run`.
         """
-        check_delta(delta)
+        check_delta(delta, called)
         leakage, training = leakage or self.totals, self._training
         with training.replica.gathered():  # pictures are shown with their PLIS
             if training.run.ranks is not None and training.run.ranks.rank > 0:

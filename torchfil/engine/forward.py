@@ -173,16 +173,19 @@ class Observer:
             returned = "several backward passes, and no step of the optimizer that make_private returned"
             raise RuntimeError(f"{returned}: step that one; its zero_grad() drops these passes")
 
-    def check_ready(self, finished: Sequence[ForwardPass], *, by_opacus: bool) -> None:
+    def check_ready(self, finished: Sequence[ForwardPass], training: bool, *, by_opacus: bool) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
 
-        With Opacus's hooks the gradients may go anywhere, and Opacus counts the passes.
+        ``training`` says whether the model is in training mode. With Opacus's hooks the gradients may go anywhere, and
+        Opacus counts the passes.
         """
         parts = self.tracker.parts
+        if self.touched and not training:
+            raise RuntimeError(f"The model is in eval mode; call model.train() before the loop. {_HOW_TO_DROP}")
         if self.touched:
             names = ", ".join(sorted(self.touched))
             direct = f"part of the loss does not go through the model's output: it reached {names} directly"
-            remedy = "For a penalty use weight_decay; otherwise call model.train(), and call the returned model."
+            remedy = "For a penalty use weight_decay; otherwise call the returned model."
             raise RuntimeError(f"{direct}. {remedy} {_HOW_TO_DROP}")
         if not finished:
             lacking = "optimizer.step() without a backward pass through the model that make_private returned"

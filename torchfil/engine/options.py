@@ -37,6 +37,7 @@ from torchfil.private import Private
 from torchfil.questions import Absent, Question, check_questions
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
+from torchfil.utils.text import most_alike
 
 _USUAL_PROBES = 3
 SHORTCUTS = (  # options of Accounting that make_private takes directly
@@ -287,13 +288,9 @@ class Accounting:
         """The same, with the shortcut options of ``make_private``.
 
         Raises:
-            TypeError: An unknown option.
             ValueError: An option that is given twice.
         """
-        unknown, usual = [name for name in shortcuts if name not in SHORTCUTS], vars(Accounting())
-        if unknown:
-            taken = f"got an unexpected option {unknown[0]!r}: of Accounting it takes {', '.join(SHORTCUTS)}"
-            raise TypeError(f"make_private {taken}; others go into accounting=Accounting(…, execution=Execution(…))")
+        usual = vars(Accounting())
         for name in shortcuts:
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
@@ -323,6 +320,7 @@ class RunOptions:
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, if each parameter's gradient is clipped separately; else None.
+        default_noise: Whether σ is the default, because none was given.
     """
 
     accounting: Accounting
@@ -334,6 +332,7 @@ class RunOptions:
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
     shares: Mapping[str, float] | None = None
+    default_noise: bool = False
 
     def __post_init__(self) -> None:
         rate, steps, reduction = self.sample_rate, self.accounting.accumulation_steps, self.loss_reduction
@@ -347,6 +346,49 @@ class RunOptions:
         """A step with that noise and threshold; σ may be 0."""
         how = (self.clip, self.amplification, self.sample_rate)
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
+
+
+def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_loader: Any = None) -> None:
+    """Raise a TypeError for what is no loader, and for an option that the called method does not take.
+
+    The text says what to write instead. It comes before anything that takes time.
+
+    Args:
+        engine: The engine's class. The signatures of its methods say where each option belongs.
+        called: The method, or the class's own name. Those that choose σ hand their options on to ``make_private``.
+        given: Options by name.
+        data_loader: The loader; not of the class itself.
+    """
+    made, here = called != engine.__name__, "Did you mean {0}?"
+    if made and not isinstance(data_loader, DataLoader):
+        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. Got {type(data_loader).__name__}."
+        raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
+    elsewhere = {
+        "make_private": here if made else "Pass {0}={1} to make_private.",
+        "Accounting": "Pass accounting=Accounting({0}={1}) to make_private.",
+        "Execution": "Pass accounting=Accounting(execution=Execution({0}={1})) to make_private.",
+        "make_private_with_epsilon": "Use make_private_with_epsilon.",
+        "make_private_with_bound": "Use make_private_with_bound.",
+        engine.__name__: "Pass {0}={1} to " + engine.__name__ + ".",
+        called: here,
+    }
+    classes = {each.__name__: each for each in (Accounting, Execution, engine)}
+    remedies = dict.fromkeys(SHORTCUTS, elsewhere["make_private"])  # by option; where two look alike, the first counts
+    for place, remedy in elsewhere.items():
+        for option in inspect.signature(classes.get(place) or getattr(engine, place)).parameters.values():
+            if option.kind is not option.VAR_KEYWORD:
+                remedies.setdefault(option.name, remedy)
+    if made and called != "make_private":
+        remedies["noise_multiplier"] = f"{called} chooses noise_multiplier; leave it out."
+
+    # a target names the method that was meant, so it is told first
+    unknown = [name for name in given if remedies.get(name) != here]
+    for name in sorted(unknown, key=lambda name: not remedies.get(name, "").startswith("Use")):
+        meant = {"sigma": "noise_multiplier"}.get(name, name)
+        alike = meant if meant in remedies else most_alike(meant, list(remedies))
+        remedy = remedies.get(str(alike), f"See help({engine.__name__}{f'.{called}' if made else ''}).")
+        value = repr(given[name])
+        raise TypeError(f"Unknown option {name!r}. {remedy.format(alike, value if len(value) <= 40 else '…')}")
 
 
 def check_modes(

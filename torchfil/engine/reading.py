@@ -49,8 +49,10 @@ _AT_ONCE = 65_536  # examples that are processed together
 _MOST_SETTINGS = 32  # different (σ, q) that are composed without rounding
 
 
-def check_delta(delta: float) -> None:
-    """Raise unless 0 < δ < 1."""
+def check_delta(delta: float | None, needed_by: str = "") -> None:
+    """Raise unless 0 < δ < 1; ``needed_by`` names the method that was called without it."""
+    if delta is None:
+        raise TypeError(f"{needed_by} needs delta=, e.g. 1e-5.")
     require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
 
 

@@ -105,7 +105,7 @@ class Step:
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.clear_batch()  # left from a logical batch that was given up
         calls = self.observer.finished()
-        self.observer.check_ready(calls, by_opacus=num_gradients is not None)
+        self.observer.check_ready(calls, self.replica.live.training, by_opacus=num_gradients is not None)
         return calls if num_gradients is None else _latest(calls, num_gradients)
 
     # ------------------------------------------------------------------ where they meet

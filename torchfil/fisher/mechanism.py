@@ -89,7 +89,8 @@ class Mechanism:
         """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
         require(0 < max_grad_norm < math.inf, f"max_grad_norm={max_grad_norm} must be positive and finite")
         enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
-        wrong = f"noise_multiplier={noise_multiplier} must be positive and finite: without noise, all information leaks"
+        least = "0 or more" if allow_zero_noise else "positive (without noise, all information leaks)"
+        wrong = f"noise_multiplier={noise_multiplier} must be {least}, and finite"
         require(math.isfinite(noise_multiplier) and enough, wrong)
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:

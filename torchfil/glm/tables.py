@@ -8,7 +8,6 @@ factor of 1,000.
 from __future__ import annotations
 
 import codecs
-import copy
 import csv
 import difflib
 import gzip
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-import torch
 from sklearn.preprocessing import OneHotEncoder
 
 from torchfil.glm import model as models
@@ -53,7 +51,6 @@ _SAMPLE = 1000  # rows from which separator and decimal sign are detected
 _PIECE = 10_000  # rows that are parsed at a time: Python's own texts take ten times the memory of pandas' columns
 _FEWEST_IN_ORDER = 10  # with this many rows, a column that counts them is not a coincidence
 _MOST_ANSWERS = 12
-_RELEASES, _SCORED = 300, 10_000  # how often the noise is drawn for a released model's score; on how many rows
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][+-]?\d+)?")
 _DECIMAL_POINT = re.compile(r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:([,.])\d{3})(?:\1\d{3})*")  # 1,234 or 1.234: may be a decimal as well
@@ -384,13 +381,12 @@ class LeakageTable:
     """Leakage by row.
 
     Attributes:
-        columns: ``fil`` (η of all private coordinates together) and ``mse_bound`` (per coordinate), and for each
-            private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error of an
-            unbiased attacker, in the attribute's own unit, or of its 0/1 columns if it is one-hot), [n] each. For each
-            question ``<question>_guess`` (how often the best attacker is right), ``<question>_divergence`` and
+        columns: For each private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error
+            of an unbiased attacker, in the attribute's own unit, or of its 0/1 columns if it is one-hot), [n] each. For
+            each question ``<question>_guess`` (how often the best attacker is right), ``<question>_divergence`` and
             ``<question>_tpr`` (its true-positive rate at a false-positive rate of 1 %).
         score: The score of the fitted model on the table: R², accuracy or D².
-        released_score: The same for the released model: the median over draws of the noise.
+        released_score: The same for the released model: the mean over the noise.
         blind_score: The same for a model without inputs.
         guesses: What any attacker can infer, by question.
         model: The fitted model.
@@ -439,40 +435,19 @@ def leakage_table(
 
     X, y = pandas.DataFrame(table.inputs, columns=table.columns, copy=False), _targets_for(model, table.targets)
     fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
-    columns = _fil_columns(table, fitted, X, y, sigma, private)
+    asked_of = {name: table.attributes[name] for name in private}
+    eta, bound = (of(X, y, sigma, attributes=asked_of) for of in (fitted.fil, fitted.mse_bound))
+    columns = {}
+    for name in private:
+        columns[f"{name}_fil"], columns[f"{name}_error"] = eta[name], np.sqrt(bound[name])
     guesses = {text: guess(fitted, X, y, question, sigma) for text, question in asked.items()}
     for text, best in guesses.items():
         columns[f"{text}_guess"] = best.accuracy
         columns[f"{text}_divergence"] = best.divergence.max(axis=1)
         columns[f"{text}_tpr"] = best.true_positive_rate(FALSE_POSITIVE_RATE)
-    return LeakageTable(columns, float(fitted.score(X, y)), *_released_scores(fitted, X, y, sigma), guesses, fitted, y)
-
-
-def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigma: float) -> tuple[float, float]:
-    """The scores of the model with its noise (median of 300 draws) and of one without inputs.
-
-    The noise here has a separate seed, and its draws are not released; for long tables, 10,000 rows are scored.
-    """
-    rows = np.random.default_rng(0).permutation(len(y))[:_SCORED]
-    inputs, targets = np.asarray(X)[rows], y[rows]
-    released = copy.copy(fitted)
-    generator = torch.Generator().manual_seed(0)
-
-    scores = []
-    for _ in range(_RELEASES):
-        weights = fitted.release(sigma, generator).numpy()
-        released.coef_ = weights[..., : fitted.n_features_in_]
-        if fitted.fit_intercept:
-            released.intercept_ = weights[..., -1]
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                scores.append(float(released.score(inputs, targets)))
-        except ValueError:  # overflowing predictions have no score
-            scores.append(-math.inf)
-
-    _, counts = np.unique(targets, return_counts=True)
-    blind = counts.max() / len(targets) if hasattr(fitted, "classes_") else 0.0
-    return float(np.median(scores)), float(blind)
+    scores = float(fitted.score(X, y)), fitted.expected_score(X, y, sigma)
+    blind = np.unique(y, return_counts=True)[1].max() / len(y) if hasattr(fitted, "classes_") else 0.0
+    return LeakageTable(columns, *scores, float(blind), guesses, fitted, y)
 
 
 def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Question:
@@ -510,22 +485,6 @@ def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Qu
 def _check_few(name: str, values: int) -> None:
     many = f"{name!r} has {values} different values, a question at most {_MOST_ANSWERS} answers"
     require(values <= _MOST_ANSWERS, f"{many}; ask for a difference, e.g. --question {name}+1")
-
-
-def _fil_columns(
-    table: EncodedTable, fitted: GeneralizedLinearModel, X: Any, y: Any, sigma: float, private: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """η and error for all private coordinates together, and for each private attribute."""
-    if not private:
-        return {"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}
-
-    together = sorted({column for name in private for column in table.attributes[name]})
-    asked: dict[str, Any] = {"": together, **{name: table.attributes[name] for name in private}}  # no name is empty
-    eta, bound = fitted.fil(X, y, sigma, attributes=asked), fitted.mse_bound(X, y, sigma, attributes=asked)
-    columns = {"fil": eta[""], "mse_bound": bound[""]}
-    for name in private:
-        columns[f"{name}_fil"], columns[f"{name}_error"] = eta[name], np.sqrt(bound[name])
-    return columns
 
 
 def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:

@@ -513,7 +513,7 @@ def write_report(
 
     Args:
         run: What to report.
-        directory: The folder to write; its parent must exist.
+        directory: The folder to write; missing folders above it are made.
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
         policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict. None: those of
@@ -528,11 +528,8 @@ def write_report(
     for name in ("fil", "mse_bound"):
         if name not in run.columns:
             raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
-    if redacted and policy is not None:
-        raise ValueError(
-            "policy= is for the private report: a verdict may hang on a single example, and the public version says "
-            "nothing about fewer than min_group; leave out policy= (--policy) or redacted=True (--redacted)"
-        )
+    # a verdict may hang on a single example
+    require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
     policy, verdicts = (None, None) if redacted else _judged(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group, policy=policy)
     files, notes, shown = dict[str, str](), list[str](), {} if redacted else dict(digests or {})
@@ -609,8 +606,6 @@ def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
 def _replaced_folder(target: Path) -> Iterator[Path]:
     """A new folder beside ``target`` that takes its place at the end, and vanishes if anything fails."""
     target = target.resolve()
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
     check_replaceable(target)
     with explain_disk_full(target), temporary_beside(target, folder=True) as temporary:
         beside = Path(temporary)

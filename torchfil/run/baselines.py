@@ -28,13 +28,14 @@ which may show counts of many examples together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchfil.run.saved_run import QuestionRecord, SavedRun, Spread
 
+NO_LEVEL = "none of these"
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 HALF, BELOW, BEYOND, UNTOLD = range(4)
 CLASSES = {
@@ -253,48 +254,6 @@ def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> d
     return dict(zip(question.answers, told.mean(axis=0).tolist(), strict=True))
 
 
-def spread_of(pieces: Iterable[np.ndarray]) -> Spread:
-    """Mean, standard deviation and range of every column, from rows in pieces; NaN entries do not count.
-
-    Args:
-        pieces: [rows, d] each; memory is needed for one at a time.
-
-    Example:
-        >>> spread_of([np.array([[0.0], [1.0]]), np.array([[2.0]])]).std.round(3).tolist()
-        [0.816]
-    """
-    return counted_spread(pieces)[0]
-
-
-def counted_spread(pieces: Iterable[np.ndarray]) -> tuple[Spread, np.ndarray]:
-    """As :func:`spread_of`, and how many entries of every column were known, [d].
-
-    Pieces are merged by Chan, Golub and LeVeque's formula, which loses no digits where the mean is far from 0:
-    M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b). The deviation is the data's own, sqrt(M2/n).
-    """
-    count: Any = np.zeros(())
-    mean = squares = np.zeros(())
-    low, high = np.asarray(math.inf), np.asarray(-math.inf)
-    for piece in pieces:
-        values = np.asarray(piece, dtype=np.float64)
-        known = ~np.isnan(values)
-        number = known.sum(axis=0)
-        own_mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(number, 1)
-        own_squares = (np.where(known, values - own_mean, 0.0) ** 2).sum(axis=0)
-
-        # both parts together; a column that has no entry here moves nothing
-        total = np.maximum(count + number, 1)
-        apart = own_mean - mean
-        squares = squares + own_squares + apart**2 * (count * number / total)
-        mean = mean + apart * (number / total)
-        count = count + number
-        low = np.minimum(low, np.where(known, values, math.inf).min(axis=0, initial=math.inf))
-        high = np.maximum(high, np.where(known, values, -math.inf).max(axis=0, initial=-math.inf))
-
-    columns = (mean, np.sqrt(squares / np.maximum(count, 1)), low, high)
-    return Spread(*(np.where(count == 0, math.nan, column) for column in columns)), count
-
-
 def level_shares(spread: Spread) -> np.ndarray:
     """How often a column takes the larger of its two values, [d]; NaN for columns of more values, or of one.
 
@@ -302,7 +261,8 @@ def level_shares(spread: Spread) -> np.ndarray:
     two values is known by its mean, deviation and range.
 
     Example:
-        >>> level_shares(spread_of([np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])])).tolist()
+        >>> from torchfil.run.blind_guess import Moments
+        >>> level_shares(Moments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread).tolist()
         [0.25, nan]
     """
     width = spread.high - spread.low
@@ -310,3 +270,35 @@ def level_shares(spread: Spread) -> np.ndarray:
         share = (spread.mean - spread.low) / width
         two = np.abs(spread.std**2 - share * (1 - share) * width**2) <= 1e-6 * width**2
     return np.where(two & (width > 0), share, math.nan)
+
+
+def values_and_levels(
+    table: np.ndarray, columns: Sequence[Sequence[int]], names: Sequence[str], spread: Spread
+) -> tuple[np.ndarray, list[list[str]]]:
+    """What some rows hold: the value of an attribute of one column, and which column holds of one with several.
+
+    Args:
+        table: [m, d].
+        columns: Those of each of k attributes. Several are levels if each has two values at most.
+        names: Of the d columns.
+        spread: Of the d columns, over the whole data.
+
+    Returns:
+        Values, [m, k], NaN for several columns; and levels, m lists of k texts, "" where there is none.
+
+    Example:
+        >>> data = np.array([[30.0, 0, 1], [40.0, 0, 0], [50.0, 1, 0]])
+        >>> values_and_levels(data[:2], [[0], [1, 2]], ["age", "AA", "AG"], spread_of([data]))[1]
+        [['', 'AG'], ['', 'none of these']]
+    """
+    values = np.full((len(table), len(columns)), math.nan)
+    levels = [[""] * len(columns) for _ in table]
+    width, has_many = spread.high - spread.low, np.isnan(level_shares(spread))
+    middle = np.where(width > 0, spread.low + width / 2, 0.5)  # a level that never changes holds if it is 1
+    for place, own in enumerate(map(list, columns)):
+        if len(own) == 1:
+            values[:, place] = table[:, own[0]]
+        elif not (has_many & (width > 0))[own].any():
+            for row, holds in zip(levels, table[:, own] > middle[own], strict=True):
+                row[place] = names[own[int(holds.argmax())]] if holds.any() else NO_LEVEL
+    return values, levels

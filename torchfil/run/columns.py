@@ -82,6 +82,7 @@ class _Table:
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
             "pictures": None if run.pictures is None else self._pictures(run.pictures),
+            "records": None if run.records is None else self._records(run.records),
             "texts": None if run.texts is None else self._texts(run.texts),
             "baselines": None if run.baselines is None else _baselines(run.baselines),
             "history": {name: values.tolist() for name, values in run.history.items()},
@@ -156,12 +157,22 @@ class _Table:
         return _facts(attack, rows=None, **columns)
 
     def _pictures(self, pictures: saved.Pictures) -> dict[str, Any]:
-        images, maps, rows = pictures.images, pictures.maps, pictures.rows
+        images, maps, rows, drawn = pictures.images, pictures.maps, pictures.rows, pictures.estimates
+        estimates = None if drawn is None else [own.tobytes() for own in drawn]
         return _facts(
             pictures,
             shape=list(images.shape[1:]),
             images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
             maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
+            estimates=self._some("picture_estimates", pa.binary(), rows, estimates),
+            errors=self._some("picture_errors", _LIST, rows, pictures.errors),
+        )
+
+    def _records(self, records: saved.Records) -> dict[str, Any]:
+        return _facts(
+            records,
+            values=self._some("record", _DOUBLES, records.rows, records.values),
+            levels=self._some("record_levels", pa.list_(pa.string()), records.rows, records.levels),
         )
 
     def _texts(self, texts: saved.Texts) -> dict[str, Any]:
@@ -173,7 +184,7 @@ class _Table:
         )
 
 
-_LIST = pa.list_(pa.float32())
+_LIST, _DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
 
 
 def _baselines(baselines: saved.Baselines) -> dict[str, Any]:
@@ -227,6 +238,7 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
         attributes=optional(_read_attributes, "attributes", stored),
         groups=by_name(facts["groups"]),
         pictures=optional(_read_pictures, "pictures"),
+        records=optional(_read_records, "records"),
         texts=optional(_read_texts, "texts"),
         history={name: _numbers(values) for name, values in facts["history"].items()},
         bounds=facts["bounds"],
@@ -260,11 +272,21 @@ def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
 
 def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
     rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
-    images = np.frombuffer(b"".join(StoredArray(file, facts["images"]).cells(rows, pa.binary())), np.uint8)
-    maps = _lists(file, facts["maps"], rows)
-    return saved.Pictures(
-        rows, images.reshape(len(rows), *shape), None if maps is None else maps.reshape(len(rows), *shape[:2])
-    )
+
+    def images(name: str | None, *of_each: int) -> Any:
+        cells = b"" if name is None else b"".join(StoredArray(file, name).cells(rows, pa.binary()))
+        return None if name is None else np.frombuffer(cells, np.uint8).reshape(len(rows), *of_each, *shape)
+
+    maps, errors = (_lists(file, facts[part], rows) for part in ("maps", "errors"))
+    maps = None if maps is None else maps.reshape(len(rows), *shape[:2])
+    return saved.Pictures(rows, images(facts["images"]), maps, images(facts["estimates"], 3), errors, facts["typical"])
+
+
+def _read_records(file: Any, facts: Mapping[str, Any]) -> saved.Records:
+    rows = np.asarray(facts["rows"], dtype=np.int64)
+    values = np.asarray(StoredArray(file, facts["values"]).cells(rows, _DOUBLES), np.float64)
+    levels = StoredArray(file, facts["levels"]).cells(rows, pa.list_(pa.string()))
+    return saved.Records(rows, values, levels, facts["typical"])
 
 
 def _read_texts(file: Any, facts: Mapping[str, Any]) -> saved.Texts:

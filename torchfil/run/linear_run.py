@@ -5,8 +5,8 @@ What is released is w* + N(0, σ²I), once. All numbers are closed forms (:mod:`
 clipping, and no accountant's ε.
 
 Columns have units of their own, and a mean of squared years and squared milligrams means nothing. Therefore every
-private coordinate j counts in units of its standard deviation s_j over the rows, in which a blind guess, the mean, is
-off by 1 (root mean square):
+private coordinate j counts in units of its standard deviation s_j over the rows, in which the mean of all rows is off
+by 1 (root mean square):
 
     η̄² = Σ_j s_j² I_jj / d,        mse_bound = 1/η̄².
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Hashable, Mapping, Sequence
@@ -29,8 +30,12 @@ import torch
 from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
+from torchfil.glm.solver import tangent_basis
+from torchfil.run.baselines import values_and_levels
+from torchfil.run.blind_guess import BlindErrors, BlindGuess
 from torchfil.run.file import save
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
+from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from torchfil.glm import IRFIL, Composition, GeneralizedLinearModel, Question
 
 Columns = Sequence[Any] | slice
+_ROWS_AT_ONCE = 2**13
 
 
 def save_linear_run(
@@ -72,6 +78,7 @@ def linear_run(
     questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
     scores: Mapping[str, float] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     hash_data: bool = True,
 ) -> SavedRun:
     """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
@@ -92,7 +99,9 @@ def linear_run(
         questions: {name: what an attacker asks, or what :func:`torchfil.glm.guess` gave for it}.
         scales: s of every private coordinate, in units of which it counts. "deviation": its standard deviation over the
             rows; None: 1.
-        scores: Of the model: ``score``, ``released_score``, ``blind_score``, as far as they are known.
+        scores: Further scores of the model, such as ``blind_score``, that of a model without inputs.
+        metrics: What the released model is good for, as in :meth:`FILPrivacyEngine.save_run`. Besides, a single release
+            keeps what other noise would cost: the model's expected score on these rows at σ/4 … 32σ.
         hash_data: Whether to keep a checksum of X and y.
 
     Raises:
@@ -105,7 +114,7 @@ def linear_run(
         >>> bool(np.allclose(run.columns["mse_bound"], LinearRegression().fit(X, y).mse_bound(X, y, 0.5)))
         True
     """
-    releases, reweighted = _releases(model, sigma)
+    (releases, reweighted), utility = _releases(model, sigma), checked_metrics(metrics)
     first = releases[0][0]
     with_target = attributes is None if private_target is None else private_target
     parts = [Release(each.sensitivity(X, y, private_target=with_target), scale) for each, scale in releases]
@@ -116,7 +125,7 @@ def linear_run(
             target += " (target)"
         names[target] = list(range(width, coordinates))
     private = sorted({column for own in names.values() for column in own})
-    values = _values(X, y, coordinates)
+    guess_of_private, values = _blind_guess(X, y, coordinates, private)
     spread = _scales(scales, values.std)
 
     # everybody's numbers, a few rows at a time: I_jj of a long table would take as much memory as the table
@@ -134,6 +143,7 @@ def linear_run(
         columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
         columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
 
+    blind = guess_of_private.best(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
     for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
         count = n if given is None else len(given)
@@ -142,14 +152,18 @@ def linear_run(
     about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
     known = {name: float(value) for name, value in (scores or {}).items()}
     about["linear"] |= {"private": list(names), "reweighted": reweighted is not None, **known}
+    about["metrics"] = utility
+    if len(releases) == 1:
+        about["linear"] |= {"score_name": first.score_name, "score_by_noise": _score_by_noise(*releases[0], X, y)}
     return SavedRun(
         about=about,
         ids=_ids(range(n) if ids is None else ids),
-        columns=columns,
+        columns=columns | blind.column,
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
         groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
-        baselines=_baselines(values, spread, private, names, n),
+        baselines=_baselines(values, spread, private, names, blind),
+        records=_records(first, X, y, columns["fil"], list(names.values()), values),
     )
 
 
@@ -165,27 +179,52 @@ def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]],
     return [(model, float(sigma))], None
 
 
+def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float]]:
+    """Pairs of a σ and the mean score over its noise, on the fitted rows; without those whose mean is not finite."""
+    noises = [sigma * 2 ** (step / 2) for step in range(-4, 11)]
+    scores = [model.expected_score(X, y, noise) for noise in noises]
+    return [[noise, score] for noise, score in zip(noises, scores, strict=True) if math.isfinite(score)]
+
+
 def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:
     """Each private attribute's columns, by number."""
     if attributes is None:
-        names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
-        return {str(name): [j] for j, name in enumerate(names)}
+        return {name: [j] for j, name in enumerate(_column_names(model))}
     require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
     return {name: model.column_numbers(part) for name, part in attributes.items()}
 
 
-def _values(X: Any, y: Any, coordinates: int) -> Spread:
-    """How every private coordinate is spread over the rows, the targets' last, [d + t] each."""
-    inputs, targets = as_array(X), as_array(y)
+def _column_names(model: Any) -> list[str]:
+    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
+    return [str(name) for name in names]
+
+
+def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, Spread]:
+    """What is private beside what is public, and how private coordinates are spread, the targets' last, [d + t] each.
+
+    A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the deviation
+    sqrt(Σ p(1 − p)/(k − 1)), and nothing else about it is told.
+    """
+    inputs, targets, guess = as_array(X), as_array(y), BlindGuess()
     width = inputs.shape[1]
-    known = np.full((4, coordinates), np.nan)
-    for j in range(width):  # one column at a time: a long table takes its memory once
-        column = np.asarray(inputs[:, j], dtype=float)
-        known[:, j] = column.mean(), column.std(), column.min(), column.max()
-    known[1, width:] = _target_spread(targets, coordinates - width)
-    if coordinates == width + 1 and targets.dtype.kind in "biuf":
-        known[:, width] = targets.mean(), known[1, width], targets.min(), targets.max()
-    return Spread(*known)
+    known, own, t = np.setdiff1d(np.arange(width), private), [j for j in private if j < width], coordinates - width
+    is_number = t < 2 and targets.dtype.kind in "biuf"
+    if not is_number:
+        targets = np.unique(targets, return_inverse=True)[1].reshape(-1)
+    corners = None if is_number or not t else tangent_basis(t + 1).numpy()
+    for start in range(0, len(inputs), _ROWS_AT_ONCE):  # a long table takes its memory once
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        block, label = np.asarray(inputs[rows], dtype=float), targets[rows]
+        of_target = label[:, None] if corners is None else corners[label]
+        values = np.concatenate([block[:, own], of_target[:, :t]], axis=1)
+        guess.add(values, [] if t else [label], [block[:, known]])
+
+    spread = np.full((4, coordinates), np.nan)
+    spread[:, private] = list(vars(guess.everybody.spread).values())
+    if corners is not None:
+        spread[1, width:] = np.sqrt(np.mean(spread[1, width:] ** 2))
+        spread[[0, 2, 3], width:] = np.nan
+    return guess, Spread(*spread)
 
 
 def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
@@ -203,7 +242,7 @@ def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
 
 
 def _baselines(
-    values: Spread, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], n: int
+    values: Spread, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindErrors
 ) -> Baselines:
     """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
 
@@ -216,16 +255,30 @@ def _baselines(
         by_name[1, place] = np.sqrt(np.mean(np.asarray(values.std)[own] ** 2))
         if len(own) == 1:
             by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
-    own = np.asarray([together[1]]), by_name[1][None]
-    return Baselines(n, Spread(*map(np.asarray, together)), Spread(*by_name), {}, "the mean of all examples", *own)
+    errors = blind.errors([range(len(private))], 1 / scales[private])[:, 0]
+    by_attribute = blind.errors([np.searchsorted(private, own) for own in names.values()], np.ones(len(private)))
+    spreads = Spread(*map(np.asarray, together)), Spread(*by_name)
+    return Baselines(len(blind.classes), *spreads, {}, blind.knows, errors, by_attribute)
 
 
-def _target_spread(y: np.ndarray, coordinates: int) -> float:
-    """Of a number its deviation; of k classes, a point of the simplex, sqrt(Σ p(1 − p)/(k − 1))."""
-    if coordinates == 1 and y.dtype.kind in "biuf":
-        return float(y.astype(float).std())
-    shares = np.unique(y, return_counts=True)[1] / len(y)
-    return float(np.sqrt((shares * (1 - shares)).sum() / max(1, coordinates)))
+def _records(model: Any, X: Any, y: Any, fil: np.ndarray, columns: list[list[int]], spread: Spread) -> Records | None:
+    """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
+    if len(columns) > RECORDED_ATTRIBUTES:
+        return None
+    rows, typical = most_exposed_and_typical(fil, np.ones(len(fil), dtype=bool), RECORDED_EXAMPLES)
+    inputs, targets = as_array(X)[rows], as_array(y)[rows]
+    width, of_target = inputs.shape[1], len(spread.std) - inputs.shape[1]
+    is_number = of_target == 1 and targets.dtype.kind in "biuf"
+    table = np.full((len(rows), len(spread.std)), np.nan)
+    table[:, :width] = inputs
+    if is_number:
+        table[:, width] = targets
+    values, levels = values_and_levels(table, columns, [*_column_names(model), *[""] * of_target], spread)
+
+    # a class among several is a point of the simplex in the closed forms, and a name here
+    for row, target in zip(levels, targets.tolist(), strict=True) if columns[-1][-1] >= width and not is_number else ():
+        row[-1] = str(target)
+    return Records(rows, values, levels, typical)
 
 
 def _before(

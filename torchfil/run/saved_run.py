@@ -143,17 +143,49 @@ class QuestionRecord:
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Some examples as images.
+    """Some examples as images, and what estimates of them would look like. Private: never part of a public page.
 
     Attributes:
-        rows: Places in ``ids``, [m].
+        rows: Places in ``ids``, [m], the most exposed first.
         images: uint8, [m, H, W] or [m, H, W, 3].
         maps: PLIS, float32, [m, H, W], or None.
+        estimates: One draw of an unbiased estimate at the bound, the same with beliefs, and a blind guess, uint8
+            [m, 3, H, W] or [m, 3, H, W, 3], clipped to the images' range; None where the image is not private. The law
+            of the draw and of the beliefs stands in :mod:`torchfil.engine.saving.estimates`.
+        errors: Of each, in the unit of the inputs, float32 [m, 3]: root mean squares over private pixels (expected; of
+            this draw; of this guess), from 0 to ∞; None where there are no estimates.
+        typical: How many of the examples, the last ones, lie next to the median of η̄.
     """
 
     rows: np.ndarray
     images: np.ndarray
     maps: np.ndarray | None = None
+    estimates: np.ndarray | None = None
+    errors: np.ndarray | None = None
+    typical: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The attributes of some examples, as they stand in the data. Private: never part of a public page.
+
+    With beliefs aside, 95 % of an unbiased attacker's estimates at the bound lie within value ± 1.96 · error
+    (:attr:`Attributes.error`).
+
+    Attributes:
+        rows: Places in ``ids``, [m], the most exposed first.
+        values: In the attributes' own units, float64 [m, k]; NaN for categories.
+        levels: m lists of k texts: the level of a categorical attribute; "" for numbers.
+        typical: How many of the examples, the last ones, lie next to the median of η̄.
+    """
+
+    rows: np.ndarray
+    values: np.ndarray
+    levels: list[list[str]]
+    typical: int = 0
+
+    def __post_init__(self) -> None:
+        require(all(isinstance(text, str) for own in self.levels for text in own), "levels of records must be texts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +232,28 @@ class AttackRecord:
     blind: np.ndarray | None = None
 
 
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """What a model is good for, as ``SavedRun.about["metrics"]`` keeps it.
+
+    Args:
+        metrics: By name a finite number, or a pair of it and a text, what it was measured on.
+
+    Example:
+        >>> checked_metrics({"accuracy": (0.93, "on 360 held out")})
+        {'accuracy': {'value': 0.93, 'on': '360 held out'}}
+    """
+    require(isinstance(metrics, Mapping | None), f"metrics={metrics!r} must be a dict, e.g. {{'accuracy': 0.93}}")
+    kept = {}
+    for name, given in (metrics or {}).items():
+        value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
+        number = float(value) if hasattr(value, "__float__") else math.nan
+        fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
+        pairs = "must be names with finite numbers, or with (number, what it was measured on)"
+        require(fits, f"metrics={{{name!r}: {given!r}}} {pairs}")
+        kept[name] = {"value": number, "on": on.removeprefix("on ")}
+    return kept
+
+
 @dataclass(frozen=True, eq=False)
 class SavedRun:
     """A finished run, as arrays and plain values. Confidential: it depends on private data.
@@ -207,7 +261,7 @@ class SavedRun:
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
             exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.run.linear_run`); merged
-            for the mean over several runs;
+            for the mean over several runs; metrics, by name {value, on}: what the model is good for, and on what;
             noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
@@ -216,6 +270,7 @@ class SavedRun:
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
+        records: The attributes of the most exposed examples, and of typical ones, as they stand in the data.
         texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
@@ -239,6 +294,7 @@ class SavedRun:
     texts: Texts | None = None
     rounds: dict[str, np.ndarray] = field(default_factory=dict)
     baselines: Baselines | None = None
+    records: Records | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
@@ -253,6 +309,9 @@ class SavedRun:
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
+            typical = getattr(part, "typical", 0)
+            counted = isinstance(typical, int) and 0 <= typical <= len(part.rows)
+            require(counted, f"{what}: typical is {typical!r}, which is not a number of its {len(part.rows)} examples")
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
@@ -274,6 +333,13 @@ class SavedRun:
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
+        if self.pictures is not None and self.pictures.estimates is not None:
+            images, errors = self.pictures.images, np.shape(self.pictures.errors)
+            yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])
+            yield "pictures: errors", errors, (len(images), 3)
+        if self.records is not None:
+            yield "records: values", self.records.values.shape, (len(self.records.rows), k)
+            yield from (("records: levels", np.shape(levels), (k,)) for levels in self.records.levels)
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
             classes = len(self.baselines.errors)
@@ -289,7 +355,9 @@ class SavedRun:
     def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
         if self.pictures is not None:
-            yield "pictures", self.pictures, ("images", "maps")
+            yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
+        if self.records is not None:
+            yield "records", self.records, ("values", "levels")
         if self.texts is not None:
             yield "texts", self.texts, ("words", "fil", "plis")
         for attack in self.attacks:
@@ -297,6 +365,8 @@ class SavedRun:
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
+        errors = None if self.pictures is None else self.pictures.errors
+        require(errors is None or bool((errors >= 0).all()), "pictures: errors are below 0 or unknown")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
@@ -308,7 +378,7 @@ class SavedRun:
         return len(self.ids)
 
     def take(self, rows: np.ndarray | slice) -> SavedRun:
-        """Some of the examples, in memory, as if the run had no others; pictures and texts are left out.
+        """Some of the examples, in memory, as if the run had no others; pictures, records and texts are left out.
 
         Args:
             rows: Their places, ascending, or a slice.
@@ -333,6 +403,7 @@ class SavedRun:
             attributes=attributes,
             groups={name: values[rows] for name, values in _unread(self.groups).items()},
             pictures=None,
+            records=None,
             texts=None,
             attacks=attacks,
             questions=[replace(each, **some(each, ("divergence", "divergence_high"))) for each in self.questions],
@@ -385,11 +456,12 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged", "metrics"),
+        ("a dict", dict),
     ),
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
-    **dict.fromkeys(("exact", "equalised.met"), ("true or false", bool)),
+    **dict.fromkeys(("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
     **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
     "dataset.input_range": ("two numbers", list),
@@ -408,3 +480,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         if fits and name in _NUMBERS and value is not None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
+    checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
+    points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
+    pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
+    require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")

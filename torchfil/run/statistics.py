@@ -25,6 +25,7 @@ from torchfil.run.saved_run import SavedRun
 
 LARGEST_FACTOR = 10.0  # from the median to a value of a published mean
 SMALLEST_EFFECT = 1.1  # levels that differ by a smaller factor are not called different
+TYPICAL_EXAMPLES, RECORDED_EXAMPLES, RECORDED_ATTRIBUTES = 3, 10, 64  # of which a run file keeps the values, at most
 SMALLEST_GROUP = 10  # a level of fewer is mostly theirs, not the group's
 
 
@@ -335,3 +336,26 @@ def summarise_spared(run: SavedRun, smallest: int) -> SparedSummary | None:
         smallest_weight=None if redacted else float(np.min(run.clip_weights, initial=1.0)),
         rounds=rounds,
     )
+
+
+def most_exposed_and_typical(fil: np.ndarray, measured: np.ndarray, most: int) -> tuple[np.ndarray, int]:
+    """Which examples a page shows one by one: the ``most`` exposed first, then up to three others next to the median.
+
+    Args:
+        fil: η̄, [n].
+        measured: Which examples count, [n] booleans.
+        most: How many of the most exposed.
+
+    Returns:
+        Their places, int64 [m], and how many of them, the last ones, are typical.
+
+    Example:
+        >>> rows, typical = most_exposed_and_typical(np.arange(9.0), np.arange(9) < 8, 2)
+        >>> rows.tolist(), typical
+        ([7, 6, 4, 3, 5], 3)
+    """
+    drawn = np.flatnonzero(measured)
+    order = drawn[np.argsort(-np.asarray(fil, dtype=np.float64)[drawn], kind="stable")]
+    from_median = np.abs(np.arange(len(order)) - (len(order) - 1) / 2)[most:]
+    typical = order[most:][np.argsort(from_median, kind="stable")[:TYPICAL_EXAMPLES]]
+    return np.concatenate([order[:most], typical]).astype(np.int64), len(typical)

@@ -45,11 +45,13 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
 def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[str]:
     """A new hidden file or folder next to ``path``, removed at the end unless it was moved.
 
-    It is locked while in use. Unlocked ones were left by processes that were killed, and are removed first. In a
-    folder, "old" holds the previous content of ``path``; it is moved back if the process died between the two moves. An
-    ``OSError`` about the hidden one names ``path`` instead.
+    Missing folders above it are made. It is locked while in use. Unlocked ones were left by processes that were killed,
+    and are removed first. In a folder, "old" holds the previous content of ``path``; it is moved back if the process
+    died between the two moves. An ``OSError`` about the hidden one names ``path`` instead.
     """
     target = Path(path)
+    if not target.parent.exists():  # a file in its place is named by the error below
+        target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target.parent)
     try:
         handle, temporary = _new_temporary(target, folder)
@@ -76,7 +78,7 @@ def explain_disk_full(path: str | os.PathLike[str]) -> Iterator[None]:
         number = _number_of_no_space(error)
         if number is None:
             raise
-        free = shutil.disk_usage(Path(path).absolute().parent).free
+        free = shutil.disk_usage(next(folder for folder in Path(path).absolute().parents if folder.exists())).free
         raise OSError(
             number,
             f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier file is intact, and "

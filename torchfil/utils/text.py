@@ -156,6 +156,17 @@ def with_progress(items: Iterable[Item], progress: bool, title: str, total: int 
     return bar
 
 
+def most_alike(name: str, names: Sequence[str]) -> str | None:
+    """The first of the names that contains this one, or else the one that looks most alike; None: none does.
+
+    Example:
+        >>> most_alike("noise", ["clip", "noise_multiplier"]), most_alike("aeg", ["age"]), most_alike("height", ["age"])
+        ('noise_multiplier', 'age', None)
+    """
+    longer = [known for known in names if name in known and len(name) > 2]
+    return next(iter(longer or difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """The end of an error message: which of the names looks most alike, or which there are.
 
@@ -163,8 +174,8 @@ def nearest(name: str, names: Sequence[str]) -> str:
         >>> nearest("aeg", ["age", "sex"]), nearest("height", ["age", "sex"])
         ("; did you mean 'age'?", "; there are 'age', 'sex'")
     """
-    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if alike:
-        return f"; did you mean {alike[0]!r}?"
+    alike = most_alike(name, names)
+    if alike is not None:
+        return f"; did you mean {alike!r}?"
     shown = ", ".join(repr(known) for known in names[:6])
     return f"; there are {shown}{' …' if len(names) > 6 else ''}" if names else ""

@@ -34,14 +34,16 @@ from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
-from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
 from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
-from torchfil.run.baselines import level_shares
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, SavedRun, Spread
+from torchfil.run.baselines import NO_LEVEL, level_shares, values_and_levels
+from torchfil.run.blind_guess import BlindErrors
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
+from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
@@ -67,6 +69,7 @@ def build_saved_run(
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
+    metrics: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
@@ -74,6 +77,7 @@ def build_saved_run(
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
     over several runs. ``named`` are options of :func:`attribute_table`.
     """
+    utility = checked_metrics(metrics)
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
@@ -84,21 +88,25 @@ def build_saved_run(
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
-    shown = words = None
+    shown = words = people = None
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(passes, d, thorough=hash_data)
         if table is not None and spread is not None:
-            table = table.with_levels(spread.attributes)
+            table = table.with_levels(spread[0].attributes)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, columns, pictures)
+            shown = thumbnails(training, leakage, columns, pictures, thorough=hash_data)
+            if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
+                people = table.records(passes, columns, spread[0].attributes)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
+    columns |= {} if spread is None else spread[1].column
     about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
+    about["metrics"] = utility
     about["equalised"] = None if equalised is None else equalised.summary()
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
@@ -108,13 +116,14 @@ def build_saved_run(
         attributes=attributes,
         groups=labels,
         pictures=shown,
+        records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
         bounds=_bounds(accountant.history, d, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
-        baselines=None if spread is None else baselines(spread, table),
+        baselines=None if spread is None else baselines(*spread, table),
     )
 
 
@@ -203,6 +212,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
     paced = accounting.rel_error is not None  # then probes and rate change from step to step
     return {
         "noise_multiplier": float(optimizer.noise_multiplier),
+        "noise_multiplier_default": options.default_noise,
         "max_grad_norm": float(optimizer.max_grad_norm),
         "clip": options.clip.name,
         "noise": optimizer.noise.kind,
@@ -264,7 +274,6 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
 # ------------------------------------------------------------------ attributes
 
 
-NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
 _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
@@ -371,6 +380,22 @@ class AttributeTable:
         plain = len(self.names) == len(self.coordinates)
         return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
 
+    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray], spread: Spread) -> Records | None:
+        """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
+
+        Args:
+            passes: Reads the data set.
+            columns: With η̄ ("fil") and "participations", [n] each.
+            spread: The coordinates' spread, [d] each.
+        """
+        rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
+        if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
+            return None
+        table = passes.examples(rows.tolist()).values.detach().cpu().double().numpy()
+        values, levels = values_and_levels(table, self.columns, self.coordinates, spread)
+        first = [own[0] for own in self.columns]
+        return Records(rows, values * self.scales[first] + self.offsets[first], levels, typical)
+
 
 def attribute_table(
     num_coordinates: int,
@@ -459,12 +484,16 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     return None if reason is not None else table
 
 
-def baselines(spread: Baselines, table: AttributeTable | None) -> Baselines:
-    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates."""
-    by_attribute = (Spread(*np.zeros((4, 0))), {}) if table is None else table.spread(spread.attributes)
-    return replace(
-        spread, attributes=by_attribute[0], levels=by_attribute[1], attribute_errors=by_attribute[0].std[None]
-    )
+def baselines(spread: Baselines, blind: BlindErrors, table: AttributeTable | None) -> Baselines:
+    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates.
+
+    The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels count as coordinates do.
+    """
+    if table is None:
+        return replace(spread, attributes=Spread(*np.zeros((4, 0))))
+    attributes, levels = table.spread(spread.attributes)
+    errors = blind.errors(table.columns, table.scales)
+    return replace(spread, attributes=attributes, levels=levels, attribute_errors=errors)
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

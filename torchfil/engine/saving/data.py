@@ -23,10 +23,13 @@ from torch.utils.data import Subset, TensorDataset
 from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
+from torchfil.bounds.mse import labels_and_columns
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
+from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
-from torchfil.run.baselines import counted_spread
+from torchfil.run.blind_guess import BlindErrors, BlindGuess
 from torchfil.run.saved_run import Baselines, Pictures, Spread, Texts
+from torchfil.run.statistics import most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
@@ -36,6 +39,8 @@ _EXAMPLES_OF_OTHERS = 64
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
 _MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
+_MOST_OTHERS, _VALUES_OF_OTHERS = 500, 2**24  # whose law is what an attacker believes
+_LARGEST_LABEL = 64  # numbers of an example
 _LARGEST = 128  # pixels of a thumbnail's longer side
 _SMALLEST_IMAGE = 4
 _MOST_TEXTS = 20
@@ -108,11 +113,11 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> Baselines | None:
-    """The spread of the run's data, each coordinate an attribute; None for streams, and if none has a fixed value.
+def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> tuple[Baselines, BlindErrors] | None:
+    """The spread of the run's data, each coordinate an attribute, and what blind guesses err by.
 
-    That of the inputs is over all coordinates, each weighted by how many examples have it: mean, root mean variance,
-    range.
+    None for streams, and if no coordinate has a fixed value. That of the inputs is over all coordinates, each weighted
+    by how many examples have it: mean, root mean variance, range.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -123,29 +128,25 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
         thorough: Whether many examples may be read.
     """
     d = max(1, num_coordinates)
-    rows = _some_rows(passes, d, thorough=thorough)
+    rows, guess = _some_rows(passes, d, thorough=thorough), BlindGuess()
     if passes.dataset is None or not len(rows):
         return None
+    for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
+        # outputs of submodules have no values; texts may be laid out differently from batch to batch
+        if part.values.shape[1] != num_coordinates or part.values.isnan().all():
+            return None
+        guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *_public(part))
 
-    def values() -> Iterator[np.ndarray]:
-        for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
-            # outputs of submodules have no values; texts may be laid out differently from batch to batch
-            if part.values.shape[1] != num_coordinates or part.values.isnan().all():
-                raise _NoValuesError
-            yield part.values.detach().to("cpu", torch.float64).numpy()
-
-    try:
-        each, counts = counted_spread(values())
-    except _NoValuesError:
-        return None
-    if not counts.any():
-        return None
+    everybody, ones = guess.everybody, np.ones(num_coordinates)
+    counts, each = everybody.count[-num_coordinates:], everybody.spread
     known = counts > 0
     weight = counts[known] / counts.sum()
     mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
     inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    own = np.asarray([inputs[1]]), each.std[None]
-    return Baselines(len(rows), Spread(*map(np.asarray, inputs)), each, {}, "the mean of all examples", *own)
+    blind = guess.best(ones, rows, passes.run.ids.num_examples)
+    errors = blind.errors([range(num_coordinates)], ones)[:, 0]
+    spread = Spread(*map(np.asarray, inputs))
+    return Baselines(len(rows), spread, each, {}, blind.knows, errors, np.zeros((1, 0))), blind
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
@@ -165,12 +166,14 @@ def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
     alike = all(part.shape[1] == d and not part.isnan().any() for part in values)
     shapes = "a prior needs private values of one shape, not outputs of a submodule or texts of different lengths"
     require(alike and len({part.form for part in parts}) <= 1, f"{shapes}; {remedy}")
-    public = [tensors_of(part.restore(torch.zeros_like(part.z), part.public)[:3]) for part in parts]
+    public = [[leaf.nan_to_num(0.0) for leaves in _public(part) for leaf in leaves] for part in parts]
     return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
 
 
-class _NoValuesError(Exception):
-    """Coordinates have no values that could be compared between examples."""
+def _public(part: Examples) -> tuple[list[Tensor], list[Tensor]]:
+    """Targets and inputs, with NaN at private coordinates."""
+    args, kwargs, targets, _ = part.restore(torch.full_like(part.z, math.nan), part.public)
+    return tensors_of(targets), tensors_of([args, kwargs])
 
 
 def _some_rows(passes: DatasetPasses, d: int, *, thorough: bool) -> np.ndarray:
@@ -191,46 +194,141 @@ def _pieces(passes: DatasetPasses, rows: np.ndarray, size: int) -> Iterator[Exam
 # ------------------------------------------------------------------ the examples that a report shows
 
 
-def thumbnails(training: PrivateTraining, columns: dict[str, np.ndarray], count: int) -> Pictures | None:
-    """The ``count`` most and least exposed examples, the most exposed first; None if the inputs are not images.
+def thumbnails(
+    training: PrivateTraining, leakage: Leakage, columns: dict[str, np.ndarray], count: int, *, thorough: bool
+) -> Pictures | None:
+    """The ``count`` most exposed examples, then typical ones, with estimates at the bound; None if there is no image.
 
     Examples that were never drawn are left out, because nothing is known about them. The maps are the PLIS summed over
     channels; None if the loss is unknown (a resumed run before its first step) or the image is not private.
 
     Args:
         training: The run.
+        leakage: Its results.
         columns: With η̄ ("fil") and "participations", [n] each.
         count: k.
+        thorough: Whether many examples may be read to find others like these.
     """
-    fil, drawn = columns["fil"], np.flatnonzero(columns["participations"] > 0)
-    order = drawn[np.argsort(-fil[drawn], kind="stable")]
-    rows = order if len(order) <= 2 * count else np.concatenate([order[:count], order[len(order) - count :]])
+    rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, count)
     if not len(rows):
         return None
-    inputs = training.passes.inputs(rows.tolist())
+    examples = training.passes.examples(rows.tolist())
+    args, kwargs, *_ = examples.restore(examples.z, examples.public)
+    inputs = {**dict(enumerate(args)), **kwargs}
     key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:
         return None
 
-    images, maps = inputs[key], None
+    images, maps = inputs[key].detach().cpu().double(), None
     if training.run.loss is not None:
         plis = training.passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
         if plis is not None and plis.shape == images.shape:
             plis = plis.detach().cpu().double().nan_to_num(0.0)
             maps = _shrunk(plis.reshape(len(rows), -1, *images.shape[-2:]).sum(dim=1)).float().numpy()
-    return Pictures(rows.astype(np.int64), torch.stack([as_image(image) for image in images]).numpy(), maps)
+    found = _estimates(training.passes, leakage, examples, rows, key, images, thorough)
+
+    # one scale for all of them, which estimates may leave: they are clipped to it
+    low, high = float(images.min()), float(images.max())
+    ends = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+    shown = torch.stack([as_image(image, *ends) for image in images]).numpy()
+    if found is None:
+        return Pictures(rows, shown, maps, typical=typical)
+    drawn = torch.stack([torch.stack([as_image(image, *ends) for image in own]) for own in found[0]])
+    return Pictures(rows, shown, maps, drawn.numpy(), found[1].float().numpy(), typical)
 
 
-def as_image(image: Tensor) -> Tensor:
+def _estimates(
+    passes: DatasetPasses,
+    leakage: Leakage,
+    examples: Examples,
+    rows: np.ndarray,
+    key: Any,
+    images: Tensor,
+    thorough: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Estimates of these images at the bound, [m, 3, …], and errors, [m, 3]; None where the image is not private.
+
+    See :func:`~torchfil.engine.saving.estimates.estimates_at_the_bound`. Public pixels are as they are, and do not
+    count in errors.
+    """
+    values = examples.maps(examples.values).get(key)
+    if values is None or values.shape != images.shape or examples.num_coordinates != leakage.num_coordinates:
+        return None
+    is_private = ~values[0].isnan().flatten().cpu()
+    if passes.run.ids.num_examples < 2 or not is_private.any():
+        return None
+    variance = 1 / examples.maps(_information(leakage, rows).to(examples.z.device))[key].flatten(1).cpu()
+
+    estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3, dtype=torch.float64)
+    for place, others in _others_like(passes, rows, key, len(is_private), thorough=thorough):
+        given = (part[..., is_private] for part in (images[place].flatten(), variance[place], others))
+        found, errors[place] = estimates_at_the_bound(*given, seed=int(rows[place]))
+        estimates[place][:, is_private] = found
+    return estimates.reshape(len(rows), 3, *images.shape[1:]), errors
+
+
+def _others_like(
+    passes: DatasetPasses, rows: np.ndarray, key: Any, size: int, *, thorough: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """The place of each of these examples, and other images with its label, float64 [n, size]; NaN where public.
+
+    If a label has fewer than two others, they are any others. Up to 500 are read, always the same ones, and fewer if
+    they are large.
+    """
+    at_once = max(1, min(1024, _VALUES_AT_ONCE // size))
+    most = max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // size))
+    pool = np.union1d(_some_rows(passes, size, thorough=thorough), rows)
+    labels = _labels(passes, pool, key, at_once)
+    own = labels[np.searchsorted(pool, rows)]
+    for label in np.unique(own):
+        like = pool[labels == label] if (labels == label).sum() > 2 else pool
+        like = like[np.linspace(0, len(like) - 1, min(len(like), most + 1)).round().astype(int)]
+        parts = [part.maps(part.values)[key].flatten(1).cpu().double() for part in _pieces(passes, like, at_once)]
+        images = torch.cat(parts)
+        for place in np.flatnonzero(own == label).tolist():
+            yield place, images[torch.from_numpy(like != rows[place])][:most]
+
+
+def _labels(passes: DatasetPasses, rows: np.ndarray, key: Any, at_once: int) -> np.ndarray:
+    """A number for the public label of each of these examples, [rows]; the same for all where there is no label.
+
+    What counts as a label is what :meth:`torchfil.bounds.Prior.gaussian` takes for one, among targets and inputs
+    besides this image, with the private coordinates taken out. What has more than 64 numbers for an example is none.
+    """
+    forms, public = set(), []
+    for part in _pieces(passes, rows, at_once):
+        args, kwargs, targets, _ = part.restore(torch.zeros_like(part.z), part.public)
+        inputs = {**dict(enumerate(args)), **kwargs}
+        leaves = tensors_of(([value for name, value in inputs.items() if name != key], targets))
+        public.append([leaf.cpu() for leaf in leaves if leaf[0].numel() <= _LARGEST_LABEL])
+        forms.add(part.form)
+    if len(forms) > 1:
+        return np.zeros(len(rows), dtype=np.int64)
+    known = [given for given in map(torch.cat, zip(*public, strict=True)) if given.isfinite().all()]
+    labels, _ = labels_and_columns(known, torch.zeros(len(rows), 1, dtype=torch.float64))
+    return labels.unique(dim=0, return_inverse=True)[1].numpy()
+
+
+def _information(leakage: Leakage, rows: np.ndarray) -> Tensor:
+    """I_jj of these examples where it was tracked, else tr(I)/d, float64 [m, d]."""
+
+    def read(part: Leakage, places: Tensor) -> dict[str, Tensor]:
+        whole = part.get_fil(places).value.double().square()[:, None].repeat(1, leakage.num_coordinates)
+        if {"diagonal", "fim"} & leakage.ledger.sums.keys():  # of chosen examples alone, maybe
+            diagonal = part.get_attribute_fil(places).value.double().square()
+            whole = torch.where(diagonal.isnan(), whole, diagonal)
+        return {"information": whole}
+
+    return torch.from_numpy(leakage.by_parts(read, torch.from_numpy(rows))["information"])
+
+
+def as_image(image: Tensor, low: float, high: float) -> Tensor:
     """One image [H, W], [1, H, W] or [3, H, W] as uint8 [H, W] or [H, W, 3], at most 128 pixels wide or high.
 
-    Values within [0, 1] are kept; others are rescaled from their smallest and largest value.
+    Values are clipped to [low, high], which become black and white.
     """
-    pixels = image.detach().cpu().double().reshape(-1, *image.shape[-2:])
-    low, high = float(pixels.min()), float(pixels.max())
-    if low < 0 or high > 1:
-        pixels = (pixels - low) / max(high - low, 1e-12)
-    small = _shrunk(pixels).mul(255).round().to(torch.uint8)
+    pixels = image.reshape(-1, *image.shape[-2:]).clamp(low, high)
+    small = _shrunk((pixels - low) / max(high - low, 1e-12)).mul(255).round().to(torch.uint8)
     return small[0] if len(small) == 1 else small.permute(1, 2, 0).contiguous()
 
 

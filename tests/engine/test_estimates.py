@@ -1,0 +1,181 @@
+"""Estimates at the bound: the low-rank formula against the dense one, its limits, digits, and what a file keeps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.engine.loops import train
+from torchfil import Private
+from torchfil.engine.saving.estimates import Beliefs, estimates_at_the_bound
+from torchfil.report import Pictures, load
+
+DELTA = 1e-5
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def covariance(law: Beliefs) -> Tensor:
+    """S, dense."""
+    return law.isotropic * torch.eye(len(law.mean), dtype=torch.float64) + law.factor.T @ law.factor
+
+
+def dense_posterior(law: Beliefs, estimate: Tensor, variance: Tensor) -> Tensor:
+    """m + S(S + V)⁻¹(x̂ − m) from the coordinates of finite variance: the others say nothing."""
+    known, dense = variance.isfinite(), covariance(law)
+    inner = dense[known][:, known] + variance[known].diag()
+    return law.mean + dense[:, known] @ torch.linalg.solve(inner, (estimate - law.mean)[known])
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 4), (2, 16), (12, 1), (40, 16), (30, 50)])
+def test_the_low_rank_form_is_the_dense_one(n: int, d: int) -> None:
+    others = normal(n, d) @ normal(d, d, seed=1) / d**0.5 + normal(d, seed=2)
+    law = Beliefs.fitted(others)
+    torch.testing.assert_close(law.mean, others.mean(dim=0))
+    x, scale = normal(d, seed=3), normal(d, seed=4).exp().square()
+    some_infinite = torch.where(torch.arange(d) % 3 == 1, math.inf, scale)
+    for variance in (scale, 1e-4 * scale, 1e4 * scale, some_infinite):
+        found, want = law.combined_with(x, variance), dense_posterior(law, x, variance)
+        assert float((found - want).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(("n", "d"), [(2, 16), (12, 5), (200, 8)])
+def test_the_shrinkage_is_that_of_scikit_learn(n: int, d: int) -> None:
+    reference = pytest.importorskip("sklearn.covariance")
+    others = normal(n, d) * torch.arange(1, d + 1)
+    dense = covariance(Beliefs.fitted(others))
+    np.testing.assert_allclose(dense, reference.OAS().fit(others.numpy()).covariance_, rtol=1e-10, atol=1e-10)
+    assert float(torch.linalg.eigvalsh(dense).min()) > 0, "however few they are"
+
+
+def test_limits() -> None:
+    """V → 0 gives x̂, V → ∞ gives m; so it is where others are all equal, or there is one."""
+    x = normal(9)
+    for others in (normal(30, 9, seed=1), normal(2, 9, seed=1), normal(1, 9, seed=1), torch.ones(5, 9).double()):
+        law = Beliefs.fitted(others)
+        torch.testing.assert_close(law.combined_with(x, torch.zeros(9).double()), x)
+        torch.testing.assert_close(law.combined_with(x, torch.full((9,), math.inf).double()), law.mean)
+        torch.testing.assert_close(law.combined_with(x, torch.full((9,), 1e12).double()), law.mean, atol=1e-4, rtol=0)
+    estimates, errors = estimates_at_the_bound(x, torch.full((9,), math.inf).double(), normal(30, 9), seed=0)
+    assert estimates[0].isinf().all()
+    assert errors[0] == math.inf
+    assert errors[1] == errors[2] == (x - normal(30, 9).mean(dim=0)).square().mean().sqrt()
+
+
+def test_errors_are_those_of_many_draws() -> None:
+    """Unbiased: rms over draws. With beliefs, over people drawn from them, tr((S⁻¹ + V⁻¹)⁻¹)/d; both beside chance."""
+    law, variance = Beliefs.fitted(normal(20, 6) * torch.arange(1, 7)), normal(6, seed=1).exp()
+    root = torch.linalg.cholesky(covariance(law))
+    people = law.mean + normal(4000, 6, seed=2) @ root.T
+    noisy = people + normal(4000, 6, seed=3) * variance.sqrt()
+    posterior = torch.stack([law.combined_with(each, variance) for each in noisy])
+    expected = torch.linalg.inv(torch.linalg.inv(covariance(law)) + (1 / variance).diag()).trace() / 6
+    assert float((posterior - people).square().mean()) == pytest.approx(float(expected), rel=0.04)
+
+    drawn = [estimates_at_the_bound(people[0], variance, people[1:9], seed)[0][0] for seed in range(3000)]
+    error = float(estimates_at_the_bound(people[0], variance, people[1:9], 0)[1][0])
+    assert float((torch.stack(drawn) - people[0]).square().mean().sqrt()) == pytest.approx(error, rel=0.03)
+
+
+def test_images_of_any_size() -> None:
+    """A matrix of [d, d] would take 181 GB."""
+    others = torch.rand(6, 150_528, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, variance = others[0], torch.full((150_528,), 0.01, dtype=torch.float64)
+    _, errors = estimates_at_the_bound(x, variance, others[1:], seed=0)
+    assert errors[1] < min(errors[0], errors[2])
+
+
+def test_digits_with_beliefs_beat_both_on_average() -> None:
+    """The demo's figures (isotropic variance 0.69² and 0.15²): 0.69, 0.15, 0.16 and 0.15, 0.08, 0.16 for one digit."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    x, labels = torch.from_numpy(digits.data / 16), torch.from_numpy(digits.target)
+
+    def errors_at(deviation: float, rows: range) -> Tensor:
+        found = []
+        for row in rows:
+            others = x[(labels == labels[row]) & (torch.arange(len(x)) != row)]
+            variance = torch.full((64,), deviation**2, dtype=torch.float64)
+            found.append(estimates_at_the_bound(x[row], variance, others, seed=row)[1])
+        return torch.stack(found)
+
+    for deviation, close in ((0.69, 0.03), (0.15, 0.02)):
+        unbiased, beliefs, blind = errors_at(deviation, range(0, 1797, 30)).square().mean(dim=0).sqrt().tolist()
+        assert unbiased == pytest.approx(deviation)
+        assert beliefs < 0.97 * min(unbiased, blind)
+        of_589 = errors_at(deviation, range(589, 590))[0].tolist()
+        assert of_589 == pytest.approx([deviation, {0.69: 0.15, 0.15: 0.08}[deviation], 0.16], abs=close)
+
+
+# ------------------------------------------------------------------ in a run file
+
+
+IMAGES = torch.rand(40, 1, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(40) % 3
+CLASSES[7] = 3  # the only one of its label
+
+
+def saved(path: Path, targets: Tensor, images: Tensor = IMAGES, **options: Any) -> tuple[Any, Pictures]:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(30, 4 if targets.ndim == 1 else 1)).double()
+    loss = nn.functional.cross_entropy if targets.ndim == 1 else nn.functional.mse_loss
+    dataset = TensorDataset(images, targets)
+    engine = train(dataset, steps=6, batch_size=20, module=module, loss_fn=loss, **options).engine
+    run = load(engine.save_run(path, delta=DELTA, pictures=38))
+    assert run.pictures is not None
+    return run, run.pictures
+
+
+def as_bytes(values: Tensor, low: float = 0.0, high: float = 1.0) -> np.ndarray:
+    return ((values.clamp(low, high) - low) / (high - low) * 255).round().byte().numpy()
+
+
+@pytest.mark.parametrize("kind", ["labels", "numbers", "diagonal", "signed"])
+def test_estimates_go_into_the_file(tmp_path: Path, kind: str) -> None:
+    """Others have the label; where it has no others, or the target is a number, they are all."""
+    images = 3 * IMAGES - 1 if kind == "signed" else IMAGES
+    targets = IMAGES.sum(dim=(1, 2, 3))[:, None] if kind == "numbers" else CLASSES
+    tracked = ("diagonal",) if kind == "diagonal" else ()
+    run, pictures = saved(tmp_path / "run.parquet", targets, images, track=tracked)
+    assert pictures.estimates is not None
+    assert pictures.errors is not None
+    assert (pictures.estimates.shape[1:], pictures.estimates.dtype) == ((3, 5, 6), np.uint8)
+    x = images.flatten(1)
+    low, high = (float(x[pictures.rows].min()), float(x[pictures.rows].max())) if kind == "signed" else (0.0, 1.0)
+    for place, row in enumerate(pictures.rows.tolist()):
+        like = torch.ones(40, dtype=torch.bool) if kind == "numbers" or row == 7 else targets == targets[row]
+        like[row] = False
+        variance = torch.full((30,), float(run.columns["mse_bound"][row]), dtype=torch.float64)
+        if kind == "diagonal":
+            variance = torch.from_numpy(run.attributes.error[row].astype(np.float64)).square()
+        estimates, errors = estimates_at_the_bound(x[row], variance, x[like], seed=row)
+        np.testing.assert_allclose(pictures.errors[place], errors, rtol=1e-5)
+        assert np.abs(pictures.estimates[place].astype(int) - as_bytes(estimates.view(3, 5, 6), low, high)).max() <= 1
+        np.testing.assert_array_equal(pictures.images[place], as_bytes(images[row, 0], low, high))
+    assert pictures.typical == min(3, max(0, len(pictures.rows) - 38))
+
+
+def test_only_private_pixels_are_estimated(tmp_path: Path) -> None:
+    mask = torch.zeros(1, 5, 6, dtype=torch.bool)
+    mask[:, :2] = True
+    _, pictures = saved(tmp_path / "run.parquet", CLASSES, private=Private(coordinates=mask))
+    assert pictures.estimates is not None
+    assert pictures.errors is not None
+    np.testing.assert_array_equal(pictures.estimates[:, :, 2:], np.repeat(pictures.images[:, None, 2:], 3, axis=1))
+    row = int(pictures.rows[0])
+    like = (torch.arange(40) != row) & ((CLASSES[row] == CLASSES) | (row == 7))
+    blind = (IMAGES[like, 0, :2].mean(dim=0) - IMAGES[row, 0, :2]).square().mean().sqrt()
+    assert pictures.errors[0, 2] == pytest.approx(float(blind), rel=1e-5)
+
+
+def test_an_image_that_is_public_has_no_estimates(tmp_path: Path) -> None:
+    _, pictures = saved(tmp_path / "run.parquet", normal(40, 1), private=Private(inputs=[], target=True))
+    assert pictures.estimates is pictures.errors is None
+    assert pictures.images.shape[1:] == (5, 6)
