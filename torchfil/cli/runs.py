@@ -31,6 +31,7 @@ from torchfil.gate.rules import RULES, Verdict
 from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
+from torchfil.report.options import options_of
 from torchfil.report.page import render_comparison, write_report
 from torchfil.run.baselines import (
     CLASSES,
@@ -378,7 +379,8 @@ def gate(
     check_places([run, policy], {"--list": list_file, "--junit": junit_file, "--json-file": json_file})
 
     saved = load(run)
-    verdicts, remarks = check(saved, load_policy(policy)), notes(saved)
+    thresholds = load_policy(policy)
+    verdicts, remarks = check(saved, thresholds), notes(saved)
     passed = all(verdict.passed for verdict in verdicts)
     data = {"passed": passed, "rules": [verdict.as_dict() for verdict in verdicts], "notes": remarks}
     if list_file is not None:
@@ -397,6 +399,9 @@ def gate(
         lines.append(
             f"no rule is broken: {list_file} is empty" if passed else f"whom the broken rules concern: {list_file}"
         )
+    for best in options_of(saved, thresholds, verdicts).rows[:1]:
+        kept = f"{best.rules - len(best.broken)} of {best.rules} rules"
+        lines.append(f"{best.change} would keep {kept}, as predicted from this run; its cost: {best.cost}")
     out.result("\n".join([*lines, _in_short(verdicts)]), data)
     ctx.exit(0 if passed else FAILED)
 
@@ -431,7 +436,7 @@ def _junit(verdicts: list[Verdict]) -> bytes:
     for verdict in verdicts:
         case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
         if not verdict.passed:
-            message = in_words(verdict)
+            message = visible(in_words(verdict))
             ElementTree.SubElement(case, "failure", message=message).text = visible(verdict.detail)
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 

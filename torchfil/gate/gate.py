@@ -19,7 +19,6 @@ __all__ = [
     "concerned",
     "decision",
     "default_policy",
-    "factor_for_all",
     "in_words",
     "large_delta",
     "notes",
@@ -74,13 +73,6 @@ def default_policy(run: SavedRun) -> Policy:
     if run.about.get("kind") == "linear":
         del values["max_epsilon"]
     return parse_policy(values)
-
-
-def factor_for_all(verdicts: Sequence[Verdict]) -> tuple[float | None, list[Verdict]]:
-    """The largest f = (σ'/σ)² that a broken rule needs, and the broken rules that more noise is not known to keep."""
-    broken = [verdict for verdict in verdicts if not verdict.passed]
-    factors = [verdict.noise for verdict in broken if verdict.noise is not None]
-    return max(factors, default=None), [verdict for verdict in broken if verdict.noise is None]
 
 
 def template() -> str:

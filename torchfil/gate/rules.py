@@ -8,10 +8,7 @@ Rules on single examples take the conservative end of every 95 % interval, and w
 Examples that were drawn too rarely to tell (:mod:`torchfil.run.baselines`) have a rule of their own and count in no
 other.
 
-**Remedies.** At fixed gradients the Fisher information of a Gaussian release is proportional to 1/σ². With σ' for σ and
-f = (σ'/σ)², an MSE bound b becomes f·b, the error of a guess √f times as large, and a question's divergence D/f
-(exactly where batches are known; about, where they are drawn in secret). T/f of T steps that leak alike do the same.
-This is an **extrapolation**: another training takes other gradients.
+What would keep a broken rule is found by the same rules, from a prediction (:mod:`torchfil.report.options`).
 """
 
 from __future__ import annotations
@@ -24,10 +21,8 @@ from inspect import getdoc
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtri
 
 from torchfil.gate.policy import Policy, PolicyError
-from torchfil.guessing import divergence_of_rate
 from torchfil.run.baselines import (
     NOT_MEASURED,
     blind_errors,
@@ -42,6 +37,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.utils.text import nearest
 
+_TRACKED, _ASKED = "make_private(track=('diagonal',))", "make_private(…, questions={…}) keeps them"
 _AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
@@ -58,8 +54,6 @@ class Verdict:
         detail: What was compared; where ``found`` is None, what is missing and how to get it.
         subject: The attribute, question or grouping that it is about; "" where there is none.
         note: What is known besides, such as the worst attribute.
-        noise: f = (σ'/σ)² at which the rule would be kept; None where more noise does not help, or nobody knows how
-            much.
     """
 
     key: str
@@ -70,7 +64,6 @@ class Verdict:
     detail: str
     subject: str = ""
     note: str = ""
-    noise: float | None = None
 
     @property
     def rule(self) -> str:
@@ -112,42 +105,33 @@ class RuleCheck:
         self.run.column("fil")
         return is_told(self.run)
 
-    def smallest(self, values: np.ndarray, power: int, note: str = "") -> Verdict:
-        """No told example's value is below the limit; [n] values, of which f makes f^(1/power) as much."""
+    def smallest(self, values: np.ndarray, note: str = "") -> Verdict:
+        """No told example's value is below the limit; [n] values."""
         wrong = np.flatnonzero(self.told & ~(values >= self.limit))
-        return self.at_least(float(np.min(values[self.told], initial=math.inf)), wrong, power, note)
+        return self.verdict(not len(wrong), float(np.min(values[self.told], initial=math.inf)), wrong, note)
 
-    def at_least(self, least: float, wrong: np.ndarray, power: int, note: str = "") -> Verdict:
-        """The smallest value, and the places of those that are too small."""
-        return self.verdict(not len(wrong), least, wrong, note, noise=_quotient(self.limit, least) ** power)
-
-    def largest(self, values: np.ndarray, known: np.ndarray, subject: str = "", allowed: float = math.nan) -> Verdict:
-        """No known example's value is above the limit; [n] values. A question's D may be as large as ``allowed``."""
+    def largest(self, values: np.ndarray, known: np.ndarray, subject: str = "") -> Verdict:
+        """No known example's value is above the limit; [n] values."""
         wrong = np.flatnonzero(known & ~(values <= self.limit))
-        noise = _quotient(worst_divergence(self.run, subject or self.subject), allowed)
-        return self.verdict(not len(wrong), float(np.max(values[known], initial=0.0)), wrong, "", subject, noise)
+        return self.verdict(not len(wrong), float(np.max(values[known], initial=0.0)), wrong, "", subject)
 
-    def share(self, which: np.ndarray, note: str = "", ratios: np.ndarray | None = None) -> Verdict:
-        """At most this share of all examples; [n] booleans. With ``ratios`` they are those whose ratio is below 1."""
+    def share(self, which: np.ndarray, note: str = "") -> Verdict:
+        """At most this share of all examples; [n] booleans."""
         rows = np.flatnonzero(which)
         share = len(rows) / max(1, len(which))
-        if share <= self.limit or ratios is None:
-            return self.verdict(share <= self.limit, share, rows, note)
-        place = math.floor(self.limit * len(which) + 1e-9)  # whose ratio has to reach 1
-        needed = float(np.sort(ratios[which])[min(place, len(rows) - 1)])
-        return self.verdict(False, share, rows, note, noise=_quotient(1.0, needed) ** 2)
+        return self.verdict(share <= self.limit, share, rows, note)
 
-    def unknown(self, missing: str) -> Verdict:
-        """The run does not tell, so that nobody keeps the rule."""
-        return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), missing, self.subject)
-
-    def verdict(
-        self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "", noise: float = math.nan
+    def unknown(
+        self, missing: str, how: str = "", remedy: str = "let the developers add it to the run, or "
     ) -> Verdict:
+        """The run does not tell, so that nobody keeps the rule: what is missing, and what the developers call."""
+        detail, note = f"{missing}: {how}" if how else missing, f"{missing}: {remedy}take the rule out of the policy."
+        return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), detail, self.subject, note)
+
+    def verdict(self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "") -> Verdict:
         """Any other."""
         detail = f"{self.rule.compared}; {note}" if note else self.rule.compared
-        factor = noise if 0 < noise < math.inf else None
-        return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note, factor)
+        return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note)
 
 
 Measuring = Callable[[RuleCheck], Iterable[Verdict]]
@@ -170,8 +154,7 @@ class Rule:
         found: What was found, likewise; a value before a % is told in per cent.
         above: What limit and value are told above of.
         baseline: What needs no model and the value is measured against, in words; "" where it is a number by itself.
-        advice: What helps where more noise does not.
-        equalise: What :func:`torchfil.equalise` would aim at: "bound", "question", or "" where it does not help.
+        advice: What helps where neither more noise nor more steps do, in a sentence.
     """
 
     key: str
@@ -186,7 +169,6 @@ class Rule:
     above: float = 0.0
     baseline: str = ""
     advice: str = ""
-    equalise: str = ""
 
     @property
     def default(self) -> Any:
@@ -225,12 +207,10 @@ class Rule:
         return f"{title}: {found}; the policy {asks} {limit}."
 
     def remedy(self, verdict: Verdict) -> str:
-        """What helps, in a sentence, where more noise is not known to."""
+        """What helps, in a sentence, where neither more noise nor more steps are known to."""
         if verdict.found is None:
-            return f"{verdict.detail[:1].upper()}{verdict.detail[1:]}."
-        if self.advice:
-            return self.advice.format(limit=f"{verdict.limit:g}")
-        return f"More noise or fewer steps, by trial: {verdict.rule}."
+            return f"{verdict.note[:1].upper()}{verdict.note[1:]}"
+        return self.advice or "More noise than any prediction was tested for, or another model: only a trial tells."
 
 
 RULES: dict[str, Rule] = {}  # every key, in the order of the template
@@ -262,7 +242,7 @@ class _Section:
 _Section("What the page calls this policy").setting("name", "Left out, it is the name of the file.", off="clinical-v2")
 _BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
 _BLIND_ERROR = "the error of a blind guess"
-_NO_BLIND_ERROR = "what a blind guess errs by is not known: save_run(input_range=…) or the policy’s blind_error tells"
+_NO_BLIND_ERROR = "what a blind guess errs by is not known", "save_run(input_range=…) or the policy’s blind_error tells"
 
 
 def _beside(asked: RuleCheck) -> str:
@@ -274,7 +254,6 @@ def _beside(asked: RuleCheck) -> str:
     "{value} of a blind guess’s error",
     example=0.5,
     baseline=_BLIND_ERROR,
-    equalise="bound",
 )
 def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
@@ -286,8 +265,8 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
     ratios = error_ratios(asked.run, asked.policy.blind_error)
     if ratios is None:
-        return [asked.unknown(_NO_BLIND_ERROR)]
-    return [asked.smallest(ratios, 2, _beside(asked))]
+        return [asked.unknown(*_NO_BLIND_ERROR)]
+    return [asked.smallest(ratios, _beside(asked))]
 
 
 @_BLIND_GUESS.rule(
@@ -295,7 +274,6 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     "{value} %",
     example=0.05,
     baseline=_BLIND_ERROR,
-    equalise="bound",
 )
 def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose least error (lower end) is under a blind guess's.
@@ -305,8 +283,8 @@ def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
     ratios = error_ratios(asked.run, asked.policy.blind_error)
     if ratios is None:
-        return [asked.unknown(_NO_BLIND_ERROR)]
-    return [asked.share(ratios < 1, _beside(asked), ratios)]
+        return [asked.unknown(*_NO_BLIND_ERROR)]
+    return [asked.share(ratios < 1, _beside(asked))]
 
 
 _BLIND_GUESS.setting(
@@ -332,7 +310,7 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     attributes, policy = asked.run.attributes, asked.policy
     if attributes is None or attributes.error_low is None:
         missing = "attributes were not tracked" if attributes is None else "how far attributes are off is not known"
-        return [asked.unknown(f"{missing}: make_private(track=('diagonal',)), or take the rule out")]
+        return [asked.unknown(missing, _TRACKED)]
     for name in policy.attribute_spread:
         if name not in attributes.names:
             raise PolicyError(f"attribute_spread: the run has no attribute {name!r}{nearest(name, attributes.names)}")
@@ -342,7 +320,7 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     for name, error in zip(attributes.names, blind.mean(axis=0), strict=True):
         if math.isnan(error):
             how = "attribute_spread in the policy, or save_run(input_range=…)"
-            return [asked.unknown(f"the spread of {name!r} is not known: {how}")]
+            return [asked.unknown(f"the spread of “{name}” is not known", how)]
 
     least, wrong = np.full(blind.shape[1], math.inf), np.zeros(len(asked.run), dtype=bool)
     codes = public_classes(asked.run) if len(blind) > 1 else np.zeros(len(asked.run), dtype=np.int64)
@@ -353,7 +331,8 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
         wrong[known + start] = ~(shares >= asked.limit).all(axis=1)
         least = np.minimum(least, shares.min(axis=0, initial=math.inf))
     worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
-    return [replace(asked.at_least(float(least[worst]), np.flatnonzero(wrong), 2), subject=attributes.names[worst])]
+    rows = np.flatnonzero(wrong)
+    return [asked.verdict(not len(rows), float(least[worst]), rows, subject=attributes.names[worst])]
 
 
 @_BLIND_GUESS.rule(
@@ -362,7 +341,6 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     example=0.1,
     above=0.5,
     baseline="a coin, which is right half of the time",
-    equalise="question",
 )
 def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
     """How much more often than 50 % any attacker tells the true answer from another, equally likely one (upper end).
@@ -371,10 +349,9 @@ def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
     (make_private(…, questions={…})). 0.1: 60 % instead of 50 %.
     """
     if not asked.run.questions:
-        yield asked.unknown("the run kept no question: make_private(…, questions={…}) keeps them, or take the rule out")
+        yield asked.unknown("the run was trained without questions", _ASKED)
     for question in asked.run.questions:
-        allowed = divergence_of_gain(asked.limit, question.law) if asked.limit > 0 else math.nan
-        yield asked.largest(question.success() - 0.5, asked.told, question.name, allowed)
+        yield asked.largest(question.success() - 0.5, asked.told, question.name)
 
 
 _PRIVACY = _Section("Differential privacy")
@@ -384,7 +361,7 @@ _PRIVACY = _Section("Differential privacy")
     "ε for everybody",
     "{value}{note}",
     example=8.0,
-    advice="Choose σ for ε: make_private_with_epsilon(target_epsilon={limit}, …).",
+    advice="Train again with the noise that this ε takes.",
 )
 def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The run's ε, for everybody.
@@ -394,8 +371,9 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     about = asked.run.about
     epsilon = about.get("epsilon")
     if epsilon is None:
-        linear = "a linear model's release has no accountant's ε: take the rule out for it"
-        return [asked.unknown(linear if about.get("kind") == "linear" else "the run's ε is not known")]
+        if about.get("kind") == "linear":
+            return [asked.unknown("a linear model’s release has no accountant’s ε", "take the rule out", "")]
+        return [asked.unknown("the run’s ε is not known")]
     rows = np.arange(0 if epsilon <= asked.limit else len(asked.run))
     return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}")]
 
@@ -415,26 +393,25 @@ def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
 _UNIT = _Section("In the data's own unit")
 
 
-@_UNIT.rule("Smallest MSE bound of an unbiased estimate{who}", "{value}", off=0.01, equalise="bound")
+@_UNIT.rule("Smallest MSE bound of an unbiased estimate{who}", "{value}", off=0.01)
 def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest MSE bound of unbiased attackers, lower end of its interval.
 
     Per private coordinate, in the squared unit of the inputs: an unbiased attacker who knows everything else guesses a
     coordinate with at least this mean squared error, on average.
     """
-    return [asked.smallest(asked.run.column("mse_bound_low"), 1)]
+    return [asked.smallest(asked.run.column("mse_bound_low"))]
 
 
 _UNIT.setting("mse_bound_of_concern", "The MSE bound below which max_share_of_concern counts an example.", off=0.05)
 
 
-@_UNIT.rule("Examples with an MSE bound of concern", "{value} %{note}", off=0.05, equalise="bound")
+@_UNIT.rule("Examples with an MSE bound of concern", "{value} %{note}", off=0.05)
 def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose MSE bound (lower end) is under mse_bound_of_concern."""
     bound = asked.policy.mse_bound_of_concern
     assert bound is not None
-    ratios = np.where(asked.told, np.sqrt(asked.run.column("mse_bound_low") / bound), math.nan)
-    return [asked.share(ratios < 1, f"here {bound:g}", ratios)]
+    return [asked.share(asked.told & (asked.run.column("mse_bound_low") < bound), f"here {bound:g}")]
 
 
 _GROUPS = _Section("Groups")
@@ -444,7 +421,7 @@ _GROUPS = _Section("Groups")
     "Typical leakage of groups by {subject}",
     "{value} times{note}",
     off=2.0,
-    advice="Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
+    advice="More noise does not make groups alike: train again with smaller weights for the group that leaks more.",
 )
 def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
     """The typical FIL (geometric mean) of one group over that of another, in every grouping that was saved.
@@ -517,7 +494,7 @@ _UNTOLD = _Section("What the run does not tell")
     "Examples with a smaller weight",
     "{value} %",
     off=0.01,
-    advice="Down-weight fewer examples: more noise or fewer steps instead of weights.",
+    advice="Down-weight fewer examples: more noise for all instead of weights for some.",
 )
 def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples that were trained with a smaller weight (make_private(…, clip_weights=…)).
@@ -559,7 +536,7 @@ def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     "Seeded noise, which whoever has the seed can subtract",
     "{yes}",
     example=False,
-    advice="Train again without noise_seed= and noise_generator=.",
+    advice="Train again without a seed for noise and draws.",
 )
 def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     """Whether noise and draws were seeded (noise_seed=, noise_generator=), as for a test.
@@ -592,13 +569,13 @@ def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     """
     attributes = asked.run.attributes
     if attributes is None:
-        return [asked.unknown("attributes were not tracked: make_private(track=('diagonal',))")]
+        return [asked.unknown("attributes were not tracked", _TRACKED)]
     if asked.subject not in attributes.names:
         raise PolicyError(f"the run has no attribute {asked.subject!r}{nearest(asked.subject, attributes.names)}")
     if attributes.error_low is None:
-        return [asked.unknown("how far the errors of guesses are off is not known: make_private(track=('diagonal',))")]
+        return [asked.unknown("how far the errors of guesses are off is not known", _TRACKED)]
     place = attributes.names.index(asked.subject)
-    return [asked.smallest(attributes.error_low[:, place], 2, attributes.units[place])]
+    return [asked.smallest(attributes.error_low[:, place], attributes.units[place])]
 
 
 @_BY_NAME.rule(
@@ -606,7 +583,6 @@ def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     "{value} % of the runs",
     off=("member", 0.05),
     baseline="the false-positive rate, at which a blind guess is right",
-    equalise="question",
 )
 def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
     """The largest true-positive rate of any attacker at the false-positive rate at_false_positive_rate, upper end.
@@ -618,11 +594,7 @@ def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
     if asked.subject not in by_name:
         how = nearest(asked.subject, list(by_name)) or ": make_private(…, questions={…}) keeps them"
         raise PolicyError(f"the run has no question {asked.subject!r}{how}")
-    question, alpha, allowed = by_name[asked.subject], asked.policy.at_false_positive_rate, math.nan
-    if alpha < asked.limit < 1:
-        normal = float((ndtri(asked.limit) - ndtri(alpha)) ** 2 / 2)
-        allowed = normal if question.law == "normal" else float(divergence_of_rate(asked.limit, alpha))
-    return [asked.largest(question.rate(alpha), asked.told, allowed=allowed)]
+    return [asked.largest(by_name[asked.subject].rate(asked.policy.at_false_positive_rate), asked.told)]
 
 
 _BY_NAME.setting(
@@ -630,52 +602,6 @@ _BY_NAME.setting(
     "What people state and no run can show; the page repeats it word for word, as declared and not checked. Any names.",
     off=("owner_of_the_decision", "the data protection officer"),
 )
-
-
-def worst_divergence(run: SavedRun, name: str) -> float | None:
-    """The largest D (upper end) of a question over told examples and answers; None where there is none."""
-    for question in run.questions:
-        if question.name == name:
-            high = np.asarray(question.divergence_high, dtype=np.float64)[is_told(run)]
-            return float(np.max(high, initial=0.0))
-    return None
-
-
-def divergence_of_gain(gain: float, law: str = "any") -> float:
-    """The D at which any attacker tells two equally likely answers apart in 1/2 + gain of the cases at most.
-
-    The inverse of :meth:`QuestionRecord.success`: of :func:`torchfil.guessing.largest_success` at a prior of 1/2, total
-    variation 2·gain, or of Φ(sqrt(D/2)) between normal laws.
-
-    Example:
-        >>> from torchfil.guessing import largest_success
-        >>> largest_success([divergence_of_gain(0.1), divergence_of_gain(0.4)], 0.5)
-        tensor([0.6000, 0.9000], dtype=torch.float64)
-    """
-    if law == "normal":
-        return float(2 * ndtri(min(0.5 + gain, 1.0)) ** 2)
-    variation = min(2 * gain, 1.0)
-    return max(2 * variation**2, -math.log1p(-(variation**2)) if variation < 1 else math.inf)
-
-
-def _quotient(a: float | None, b: float) -> float:
-    """a / b; NaN where one is not known, infinite for b = 0."""
-    if a is None or math.isnan(b):
-        return math.nan
-    return a / b if b > 0 else math.inf
-
-
-def rounded_up(value: float, digits: int = 3) -> float:
-    """The least number of so many significant digits that is not smaller.
-
-    Example:
-        >>> rounded_up(1.2301), rounded_up(2.0), rounded_up(0.010001, 2)
-        (1.24, 2.0, 0.011)
-    """
-    if not 0 < value < math.inf:
-        return value
-    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return float(f"{math.ceil(value / step - 1e-9) * step:.{digits + 2}g}")
 
 
 def format_distinct(limit: float | None, value: float | None, digits: int = 3) -> tuple[str, str]:

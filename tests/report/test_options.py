@@ -1,0 +1,462 @@
+"""What is advised was tried: runs of several kinds are trained again as advised, and the gate finds what was promised.
+
+What each case promises was written before the margin was chosen, and the margin was chosen on other networks, data and
+seeds than these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus.accountants import RDPAccountant
+from scipy.stats import binom
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.report.run_cases import made_up, worrying
+from torchfil import FILPrivacyEngine
+from torchfil.fisher.amplification import poisson_amplification
+from torchfil.fisher.mechanism import step_divergence
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
+from torchfil.glm import Absent as AbsentRow
+from torchfil.glm import LinearRegression, LogisticRegression
+from torchfil.questions import Absent, Change
+from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, predicted
+from torchfil.run.baselines import error_ratios, is_told
+from torchfil.run.file import load
+from torchfil.run.linear_run import linear_run
+from torchfil.run.saved_run import QuestionRecord, SavedRun
+
+DELTA = 1e-4
+Train = Callable[[float, int, int, Path], SavedRun]
+
+
+# ---------------------------------------------------------------------- small runs of several kinds
+
+
+class Reader(nn.Module):
+    """Reads a text by the mean of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.head = nn.Embedding(40, 4), nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.words(tokens))).mean(dim=1))
+
+
+def patients(n: int, d: int, seed: int, *, numbers: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows of which some lie far out, with a label of two kinds or a number."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator)
+    x[: n // 25] *= 2.5
+    y = (x @ torch.randn(d, 1, generator=generator) + torch.randn(n, 1, generator=generator)) / d**0.5
+    return x, y if numbers else (y[:, 0] > 0).long()
+
+
+def notes(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randint(40, (n, 5), generator=torch.Generator().manual_seed(seed))
+    return x, ((x < 20).sum(1) > 2).long()
+
+
+def digits(n: int) -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return torch.tensor(found.images[:n], dtype=torch.float32)[:, None] / 16, torch.tensor(found.target[:n])
+
+
+def perceptron(d: int, outputs: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Linear(d, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def convolutional() -> nn.Module:
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)
+    return nn.Sequential(*layers)
+
+
+def network(
+    data: tuple[Tensor, Tensor], module: Callable[[], nn.Module], *, batch: int = 50, lr: float = 0.2, **options: Any
+) -> Train:
+    """Trains it privately, with new weights, draws and noise for every seed, and saves the run."""
+    loss, kind = options.pop("criterion", nn.CrossEntropyLoss()), options.pop("optimizer", torch.optim.SGD)
+
+    def train(sigma: float, steps: int, seed: int, folder: Path) -> SavedRun:
+        torch.manual_seed(seed)
+        own, engine = module(), FILPrivacyEngine(noise_seed=seed)
+        shuffled = torch.Generator().manual_seed(seed)
+        plain = DataLoader(TensorDataset(*data), batch_size=batch, shuffle=True, generator=shuffled)
+        given = {"criterion": loss, "noise_multiplier": sigma, "max_grad_norm": 1.0, **options}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            *_, loader = engine.make_private(own, kind(own.parameters(), lr=lr), plain, **given)
+            batches = (each for _ in range(steps) for each in loader)
+            for _ in range(steps):
+                engine.train_step(*next(batches))
+            return load(engine.save_run(folder / f"{seed}.parquet", delta=DELTA, pictures=0, hash_data=False))
+
+    return train
+
+
+def linear(kind: Any, n: int, d: int, **options: Any) -> Train:
+    """A linear model's release; the seed changes the noise alone, of which no number of a run file depends."""
+    x, y = patients(n, d, 31, numbers=kind is LinearRegression)
+    X, targets = x.double().numpy(), y.double().numpy().reshape(-1)
+    fitted = kind(l2=0.01, fit_intercept=True).fit(X, targets)
+    return lambda sigma, steps, seed, folder: linear_run(fitted, X, targets, sigma, **options)
+
+
+# ---------------------------------------------------------------------- what is advised comes true
+
+
+@dataclass
+class Case:
+    """A run, and a policy that it breaks.
+
+    ``times`` are limits as multiples of what the first run found; ``limits`` are numbers. All rules that are broken are
+    promised to hold, except those of ``lost``.
+    """
+
+    name: str
+    train: Train
+    sigma: float
+    steps: int
+    breaks: set[str]
+    times: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    steps_change: bool = False
+
+    def policy(self, run: SavedRun) -> Policy:
+        loose = {key: 1e-9 if key.startswith("min_") else 0.0 for key in self.times}
+        found = {verdict.key: verdict.found for verdict in check(run, Policy(**loose))}
+        own = {key: factor * (found[key] or 0.0) for key, factor in self.times.items()}
+        return Policy(**{"allow_seeded_noise": True, "max_share_too_few_draws": 0.01, **own, **self.limits})
+
+
+MEMBER = {"member": Absent()}
+BRIGHTER = {**MEMBER, "brighter": Change(lambda x, y: (x * 1.5, y))}
+ERROR, EXPOSED, ATTRIBUTE = {"min_error_share"}, {"max_share_exposed"}, {"min_attribute_error_share"}
+GAIN, EPSILON, FEW = {"max_gain_over_guessing"}, {"max_epsilon"}, {"max_share_too_few_draws"}
+TABLE, ROWS, PICTURES = patients(250, 6, 21), patients(300, 4, 22), digits(250)
+CASES = [
+    Case("logistic, table", network(TABLE, lambda: nn.Linear(6, 2)), 1.0, 100, ERROR, {"min_error_share": 2.0}),
+    Case(
+        *("logistic, membership", network(ROWS, lambda: nn.Linear(4, 2), questions=MEMBER)),
+        *(1.0, 100, GAIN, {}, {"max_gain_over_guessing": 0.3}),
+    ),
+    Case("perceptron, table", network(TABLE, lambda: perceptron(6)), 0.8, 100, EXPOSED, {"max_share_exposed": 0.9}),
+    Case(
+        *("perceptron, known batches", network(TABLE, lambda: perceptron(6), poisson_sampling=False)),
+        *(1.5, 80, ERROR, {"min_error_share": 1.3}),
+    ),
+    Case(
+        *("perceptron, known batches, two questions",),
+        network(ROWS, lambda: perceptron(4), poisson_sampling=False, questions=BRIGHTER),
+        *(2.0, 60, GAIN, {}, {"max_gain_over_guessing": 0.45}),
+    ),
+    Case(
+        *("digits, three rules", network(PICTURES, convolutional, questions=MEMBER, lr=0.5)),
+        *(0.8, 80, ERROR | GAIN | EPSILON, {"min_error_share": 1.5}, {"max_gain_over_guessing": 0.3, "max_epsilon": 8}),
+    ),
+    Case(
+        *("digits, attributes", network(PICTURES, convolutional, track=("diagonal",), lr=0.5)),
+        *(1.0, 80, ATTRIBUTE, {"min_attribute_error_share": 1.5}),
+    ),
+    Case("texts", network(notes(250, 23), Reader), 1.0, 100, {"min_mse_bound"}, {"min_mse_bound": 3.0}),
+    Case(
+        *("texts, membership", network(notes(200, 24), Reader, questions=MEMBER, lr=0.5)),
+        *(1.5, 80, {"max_true_positive_rate"}, {}, {"max_true_positive_rate": {"member": 0.2}}),
+    ),
+    Case("linear model", linear(LinearRegression, 1500, 5), 0.01, 0, ERROR, {"min_error_share": 3.0}),
+    Case("linear model of few rows", linear(LinearRegression, 60, 5), 0.02, 0, EXPOSED, {"max_share_exposed": 0.1}),
+    Case(
+        *("logistic model, membership", linear(LogisticRegression, 400, 4, questions={"member": AbsentRow()})),
+        *(0.02, 0, GAIN, {"max_gain_over_guessing": 0.4}),
+    ),
+    Case(
+        *("too few draws", network(ROWS, lambda: perceptron(4), batch=20)),
+        *(2.0, 80, FEW, {}, {"min_error_share": 0.01}, set(), True),
+    ),
+    Case(
+        *("too few draws, digits", network(PICTURES, convolutional, batch=15, lr=0.5)),
+        *(1.0, 100, FEW, {"min_error_share": 0.5}, {}, set(), True),
+    ),
+    Case(
+        *("Adam, numbers",),
+        network(
+            *(patients(250, 5, 25, numbers=True), lambda: perceptron(5, 1)),
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.Adam,
+            lr=0.01,
+        ),
+        *(1.0, 100, EPSILON, {"min_error_share": 0.95}, {"max_epsilon": 4.0}),
+    ),
+]
+
+
+def sigma_of(found: Options, row: int = 0) -> float:
+    return float(re.findall(r"σ = ([\d.]+)", found.rows[row].change)[0])
+
+
+def tried(case: Case, seed: int, folder: Path) -> tuple[list[str], bool]:
+    """A line for the table, and whether the verdict is as promised."""
+    run = case.train(case.sigma, case.steps, seed, folder)
+    policy = case.policy(run)
+    verdicts = check(run, policy)
+    broken = {verdict.key for verdict in verdicts if not verdict.passed}
+    assert broken == case.breaks, case.name
+    found = options_of(run, policy, verdicts)
+    best = found.rows[0]
+    assert len(best.broken) == len(case.lost), (case.name, best)
+    assert ("steps" in best.change) == case.steps_change, (case.name, best)
+
+    sigma = sigma_of(found)
+    steps = int(re.findall(r"([\d,]+) steps", best.change)[0].replace(",", "")) if case.steps_change else case.steps
+    again = case.train(sigma, steps, seed + 1, folder)
+    failed = {verdict.key for verdict in check(again, policy) if not verdict.passed}
+    line = [case.name, f"{case.sigma:g}", ", ".join(sorted(broken)), best.change, ", ".join(sorted(failed)) or "kept"]
+    return line, failed == case.lost
+
+
+@pytest.mark.slow
+def test_what_is_advised_keeps_the_policy_when_it_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [tried(case, 71 + 2 * place, tmp_path) for place, case in enumerate(CASES)]
+    with capsys.disabled():
+        print()
+        for line, kept in found:
+            print(f"{'as promised' if kept else 'NOT AS PROMISED':16}{' | '.join(line)}")
+    assert sum(kept for _, kept in found) >= len(CASES) - 1
+
+
+# ---------------------------------------------------------------------- the prediction
+
+
+def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2000, seed: int = 0) -> SavedRun:
+    """As the demo was: Poisson sampling, a lower end for everybody who was drawn five times, a question."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.binomial(steps, rate, size=n)
+    bound = np.where(drawn > 0, 40 * sigma**2 / np.maximum(drawn, 1) * rng.lognormal(sigma=0.3, size=n), np.inf)
+    columns = {
+        "fil": bound**-0.5,
+        "mse_bound": bound,
+        "mse_bound_low": np.where(drawn < 5, 0.0, 0.5 * bound),
+        "participations": drawn,
+        "missed": np.zeros(n, dtype=np.int64),
+    }
+    divergence = (drawn / 200 / sigma**2)[:, None]
+    asked = QuestionRecord("member", ["absent"], False, divergence, 1.2 * divergence)
+    mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
+    about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": epsilon_of(sigma, rate, steps, 1e-5)}
+    run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
+    about["dataset"] = {"input_range": [0.0, 2.0]}
+    return dataclasses.replace(run, about=about, columns=columns, questions=[asked])
+
+
+def advised(run: SavedRun, **limits: Any) -> Options:
+    policy = Policy(**{"max_share_too_few_draws": 1.0, **limits})
+    return options_of(run, policy, check(run, policy))
+
+
+def test_the_prediction_of_a_linear_model_is_the_model_with_that_noise() -> None:
+    """Closed forms: bounds, errors of attributes and divergences are those of the release with σ'."""
+    train = linear(LinearRegression, 50, 3, questions={"member": AbsentRow()})
+    then, truth = predicted(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
+    for name in ("fil", "mse_bound", "mse_bound_low"):
+        np.testing.assert_allclose(then.columns[name], truth.columns[name])
+    np.testing.assert_allclose(then.attributes.error_low, truth.attributes.error_low, rtol=1e-6)
+    np.testing.assert_allclose(then.questions[0].divergence_high, truth.questions[0].divergence_high)
+
+
+@pytest.mark.parametrize("rate", [None, 0.01, 0.2, 0.9])
+@pytest.mark.parametrize("factor", [1.1, 4.0, 100.0])
+def test_noise_lowers_leakage_at_least_as_predicted(rate: float | None, factor: float) -> None:
+    """Of a step: D/f with known batches, less with secret draws; and κ/s², whose κ falls with the noise.
+
+    Where nearly everybody is drawn, both may be up to 7.1 % above.
+    """
+    size = torch.linspace(0.05, 3.0, 20, dtype=torch.float64)
+    most = 1.071 if rate == 0.9 else 1 + 1e-6
+    for other, product in ((0 * size, 0 * size), (size, 0.3 * size)):
+        now, then = (step_divergence(size / f, other / f, product / f, rate) for f in (1.0, factor))
+        assert bool((then <= most * now / factor).all())
+        assert rate is not None or torch.allclose(then, now / factor)
+    if rate is not None:
+        for now, then in zip(*(poisson_amplification((size / f).sqrt(), rate) for f in (1.0, factor)), strict=True):
+            assert bool((then <= most * now).all())
+
+
+@pytest.mark.parametrize("sigma", [0.4, 1.0, 6.0])
+@pytest.mark.parametrize(("rate", "steps"), [(0.01, 3000), (0.2, 100), (1.0, 7)])
+@pytest.mark.filterwarnings("ignore:Optimal order")
+def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    assert epsilon_of(sigma, rate, steps, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-8)
+
+
+def test_fresh_draws_leave_as_many_untold_as_predicted() -> None:
+    """In 95 % of the runs at most so many; those who are told of then are like the others."""
+    run, steps = sampled(steps=60), 110
+    untold = int((~is_told(predicted(run, 1.0, steps))).sum())
+    fresh = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).sum(axis=1)
+    assert 0.93 < float((fresh <= untold).mean()) < 0.98
+    assert int((~is_told(predicted(run, 1.0))).sum()) == int((~is_told(run)).sum())
+    known = dataclasses.replace(run, about={**run.about, "mechanism": {**run.about["mechanism"], "sample_rate": None}})
+    assert not is_told(predicted(known, 1.0, 60))[run.columns["participations"] < 5].any()
+    assert is_told(predicted(known, 1.0, 600))[run.columns["participations"] > 0].all()
+
+
+# ---------------------------------------------------------------------- the options
+
+
+def test_fewer_steps_are_never_advised() -> None:
+    """σ² three times as large was said to be the same as "about 99 of the 300 steps", which leaves 17 % untold."""
+    run = sampled(steps=300)
+    found = advised(run, min_error_share=float(np.nanmin(error_ratios(run))) * 1.7, max_share_too_few_draws=0.01)
+    assert [re.sub(r"[\d.]+", "#", option.change) for option in found.rows] == ["Noise σ = #"]
+    assert binom.cdf(4, 99, 0.07) > 0.15
+    assert not any("steps" in text for text in (*found.others, *(option.change for option in found.rows)))
+
+    # with 99 steps, more of them are advised, and the noise that they take; noise alone keeps less of the policy
+    found = advised(sampled(steps=99), min_error_share=1.0, max_share_too_few_draws=0.01)
+    assert [len(option.broken) for option in found.rows] == [0, 1]
+    steps, sigma = re.fullmatch(r"([\d,]+) steps with noise σ = ([\d.]+)", found.rows[0].change).groups()
+    assert binom.cdf(4, int(steps), 0.07) < 0.01 < binom.cdf(4, int(steps) * 0.8, 0.07)
+    assert float(sigma) > sigma_of(found, 1)
+    assert found.rows[1].broken == ["Too few draws to tell"]
+
+
+def test_a_rule_that_fresh_draws_would_break_is_not_promised() -> None:
+    """Kept now by luck: of 2,000 examples 0.2 % may be untold, and 0.24 % are expected."""
+    run = sampled(steps=174)
+    share = float((~is_told(run)).mean())
+    limit = max(share, binom.cdf(4, 174, 0.07))
+    found = advised(run, min_error_share=1.0, max_share_too_few_draws=limit)
+    assert ["steps" in option.change for option in found.rows] == [True]
+
+
+@pytest.mark.parametrize(
+    ("limits", "helped"),
+    [
+        ({"min_error_share": 1.5}, True),
+        ({"max_share_exposed": 0.01, "blind_error": 2.0}, True),
+        ({"min_mse_bound": 2.0}, True),
+        ({"mse_bound_of_concern": 3.0, "max_share_of_concern": 0.1}, True),
+        ({"max_gain_over_guessing": 0.05}, True),
+        ({"max_true_positive_rate": {"member": 0.1}}, True),
+        ({"max_epsilon": 2.0}, True),
+        ({"max_gain_over_guessing": 0.001}, False),  # more than was tried
+        ({"min_attacks": 1}, False),
+        ({"max_individual_epsilon": 1.0}, False),
+        ({"max_group_disparity": 2.0}, False),
+        ({"min_attribute_error_share": 0.5}, False),
+    ],
+)
+def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: dict[str, Any], helped: bool) -> None:
+    run = sampled()
+    found = advised(run, **limits)
+    assert (len(found.rows), len(found.others)) == ((1, 0) if helped else (0, 1))
+    if helped:
+        sigma, policy = (
+            sigma_of(found),
+            Policy(max_share_too_few_draws=1, **limits),
+        )
+        margin = 1.0 if "max_epsilon" in limits else MARGIN
+        for noise, holds in ((sigma, True), (0.985 * sigma, False)):
+            then = check(predicted(run, noise, margin=margin), policy)
+            assert all(verdict.passed for verdict in then if verdict.key in limits) is holds
+
+
+def test_options_count_the_rules_that_they_break() -> None:
+    """Noise keeps one of two broken rules; individual ε is left out, and it is said so."""
+    found = advised(sampled(), min_error_share=1.5, min_attacks=1, max_individual_epsilon=1e9)
+    (option,) = found.rows
+    assert option.broken == ["Attacks that tested the bounds"]
+    assert option.rules == len(check(sampled(), Policy(min_error_share=1.5, min_attacks=1)))
+    assert len(found.others) == 3  # it was not computed, either
+    sigmas, ratios, measured = zip(*found.curve, strict=True)
+    assert measured == (True, *[False] * 6)
+    np.testing.assert_allclose(ratios, np.nanmin(error_ratios(sampled())) * np.asarray(sigmas))
+    assert found.limit == 1.5
+    assert sigmas[-1] == max(4.0, sigma_of(found))
+
+
+def test_examples_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = worrying()
+    limits = {"min_error_share": 0.9, "min_attribute_error_share": 0.6, "max_gain_over_guessing": 0.3}
+    limits |= {"mse_bound_of_concern": 0.1, "max_share_of_concern": 0.0}
+    whole = advised(run, **limits)
+    monkeypatch.setattr("torchfil.report.options._AT_ONCE", 7)
+    assert advised(run, **limits) == whole
+    assert not whole.rows[0].broken
+
+
+@pytest.mark.parametrize(
+    "mechanism", [{}, {"noise_multiplier": None}, {"noise_multiplier": 0.0, "steps": 9}, {"sigma": None, "releases": 2}]
+)
+def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, Any]) -> None:
+    run = sampled()
+    found = advised(dataclasses.replace(run, about={**run.about, "mechanism": mechanism}), min_error_share=5.0)
+    assert (found.rows, found.curve, len(found.others)) == ([], [], 1)
+    assert advised(run) == Options()  # the policy is kept
+
+
+@pytest.mark.parametrize(
+    ("about", "cost"),
+    [
+        ({}, "not measured"),
+        ({"metrics": {"accuracy": {"value": 0.931, "on": ""}}}, "not measured (now accuracy 0.931)"),
+        ({"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [8.0, 0.12]]}}, "R² 0.4# (now 0.72)"),
+        (
+            {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [2.0, -9.0]]}},
+            "R² below 0: the model would be useless",
+        ),
+        (
+            {"linear": {"score_name": "accuracy", "blind_score": 0.6, "score_by_noise": [[1.0, 0.9], [2.0, 0.55]]}},
+            "accuracy 0.55, no more than the commonest class has: the model would be useless",
+        ),
+        (
+            {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [1.4, 0.7]]}},
+            "not measured (now R² 0.72)",
+        ),
+    ],
+)
+def test_cost(about: dict[str, Any], cost: str) -> None:
+    run = sampled()
+    limit = 2 * float(np.nanmin(error_ratios(run)))
+    found = advised(dataclasses.replace(run, about={**run.about, **about}), min_error_share=limit)
+    assert re.sub(r"(?<=0\.4)\d", "#", found.rows[0].cost) == cost
+
+
+def test_a_linear_model_of_few_rows_is_told_that_the_noise_makes_it_useless() -> None:
+    """400 rows, two columns of which say nearly the same: σ = 7.57 was advised, and gave R² −5,150."""
+    x, y = patients(400, 6, 41, numbers=True)
+    X, targets = x.double().numpy(), y.double().numpy().reshape(-1)
+    X[:, 5] = X[:, 4] + 0.05 * X[:, 5]
+    fitted = LinearRegression(l2=1e-6).fit(X, targets)
+    run = linear_run(fitted, X, targets, 0.05)
+
+    def score(sigma: float) -> float:
+        noise = np.random.default_rng(0).normal(scale=sigma, size=(300, 6))
+        rest = targets[None] - (fitted.coef_.reshape(-1) + noise) @ X.T
+        return float(1 - np.mean(rest**2) / np.var(targets))
+
+    run.about["linear"] |= {
+        "score_name": "R²",
+        "score_by_noise": [[s, score(s)] for s in 0.05 * 2 ** (np.arange(-4, 11) / 2)],
+    }
+    found = advised(run, min_error_share=1.0)
+    sigma = sigma_of(found)
+    assert score(sigma) < 0
+    assert found.rows[0].cost == "R² below 0: the model would be useless"
