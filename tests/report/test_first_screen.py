@@ -220,7 +220,7 @@ def test_measures_flag_as_their_rules_do_and_say_why(tmp_path: Path) -> None:
     assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
     shown = text_of(written(run, tmp_path, policy), "looks")
     low, high = run.attributes.error[7, 0] * -1.96 + values[0, 0], run.attributes.error[7, 0] * 1.96 + values[0, 0]
-    assert f"{low:,.2f} to {high:,.2f}" in shown  # 95 % of estimates lie there
+    assert f"{low:,.1f} to {high:,.1f}" in shown  # 95 % of estimates lie there
 
 
 def test_pictures_of_estimates_with_their_errors(tmp_path: Path) -> None:

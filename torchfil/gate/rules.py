@@ -188,6 +188,8 @@ class Rule:
         """The rule with whom a broken one concerns, what was found and the limit, as short texts for a table."""
         who = f" ({verdict.offending:,} example{'s' * (verdict.offending != 1)})" if not verdict.passed else ""
         title = self.title.format(subject=verdict.subject, who=who if verdict.found is not None else "")
+        if not verdict.subject:  # of a rule by name that found none
+            title = title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
         limit, found, percent = verdict.limit, verdict.found, "{value} %" in self.found
         if percent:
             limit, found = 100 * (limit + self.above), None if found is None else 100 * (found + self.above)

@@ -40,14 +40,14 @@ def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
     return raised if trimmed(mantissa) == "1" else f"{trimmed(mantissa)} ×\u00a0{raised}"
 
 
-def times(ratio: float) -> str:
+def times(ratio: float, *, even: bool = False) -> str:
     """A multiple of three digits; what is below 1 does not look like 1.
 
     Example:
         >>> times(0.2969), times(0.9999), times(1.4), times(8123.0), times(float("nan"))
         ('0.297×', '0.999×', '1.4×', '8,120×', 'unknown')
     """
-    return number(min(ratio, 0.999) if ratio < 1 else ratio) + "×" * (not math.isnan(ratio))
+    return number(min(ratio, 0.999) if ratio < 1 else ratio, even=even) + "×" * (not math.isnan(ratio))
 
 
 def day(created: str) -> str:

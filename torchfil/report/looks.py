@@ -108,7 +108,7 @@ class ClosestValue:
             return None
         low, high = self.value - 1.96 * self.error, self.value + 1.96 * self.error
         first, last = self.ends if self.ends[0] < self.ends[1] else (low, high)
-        digits = max(0, 1 - math.floor(math.log10(max(self.error, 1e-12))))
+        digits = max(0, -math.floor(math.log10(max(self.error, 1e-12))))
         written = [f"{end:,.{min(digits, 6)}f}".replace("-", "−") for end in (low, high)]
         told = (
             f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}" if self.ratio < 1 else "beyond guessing"

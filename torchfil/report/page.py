@@ -106,8 +106,6 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
-        if not verdict.subject:  # of a rule by name that found none
-            title = title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
         if verdict.found is None:
             found = verdict.detail.partition(": ")[0]
         state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"

@@ -261,7 +261,7 @@ def ranges(rows: Sequence[Range], *, width: int) -> Markup:
             _text(second, at, row.attribute[:16], "name"),
             _line(left, right, y, y, "guide"),
             _line(x(row.low), x(row.high), y, y, "estimate"),
-            _tag("circle", cx=x(row.value), cy=float(y), r=4.5, class_="truth"),
+            _tag("circle", cx=x(row.value), cy=float(y), r=4, class_="truth"),
             _text(width - 2, at, row.told, "value", anchor="end"),
         ]
     return _svg(width, step * len(rows) + 8, parts)
@@ -278,7 +278,7 @@ def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None
     height, named = 200, [sigma for sigma, _, _ in points]
     values = [value for _, value, _ in points if 0 < value < math.inf] + ([limit] if limit else [])
     x = Scale(named[0] / 1.15, named[-1] * 1.15, 40, width - RIGHT, True)
-    y = Scale(min(values) / 1.2, max(values) * 1.2, height - BOTTOM, 16, True)
+    y = Scale(min(values) / 1.4, max(values) * 1.2, height - BOTTOM, 16, True)
     parts = [
         _line(40, x.end, height - BOTTOM, height - BOTTOM, "base"),
         _text(x.end, height - 4, "noise σ", "axis", anchor="end"),
@@ -286,7 +286,7 @@ def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None
     parts += [_text(34, y(t) + 4, f"{number(t)}×", "tick", anchor="end") for t in y.ticks(3)]
     if limit:
         parts.append(_line(40, x.end, y(limit), y(limit), "limit"))
-        parts.append(_text(44, y(limit) - 6, f"the policy asks for {number(limit)}×", "note"))
+        parts.append(_text(x.end, y(limit) + 16, f"the policy asks for {number(limit)}×", "note", anchor="end"))
     way = "M" + "L".join(f"{x(sigma):.1f},{y(value):.1f}" for sigma, value, _ in points)
     parts.append(_tag("path", d=way, class_="curve tone1 dashed"))
     last = -math.inf
@@ -294,7 +294,7 @@ def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None
         tone = "half" if measured else "predicted"
         parts.append(_tag("circle", cx=x(sigma), cy=y(value), r=6 if measured else 4, class_=f"dot {tone}"))
         if measured:
-            parts.append(_text(x(sigma) + 10, y(value) + 14, "this run", "name"))
+            parts.append(_text(x(sigma) + 10, y(value) - 8, "this run", "name"))
         if x(sigma) - last >= 44:
             last = x(sigma)
             parts.append(_text(last, height - BOTTOM + 18, number(sigma), "tick", anchor="middle"))
