@@ -124,7 +124,7 @@ def _option(
     noise = max(each for each in least.values() if each is not None)
     now = run.about["mechanism"].get("steps")
     change = f"Noise σ = {noise:g}" if steps == now else f"{steps:,} steps with noise σ = {noise:g}"
-    titles = [RULES[v.key].title.format(subject=v.subject, who="") for v in judged if v.key in lost and not v.passed]
+    titles = [RULES[v.key].named(v.subject) for v in judged if v.key in lost and not v.passed]
     yield noise, failing - lost, Option(change, titles, len(judged), _cost(run, noise))
 
 

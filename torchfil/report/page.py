@@ -47,8 +47,6 @@ from torchfil.run.baselines import (
     CLASSES,
     NOT_MEASURED,
     is_told,
-    ratio_in_words,
-    ratio_to_blind_guess,
     status_of,
 )
 from torchfil.run.saved_run import SavedRun
@@ -457,8 +455,6 @@ def _environment() -> Environment:
         "named_level": named_level,
         "plainly": _plainly,
         "plural": lambda some, name: f"{some:,} {name}{'' if some == 1 else 's'}",
-        "ratio_in_words": ratio_in_words,
-        "ratio_to": lambda error, blind: float(ratio_to_blind_guess(error, blind)),
         "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
     }
     return environment

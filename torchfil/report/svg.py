@@ -275,9 +275,9 @@ def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None
         limit: What a policy asks of it; None: nothing.
         width: Of the drawing.
     """
-    height, named = 200, [sigma for sigma, _, _ in points]
+    height = 200
     values = [value for _, value, _ in points if 0 < value < math.inf] + ([limit] if limit else [])
-    x = Scale(named[0] / 1.15, named[-1] * 1.15, 40, width - RIGHT, True)
+    x = Scale(points[0][0] / 1.15, points[-1][0] * 1.15, 40, width - RIGHT, True)
     y = Scale(min(values) / 1.4, max(values) * 1.2, height - BOTTOM, 16, True)
     parts = [
         _line(40, x.end, height - BOTTOM, height - BOTTOM, "base"),
@@ -286,7 +286,11 @@ def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None
     parts += [_text(34, y(t) + 4, f"{number(t)}×", "tick", anchor="end") for t in y.ticks(3)]
     if limit:
         parts.append(_line(40, x.end, y(limit), y(limit), "limit"))
-        parts.append(_text(x.end, y(limit) + 16, f"the policy asks for {number(limit)}×", "note", anchor="end"))
+        named = f"the policy asks for {number(limit)}×"
+        if points[len(points) // 3][1] < limit:  # where the curve does not run
+            parts.append(_text(44, y(limit) - 6, named, "note"))
+        else:
+            parts.append(_text(x.end, y(limit) + 16, named, "note", anchor="end"))
     way = "M" + "L".join(f"{x(sigma):.1f},{y(value):.1f}" for sigma, value, _ in points)
     parts.append(_tag("path", d=way, class_="curve tone1 dashed"))
     last = -math.inf
