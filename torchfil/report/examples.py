@@ -1,4 +1,4 @@
-"""The examples that a confidential page names: the most exposed, the down-weighted, and the table of all of them.
+"""The examples that a confidential page names: the most exposed, and the table of all of them.
 
 Nothing of it is part of a redacted report: a public context has no field for it.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from torchfil.gate.gate import concerned
-from torchfil.report.formats import number, percent
+from torchfil.report.formats import percent
 from torchfil.report.summary import Report
 from torchfil.run import baselines
-from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, UNTOLD, status_of
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, UNTOLD, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
-MOST, SPARED, AT_ONCE = 10, 20, 2**16
+MOST, AT_ONCE = 10, 2**16
 FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
 
 
@@ -165,49 +165,11 @@ class _Reasons:
                 yield f"{text} is rare ({percent(share)})"
 
 
-@dataclass(frozen=True)
-class Spared:
-    """Those with the smallest clip weights: the table's columns, (row, id, cells) each, and how many more there are."""
-
-    columns: list[str]
-    rows: list[tuple[int, str, list[str]]]
-    more: int
-
-
-def spared_examples(run: SavedRun) -> Spared:
-    """Up to 20 examples with a clip weight below 1."""
-    if "clip_weight" not in run.columns:
-        return Spared([], [], 0)
-    weights, status = np.asarray(run.clip_weights, dtype=np.float64), status_of(run)
-    spared = np.flatnonzero(weights < 1)
-
-    # of equal weights, those that leak most come first, and what was not measured last
-    fil = np.where(status == NOT_MEASURED, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
-    rows = spared[np.lexsort((-fil[spared], weights[spared]))][:SPARED].tolist()
-    labels = {
-        "clip_weight": "Weight ω",
-        "fil_before": "FIL before",
-        "fil": "FIL η̄",
-        "mse_bound": "MSE bound",
-        "mse_bound_low": "its lower end",
-        "epsilon": "individual ε",
-    }
-    columns = [name for name in labels if name in run.columns]
-
-    def cell(name: str, row: int) -> str:
-        if status[row] == NOT_MEASURED and name in BLANK_WHERE_UNKNOWN:
-            return "not measured"
-        in_part = ", measured in part" if status[row] == LOWER_BOUND and name == "mse_bound" else ""
-        return number(float(run.columns[name][row]), even=True) + in_part
-
-    cells = [(row, str(run.ids[row]), [cell(name, row) for name in columns]) for row in rows]
-    return Spared([labels[name] for name in columns], cells, len(spared) - len(rows))
-
-
 # ---------------------------------------------------------------------- the table of all examples
 
 
 MOST_ROWS = 10_000  # of a run with more examples the page has the most exposed
+MOST_NAMED = 1_000  # of the down-weighted besides
 MOST_CELLS = 150_000  # of attributes, so that the page stays small
 INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as ∞
 
@@ -282,7 +244,8 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
         # the smallest errors first, then what nobody can tell
         errors = exposure.bounds if exposure.ratios is None else exposure.ratios
         order = np.argsort(np.where(exposure.told, errors, math.inf), kind="stable")
-        places = np.union1d(order[:MOST_ROWS], np.asarray(list(named), dtype=np.int64))
+        weighted = np.flatnonzero(is_spared(whole))[:MOST_NAMED]
+        places = np.union1d(order[:MOST_ROWS], np.r_[weighted, np.asarray(list(named), dtype=np.int64)])
     run = whole if len(places) == len(whole) else whole.take(places)
 
     marks, filters = _marks(exposure)

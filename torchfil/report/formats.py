@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from typing import Any
 
-__all__ = ["capital", "count", "day", "number", "percent", "plus_minus", "rate", "shown", "times"]
+__all__ = ["capital", "count", "number", "percent", "plus_minus", "rate", "shown", "times"]
 
 
 def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
@@ -48,20 +47,6 @@ def times(ratio: float, *, even: bool = False) -> str:
         ('0.297×', '0.999×', '1.4×', '8,120×', 'unknown')
     """
     return number(min(ratio, 0.999) if ratio < 1 else ratio, even=even) + "×" * (not math.isnan(ratio))
-
-
-def day(created: str) -> str:
-    """The day of an ISO timestamp.
-
-    Example:
-        >>> day("2026-11-17T12:00:00+00:00"), day("")
-        ('17 Nov 2026', '')
-    """
-    try:
-        when = datetime.date.fromisoformat(created[:10])
-    except ValueError:
-        return created[:10]
-    return f"{when.day} {when:%b %Y}"
 
 
 def plus_minus(error: float, unit: str = "") -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchfil.report.formats import plus_minus
 from torchfil.report.summary import Report
-from torchfil.report.svg import Range
+from torchfil.report.svg import Row
 from torchfil.run.baselines import blind_errors, is_told, public_classes, ratio_to_blind_guess
 from torchfil.run.saved_run import SavedRun
 
@@ -102,18 +102,17 @@ class ClosestValue:
         return f"{plus_minus(self.error, self.unit)} (blind guess: {blind})"
 
     @property
-    def drawn(self) -> Range | None:
-        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie at the bound."""
-        if self.value is None or not math.isfinite(self.error):
+    def drawn(self) -> Row | None:
+        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie, on the scale of all examples."""
+        first, last = self.ends
+        if self.value is None or not first < last:
             return None
-        low, high = self.value - 1.96 * self.error, self.value + 1.96 * self.error
-        first, last = self.ends if self.ends[0] < self.ends[1] else (low, high)
-        digits = max(0, -math.floor(math.log10(max(self.error, 1e-12))))
-        written = [f"{end:,.{min(digits, 6)}f}".replace("-", "−") for end in (low, high)]
-        told = (
-            f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}" if self.ratio < 1 else "beyond guessing"
-        )
-        return Range(self.id, self.attribute, self.value, max(low, first), min(high, last), (first, last), told)
+        ends = self.value - 1.96 * self.error, self.value + 1.96 * self.error
+        digits = max(0, -math.floor(math.log10(max(self.error, 1e-6))))
+        low, high = (f"{end:,.{digits}f}".replace("-", "−") for end in ends)
+        told = f"{low} to {high} {self.unit}".rstrip() if self.ratio < 1 else "beyond a blind guess"
+        places = ((min(max(each, first), last) - first) / (last - first) for each in (self.value, *ends))
+        return Row(f"{self.id}, {self.attribute}", *places, 3, told)
 
 
 def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
