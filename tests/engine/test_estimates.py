@@ -175,7 +175,9 @@ def test_only_private_pixels_are_estimated(tmp_path: Path) -> None:
     assert pictures.errors[0, 2] == pytest.approx(float(blind), rel=1e-5)
 
 
-def test_an_image_that_is_public_has_no_estimates(tmp_path: Path) -> None:
-    _, pictures = saved(tmp_path / "run.parquet", normal(40, 1), private=Private(inputs=[], target=True))
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_image_that_is_public_or_alone_has_no_estimates(tmp_path: Path, alone: bool) -> None:
+    private, count = None if alone else Private(inputs=[], target=True), 1 if alone else 40
+    _, pictures = saved(tmp_path / "run.parquet", normal(count, 1), IMAGES[:count], private=private)
     assert pictures.estimates is pictures.errors is None
     assert pictures.images.shape[1:] == (5, 6)

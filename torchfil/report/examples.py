@@ -73,8 +73,8 @@ def most_and_least_exposed(run: SavedRun) -> Ends:
     rank[order] = np.arange(1, len(order) + 1)
 
     # the same number at both ends, and nobody twice; pictures are of the most exposed and of typical ones
-    most_exposed = [] if pictures is None else pictures.rows[: len(pictures.rows) - pictures.typical]
-    pictured = {int(row): i for i, row in enumerate(most_exposed) if rank[row] > 0}
+    shown = np.zeros(0, np.int64) if pictures is None else pictures.rows[: len(pictures.rows) - pictures.typical]
+    pictured = {int(row): i for i, row in enumerate(shown) if rank[row] > 0}
     rows = np.asarray(sorted(pictured, key=lambda row: rank[row])[:CARDS]) if pictured else order
     most = len(rows) if pictured else min(LINES, (len(rows) + 1) // 2)
 
