@@ -31,7 +31,7 @@ from torchfil.gate.policy import Policy
 from torchfil.glm import Absent as AbsentRow
 from torchfil.glm import LinearRegression, LogisticRegression
 from torchfil.questions import Absent, Change
-from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, predicted
+from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, with_noise, with_steps
 from torchfil.run.baselines import error_ratios, is_told
 from torchfil.run.file import load
 from torchfil.run.linear_run import linear_run
@@ -271,7 +271,7 @@ def advised(run: SavedRun, **limits: Any) -> Options:
 def test_the_prediction_of_a_linear_model_is_the_model_with_that_noise() -> None:
     """Closed forms: bounds, errors of attributes and divergences are those of the release with σ'."""
     train = linear(LinearRegression, 50, 3, questions={"member": AbsentRow()})
-    then, truth = predicted(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
+    then, truth = with_noise(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
     for name in ("fil", "mse_bound", "mse_bound_low"):
         np.testing.assert_allclose(then.columns[name], truth.columns[name])
     np.testing.assert_allclose(then.attributes.error_low, truth.attributes.error_low, rtol=1e-6)
@@ -308,13 +308,13 @@ def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> No
 def test_fresh_draws_leave_as_many_untold_as_predicted() -> None:
     """In 95 % of the runs at most so many; those who are told of then are like the others."""
     run, steps = sampled(steps=60), 110
-    untold = int((~is_told(predicted(run, 1.0, steps))).sum())
+    untold = int((~is_told(with_steps(run, steps))).sum())
     fresh = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).sum(axis=1)
     assert 0.93 < float((fresh <= untold).mean()) < 0.98
-    assert int((~is_told(predicted(run, 1.0))).sum()) == int((~is_told(run)).sum())
+    assert int((~is_told(with_noise(run, 2.0))).sum()) == int((~is_told(run)).sum())
     known = dataclasses.replace(run, about={**run.about, "mechanism": {**run.about["mechanism"], "sample_rate": None}})
-    assert not is_told(predicted(known, 1.0, 60))[run.columns["participations"] < 5].any()
-    assert is_told(predicted(known, 1.0, 600))[run.columns["participations"] > 0].all()
+    assert not is_told(with_steps(known, 60))[run.columns["participations"] < 5].any()
+    assert is_told(with_steps(known, 600))[run.columns["participations"] > 0].all()
 
 
 # ---------------------------------------------------------------------- the options
@@ -374,7 +374,7 @@ def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: d
         )
         margin = 1.0 if "max_epsilon" in limits else MARGIN
         for noise, holds in ((sigma, True), (0.985 * sigma, False)):
-            then = check(predicted(run, noise, margin=margin), policy)
+            then = check(with_noise(run, noise / margin), policy)
             assert all(verdict.passed for verdict in then if verdict.key in limits) is holds
 
 
