@@ -72,12 +72,12 @@ def test_inspect(tmp_path: Path) -> None:
     data = json.loads(call("inspect", path, "--json", "--top", 2).stdout)
     assert [row["id"] for row in data["most_exposed"]] == [29, 28]
     counts = {"total": 30, "not_measured": 0, "lower_bounds_only": 0, "spared": 0}
-    assert data["examples"] == counts | {"exposed": None}  # nothing says what a blind guess errs by
+    assert data["examples"] == counts | {"exposure": None, "too_few_draws": 0}  # no blind guess is known
 
     empty = {name: np.zeros(30) for name in ("fil", "participations", "missed")}
     columns = {**empty, "mse_bound": np.full(30, np.inf), "mse_bound_low": np.full(30, np.inf)}
     path = run_file(tmp_path / "run.parquet", columns=columns)
-    assert "30 examples: not spared" in call("inspect", path).stdout
+    assert "30 examples: the run tells neither leakage nor protection" in call("inspect", path).stdout
     nothing = call("inspect", path, "--json").stdout  # what is infinite or not a number is null
     assert json.loads(nothing, parse_constant=lambda name: pytest.fail(name))["fil"]["max"] is None
 
@@ -92,7 +92,7 @@ def test_report(tmp_path: Path) -> None:
     assert page.stat().st_mode & 0o777 == 0o600
     assert "a run" in text_of(page, "first")
     assert call("report", run, "-o", tmp_path / "page", "--policy", tmp_path / "none.toml").exit_code == 2
-    assert "FAIL" in text_of(page, "first")  # what was there stays
+    assert "Do not release" in text_of(page, "verdict")  # what was there stays
     public = ("report", run, "-o", tmp_path / "public", "--redacted", "--min-group", 20, "--json")
     assert json.loads(call(*public).stdout) == {"page": str(tmp_path / "public" / "index.html"), "redacted": True}
 
@@ -120,13 +120,14 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
 
 def test_the_demo_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels, _ = small_digits()
-    few = images[:300], labels[:300], "300 digits"
+    few = images[:597], labels[:597], "597 digits"
     monkeypatch.setattr(sys.modules[small_digits.__module__], "small_digits", lambda: few)
     found = call("demo", "--epochs", 1, "-o", tmp_path / "demo")
     assert found.exit_code == 0, found.output
     page = tmp_path / "demo" / "report" / "index.html"
     assert found.stdout.strip().splitlines()[-1] == f"report: {page}"
-    assert "data-step=" in page.read_text()  # a map, not rows of pixels
+    assert "Cannot tell yet, by torchfil’s default policy:\n  Too few draws to tell" in found.stdout
+    assert "was it in the data?" in text_of(page, "questions")
     run = load(tmp_path / "demo" / "run.parquet")
     assert len(run) == 300
     assert run.pictures is not None

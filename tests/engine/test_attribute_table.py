@@ -16,7 +16,7 @@ from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving.build import attribute_table
 from torchfil.report import load
-from torchfil.run.blind_guess import Moments
+from torchfil.run.blind_guess import ColumnMoments
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}
@@ -104,7 +104,7 @@ class TestGroups:
         rng = np.random.default_rng(0)
         columns = np.eye(3)[rng.integers(3, size=50)]
         table = attribute_table(3, ["x", "y", "z"], None, None, {"level": ["x", "y", "z"]})
-        table = table.with_levels(Moments.of(columns).spread)
+        table = table.with_levels(ColumnMoments.of(columns).spread)
         basis = np.linalg.svd(np.ones((1, 3)))[2][1:].T  # directions in which shares can change
         for _ in range(50):
             root = rng.normal(size=(3, 4))
@@ -118,7 +118,7 @@ class TestGroups:
         information = torch.rand(4, 5, dtype=torch.float64) + 0.1
         tables = []
         for x in (plain, scaled):
-            spread = Moments.of(x).spread
+            spread = ColumnMoments.of(x).spread
             tables.append((attribute_table(5, NAMES, None, None, GROUPS).with_levels(spread), spread))
         (first, of_plain), (second, of_scaled) = tables
         widths = torch.as_tensor(scaled.max(axis=0) - scaled.min(axis=0))
@@ -129,8 +129,8 @@ class TestGroups:
 
     def test_a_level_left_out_is_told(self) -> None:
         x = table_of_people().tensors[0].numpy()
-        table = attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}).with_levels(Moments.of(x).spread)
-        _, levels = table.spread(Moments.of(x).spread)
+        table = attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}).with_levels(ColumnMoments.of(x).spread)
+        _, levels = table.spread(ColumnMoments.of(x).spread)
         assert levels["a"]["none of these"] == pytest.approx(x[:, 2].mean())
         assert table.directions.tolist() == [1, 2, 1, 1]
         assert table.names == ["age", "a", "a=2", "smokes"]

@@ -21,7 +21,7 @@ from torchfil.report import write_report
 from torchfil.report.formats import number
 from torchfil.report.summary import summarise
 from torchfil.run import baselines
-from torchfil.run.blind_guess import Moments
+from torchfil.run.blind_guess import ColumnMoments
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
@@ -30,11 +30,11 @@ def test_pieces_give_what_all_rows_give(pieces: int) -> None:
     rng = np.random.default_rng(pieces)
     values = rng.normal(1e6, [1e-2, 1.0, 50.0], size=(100, 3))  # far from 0: sums of squares would keep no digit
     values[rng.random(values.shape) < 0.2] = np.nan
-    found = reduce(operator.add, map(Moments.of, np.array_split(values, pieces)))
+    found = reduce(operator.add, map(ColumnMoments.of, np.array_split(values, pieces)))
     np.testing.assert_array_equal(found.count, (~np.isnan(values)).sum(axis=0))
     for name, brute in (("mean", np.nanmean), ("std", np.nanstd), ("low", np.nanmin), ("high", np.nanmax)):
         np.testing.assert_allclose(getattr(found.spread, name), brute(values, axis=0), rtol=1e-7)
-    never = (Moments.of(np.array([[1.0, np.nan]])) + Moments.of(np.array([[3.0, np.nan]]))).spread
+    never = (ColumnMoments.of(np.array([[1.0, np.nan]])) + ColumnMoments.of(np.array([[3.0, np.nan]]))).spread
     assert never.std.tolist()[0] == 1.0
     assert all(math.isnan(values[1]) for values in vars(never).values())
 
@@ -44,7 +44,7 @@ def test_levels_are_told_by_moments_alone() -> None:
     two = np.where(rng.random(500) < 0.3, 1.7, -0.4)
     nearly = np.r_[0.6, two[1:]]  # one value between the two
     three = rng.choice([0.0, 0.5, 1.0], size=500)
-    shares = baselines.level_shares(Moments.of(np.stack([two, three, nearly, np.ones(500)], axis=1)).spread)
+    shares = baselines.level_shares(ColumnMoments.of(np.stack([two, three, nearly, np.ones(500)], axis=1)).spread)
     assert shares[0] == pytest.approx((two == 1.7).mean())
     assert np.isnan(shares[1:]).all()
 
@@ -71,8 +71,9 @@ def test_a_blind_guess_is_what_is_stated_then_the_data_then_the_range() -> None:
 def test_examples_are_held_against_the_blind_guess_of_their_public_class() -> None:
     """An error of 0.3 is closer than a blind guess of one label, and not of the other."""
     run = with_baselines(made_up(6), 1.0)
-    run.columns |= {"public_class": np.array([0, 0, 1, 1, 1, 0]), "mse_bound_low": np.full(6, 0.09)}
-    run = dataclasses.replace(run, baselines=dataclasses.replace(run.baselines, errors=np.array([1.0, 0.2])))
+    columns = {**run.columns, "public_class": np.array([0, 0, 1, 1, 1, 0]), "mse_bound_low": np.full(6, 0.09)}
+    two = dataclasses.replace(run.baselines, errors=np.array([1.0, 0.2]))
+    run = dataclasses.replace(run, columns=columns, baselines=two)
     assert baselines.blind_error_of_inputs(run).tolist() == [1.0, 1.0, 0.2, 0.2, 0.2, 1.0]
     assert baselines.typical_blind_error(run) == pytest.approx(math.sqrt((3 + 3 * 0.04) / 6))
     half, beyond = baselines.HALF, baselines.BEYOND
@@ -117,6 +118,7 @@ class TestOneRule:
     def test_more_noise_and_fewer_draws_expose_nobody(self) -> None:
         """Below five measured steps no lower end is known: that is not exposure, however small the noise was."""
         run = with_baselines(worrying(safe=True), 0.3)
+        run.columns["mse_bound_low"] = run.columns["mse_bound"].copy()
         run.columns["participations"][:40], run.columns["mse_bound_low"][:40] = 3, 0.0
         assert self.told(run) == {0}
         assert summarise(run).classes == {baselines.HALF: 0, baselines.BELOW: 0, baselines.BEYOND: 60, 3: 40}

@@ -34,9 +34,10 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert call("gate", "--init", "--policy", start).exit_code == 0
     assert call("gate", run, "--policy", start).exit_code == 1
     passed = call("gate", save(worrying(safe=True), tmp_path / "safe.parquet"), "--policy", start)
-    assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, "passed"), passed.output
+    told = "passed: may be released (all 7 rules kept)"
+    assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, told), passed.output
     failed = call("gate", run, "--policy", policy)
-    assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: 1 rule broken")
+    assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: do not release (1 of 5 rules broken)")
     (line,) = [line for line in failed.stdout.splitlines() if line.startswith("FAIL ")]
     assert line.split()[-3:] == ["4", "3.6", "2"]
     assert "pass" not in call("gate", run, "--policy", policy, "--quiet").stdout
@@ -92,7 +93,8 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
     suite = ElementTree.parse(junit).getroot()
     assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "5", "1")
     broken = {case.get("name"): failure.get("message") for case in suite for failure in case}
-    assert broken == {"min_mse_bound": "limit 4, found 3.6, 2 examples"}
+    found_text = "Smallest MSE bound of an unbiased estimate (2 examples): 3.6; the policy asks for at least 4."
+    assert broken == {"min_mse_bound": found_text}
 
     data = json.loads(found.stdout)
     assert json.loads(as_json.read_text(encoding="utf-8")) == data
@@ -100,6 +102,6 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
     assert [rule["rule"] for rule in data["rules"] if not rule["passed"]] == ["min_mse_bound"]
 
     lines = summary.read_text(encoding="utf-8").splitlines()
-    assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: 1 rule broken"]
+    assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: do not release (1 of 5 rules broken)"]
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
     assert "No such file or directory" in refused("gate", run, "--policy", policy)

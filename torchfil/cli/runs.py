@@ -436,7 +436,7 @@ def _junit(verdicts: list[Verdict]) -> bytes:
     for verdict in verdicts:
         case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
         if not verdict.passed:
-            message = in_words(verdict)
+            message = visible(in_words(verdict))
             ElementTree.SubElement(case, "failure", message=message).text = visible(verdict.detail)
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 

@@ -36,7 +36,8 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     # how close an unbiased attacker comes, and what any attacker learns
     bins = summary.ratio_histogram
     if bins is not None:
-        axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther"
+        axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther|"
+        axis += "error over a blind guess’s (log scale)"
         tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
         mark = svg.Mark(1.0, "as good as a blind guess")
         drawn = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
@@ -45,7 +46,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     if bins is not None:
         square = None if summary.blind is None else summary.blind**2
         mark = None if square is None else svg.Mark(square, f"blind guess, {number(square)}")
-        axis = "bound on the mean squared error per input (MSE)"
+        axis = "bound on the mean squared error per input (MSE)|MSE bound per input"
         charts["mse_bounds"] = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark)
     answers = answers_of(report)
     if answers:
@@ -170,7 +171,7 @@ def _groups(summary: Summary) -> dict[str, svg.Chart]:
             for g in grouping.groups
         ]
         if rows:
-            axis = "typical FIL, as a multiple of the least exposed group’s"
+            axis = "typical FIL, as a multiple of the least exposed group’s|times the least exposed group’s"
             charts[f"groups_{place}"] = partial(svg.intervals, rows, axis=axis)
     return charts
 

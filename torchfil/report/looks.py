@@ -95,8 +95,11 @@ class ClosestValue:
 
     @property
     def told(self) -> str:
-        """Both errors in the attribute's own unit, in words."""
-        return f"{plus_minus(self.error, self.unit)} (blind guess: {plus_minus(self.blind, self.unit)})"
+        """Both errors in the attribute's own unit, in words; one beyond a blind guess's is called so."""
+        blind = plus_minus(self.blind, self.unit)
+        if self.ratio >= 1:
+            return f"beyond a blind guess’s error, {blind}"
+        return f"{plus_minus(self.error, self.unit)} (blind guess: {blind})"
 
     @property
     def drawn(self) -> Range | None:
@@ -107,7 +110,9 @@ class ClosestValue:
         first, last = self.ends if self.ends[0] < self.ends[1] else (low, high)
         digits = max(0, 1 - math.floor(math.log10(max(self.error, 1e-12))))
         written = [f"{end:,.{min(digits, 6)}f}".replace("-", "−") for end in (low, high)]
-        told = f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}"
+        told = (
+            f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}" if self.ratio < 1 else "beyond guessing"
+        )
         return Range(self.id, self.attribute, self.value, max(low, first), min(high, last), (first, last), told)
 
 

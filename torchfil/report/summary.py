@@ -244,7 +244,9 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
         ratio_histogram=None
         if shown_ratios is None
-        else stats.histogram(shown_ratios * (1 + 1e-6), smallest, fineness=(3 if redacted else 8) / OCTAVE, origin=1.0),
+        else stats.histogram(
+            shown_ratios * (1 + 1e-6), smallest, fineness=(3 if redacted else 8) / OCTAVE, origin=1.0, power=1
+        ),
         epsilon={
             level: value if limit is None else min(value, limit)
             for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()

@@ -144,7 +144,7 @@ def histogram(
         edges: [k + 1].
         counts: [k].
         width: Of the drawing.
-        axis: The name of the values.
+        axis: The name of the values; after a | the name where there is little room.
         log: Whether x is logarithmic.
         mark: A vertical line; outside the edges it widens the axis.
         tones: The class of every bar, [k].
@@ -157,8 +157,8 @@ def histogram(
     x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 6, right, log)
     spans = [x(b) - x(a) for a, b in pairwise(edges)]
     heights = [c * min(spans) / span for c, span in zip(counts, spans, strict=True)]
-    floor = height - BOTTOM
-    y = Scale(0, max(heights) or 1.0, floor, 30, False)
+    floor, below = height - BOTTOM, 16 * (width == NARROW)  # where the mark's name stands below the scale's
+    y = Scale(0, max(heights) or 1.0, floor, 30 + below, False)
 
     parts = [_text(width - 2, 14, "examples", "axis", anchor="end")]
     for count in y.ticks(4):
@@ -177,7 +177,7 @@ def histogram(
     named = _multiples(x) if multiples else None
     parts += _x_axis(x, floor, axis, start=6, named=named)
     if mark:
-        parts += _marked(x(mark.value), floor, 12, width, mark.name)
+        parts += _marked(x(mark.value), floor, 12 + below, width, mark.name)
     return _svg(width, height, parts)
 
 
@@ -509,7 +509,8 @@ def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
 def _x_axis(
     x: Scale, floor: float, name: str, *, start: float = 14, named: list[tuple[float, str]] | None = None
 ) -> list[Markup]:
-    parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
+    shown = next((text for text in name.split("|") if 6.8 * len(text) < x.end), name.rpartition("|")[2])
+    parts = [_line(start, x.end, floor, floor, "base"), _text(x.end, floor + 37, shown, "axis", anchor="end")]
     if named is None:
         named = [(t, number(t)) for t in x.ticks(max(2, round((x.end - x.start) / 90)))]
     for value, text in named:

@@ -261,8 +261,8 @@ def level_shares(spread: Spread) -> np.ndarray:
     two values is known by its mean, deviation and range.
 
     Example:
-        >>> from torchfil.run.blind_guess import Moments
-        >>> level_shares(Moments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread).tolist()
+        >>> from torchfil.run.blind_guess import ColumnMoments
+        >>> level_shares(ColumnMoments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread).tolist()
         [0.25, nan]
     """
     width = spread.high - spread.low

@@ -45,8 +45,8 @@ _NO_COLUMN = 1e-9  # a deviation, or an eigenvalue of a correlation, that is rou
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
-    """Moments of w columns, of which the first p are known; NaN entries do not count, and their products are NaN.
+class ColumnMoments:
+    """ColumnMoments of w columns, of which the first p are known; NaN entries do not count, and their products are NaN.
 
     The sum of two is that of all their rows, by Chan, Golub and LeVeque's formula, which loses no digits if the mean is
     far from 0: M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b).
@@ -68,7 +68,7 @@ class Moments:
     products: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray, num_known: int = 0) -> Moments:
+    def of(cls, values: np.ndarray, num_known: int = 0) -> ColumnMoments:
         """Of these rows, [rows, w]."""
         count = (~np.isnan(values)).sum(axis=0)
         mean = np.nansum(values, axis=0) / np.maximum(count, 1)
@@ -76,13 +76,13 @@ class Moments:
         ends = np.fmin.reduce(values, initial=math.inf), np.fmax.reduce(values, initial=-math.inf)
         return cls(count, mean, np.nansum(centred**2, axis=0), *ends, centred[:, :num_known].T @ centred)
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, other: ColumnMoments) -> ColumnMoments:
         count, known = self.count + other.count, len(self.products)
         apart, share = other.mean - self.mean, other.count / np.maximum(count, 1)
         weight, ends = self.count * share, (np.minimum(self.low, other.low), np.maximum(self.high, other.high))
         squares = self.squares + other.squares + apart**2 * weight
         products = self.products + other.products + apart[:known, None] * apart * weight[:known, None]
-        return Moments(count, self.mean + apart * share, squares, *ends, products)
+        return ColumnMoments(count, self.mean + apart * share, squares, *ends, products)
 
     @property
     def spread(self) -> Spread:
@@ -90,7 +90,7 @@ class Moments:
         columns = self.mean, np.sqrt(self.squares / np.maximum(self.count, 1)), self.low, self.high
         return Spread(*(np.where(self.count == 0, math.nan, column)[len(self.products) :] for column in columns))
 
-    def squared_errors(self, everybody: Moments) -> np.ndarray:
+    def squared_errors(self, everybody: ColumnMoments) -> np.ndarray:
         """Summed over the rows of this class, those of guesses (a), (b) and (c), [3, d].
 
         Args:
@@ -140,7 +140,7 @@ class BlindErrors:
         """The error of the best guess of each attribute (root mean square), in its unit, [c, k]; NaN: not known.
 
         Of several classes, examples that were not read are one more, the last, which errs as all classes together do.
-        These are all that is told, [1, k], if the classes are too many for a run file.
+        These are all that is told, [1, k], if the classes are too many for a run file; many errors have four digits.
 
         Args:
             columns: The coordinates of each attribute; it errs by the root mean square over them.
@@ -155,15 +155,15 @@ class BlindErrors:
             both = together
         elif 1 < len(squares) <= self.classes.max():
             both = np.concatenate([both, together], axis=1)
-        with np.errstate(invalid="ignore"):
-            return np.sqrt(both[0] / np.where(both[1] > 0, both[1], math.nan))
+        errors = np.sqrt(both[0] / np.where(both[1] > 0, both[1], math.nan))
+        return errors if errors.size <= _MOST_ERRORS // 2 else np.vectorize("{:.4g}".format)(errors).astype(float)
 
 
 class BlindGuess:
     """Reads private values and what is public, in pieces, and finds the best guess."""
 
     def __init__(self) -> None:
-        self.classes: dict[bytes, Moments] = {}  # by labels
+        self.classes: dict[bytes, ColumnMoments] = {}  # by labels
         self.codes: list[np.ndarray] = []  # each row's place among them
         self.private = self.of_target = self.floating = self.label = np.zeros(0, dtype=bool)
 
@@ -204,7 +204,7 @@ class BlindGuess:
         code, table = np.asarray([place[key] for key in keys]), np.concatenate([public[:, :p], values], axis=1)
         for key, at in place.items():
             if (own := code == at).any():
-                found = Moments.of(table[own], p)
+                found = ColumnMoments.of(table[own], p)
                 self.classes[key] = self.classes[key] + found if key in self.classes else found
         self.codes.append(code)
 
@@ -239,7 +239,7 @@ class BlindGuess:
         return min(found, key=operator.itemgetter(0))[1]
 
     @property
-    def everybody(self) -> Moments:
+    def everybody(self) -> ColumnMoments:
         """The moments of all examples."""
         return reduce(operator.add, self.classes.values())
 
@@ -247,9 +247,9 @@ class BlindGuess:
         """Those of all classes, [classes, labels]."""
         return np.frombuffer(b"".join(self.classes), dtype=np.float64).reshape(-1, self.label.sum())
 
-    def _classes_by(self, label: np.ndarray) -> tuple[dict[bytes, Moments], np.ndarray]:
+    def _classes_by(self, label: np.ndarray) -> tuple[dict[bytes, ColumnMoments], np.ndarray]:
         """The classes by some of their labels, and the place among them of each class."""
-        classes, place = dict[bytes, Moments](), dict[bytes, int]()
+        classes, place = dict[bytes, ColumnMoments](), dict[bytes, int]()
         keys = [row.tobytes() for row in self._labels()[:, label[self.label]]]
         for key, own in zip(keys, self.classes.values(), strict=True):
             classes[key] = classes[key] + own if key in classes else own
@@ -267,7 +267,7 @@ class BlindGuess:
         varies = np.ones_like(label)
         varies[self.label] = np.ptp(self._labels(), axis=0) > 0
         by_target, by_input = (bool((label & varies & own).any()) for own in (self.of_target, ~self.of_target))
-        of_class = "those with the same labels" if by_input else "its label"
+        of_class = "those with the same labels" if by_input else "its label" if by_target else "all examples"
         count = int((varies & ~(label & self.of_target)).sum())
         fit = f"a linear fit on {'its label and ' * by_target}{count} known column{'s' * (count != 1)}"
         return "the mean of all examples", f"the mean of {of_class}", fit

@@ -256,7 +256,7 @@ def _baselines(
         if len(own) == 1:
             by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
     errors = blind.errors([range(len(private))], 1 / scales[private])[:, 0]
-    by_attribute = blind.errors([np.searchsorted(private, own) for own in names.values()], np.ones(len(private)))
+    by_attribute = blind.errors([list(map(private.index, own)) for own in names.values()], np.ones(len(private)))
     spreads = Spread(*map(np.asarray, together)), Spread(*by_name)
     return Baselines(len(blind.classes), *spreads, {}, blind.knows, errors, by_attribute)
 

@@ -71,7 +71,7 @@
 
   // Rows in view are drawn into a pool of lines, which the scrolled spacer carries.
   const state = { key: "", descending: false, order: [], view: [], active: -1 };
-  const viewport = byId("viewport"), spacer = byId("spacer"), rows = byId("rows"), grid = byId("grid"), head = byId("head");
+  const spacer = byId("spacer"), rows = byId("rows"), grid = byId("grid"), head = byId("head");
   const text = (row, column) => {
     const value = column.values[row], status = spec.status[row];
     if (column.key === "ratio" && value === null) return "too few draws";
@@ -92,7 +92,7 @@
     return line;
   };
   const draw = () => {
-    const first = Math.floor(viewport.scrollTop / rowHeight), shown = Math.ceil(viewport.clientHeight / rowHeight) + 1;
+    const first = Math.floor(grid.scrollTop / rowHeight), shown = Math.ceil(grid.clientHeight / rowHeight) + 1;
     rows.style.transform = `translateY(${first * rowHeight}px)`;
     for (let i = 0; i < Math.max(shown, pool.length); i++) {
       const line = (pool[i] ??= newLine(i)), place = first + i, row = state.view[place];
@@ -113,15 +113,14 @@
   };
   const select = (place) => {
     state.active = Math.max(0, Math.min(place, state.view.length - 1));
-    const top = state.active * rowHeight, bottom = top + rowHeight - viewport.clientHeight;
-    viewport.scrollTop = Math.max(Math.min(viewport.scrollTop, top), bottom);
+    const top = state.active * rowHeight, bottom = top + rowHeight + head.offsetHeight - grid.clientHeight;
+    grid.scrollTop = Math.max(Math.min(grid.scrollTop, top), bottom);
     draw();
   };
-  viewport.addEventListener("scroll", () => requestAnimationFrame(draw));
-  viewport.addEventListener("focus", () => grid.focus({ preventScroll: true }));
+  grid.addEventListener("scroll", () => requestAnimationFrame(draw));
   grid.addEventListener("keydown", (event) => {
     if (!state.view.length || event.target.closest("button")) return;
-    const page = Math.max(Math.floor(viewport.clientHeight / rowHeight) - 1, 1), { active } = state;
+    const page = Math.max(Math.floor(grid.clientHeight / rowHeight) - 1, 1), { active } = state;
     const moves = { ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + page, PageUp: active - page, Home: 0, End: Infinity };
     if (event.key in moves) { event.preventDefault(); select(moves[event.key]); }
     else if ((event.key === "Enter" || event.key === " ") && active >= 0) { event.preventDefault(); open(state.view[active]); }
@@ -156,7 +155,7 @@
     grid.setAttribute("aria-rowcount", state.view.length + 1);
     const shown = state.view.length.toLocaleString("en");
     byId("found").textContent = state.view.length === n ? `${shown} examples` : `${shown} of ${n.toLocaleString("en")} examples`;
-    viewport.scrollTop = 0;
+    grid.scrollTop = 0;
     draw();
   };
   const sort = (key, descending) => {
