@@ -121,9 +121,7 @@ class RuleCheck:
         share = len(rows) / max(1, len(which))
         return self.verdict(share <= self.limit, share, rows, note)
 
-    def unknown(
-        self, missing: str, how: str = "", remedy: str = "let the developers add it to the run, or "
-    ) -> Verdict:
+    def unknown(self, missing: str, how: str = "", remedy: str = "let the developers add it, or ") -> Verdict:
         """The run does not tell, so that nobody keeps the rule: what is missing, and what the developers call."""
         detail, note = f"{missing}: {how}" if how else missing, f"{missing}: {remedy}take the rule out of the policy."
         return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), detail, self.subject, note)

@@ -49,12 +49,8 @@ _OF_EXAMPLES = (  # rules on every single example: of many examples, a part afte
     *("min_mse_bound", "min_attribute_error", "max_true_positive_rate"),
 )
 _INDIVIDUAL = "max_individual_epsilon"
-_POWERS = {  # of f, by column
-    "fil": -0.5,
-    "mse_bound": 1.0,
-    "mse_bound_low": 1.0,
-    **dict.fromkeys(("participations", "missed", "sampling_error", "public_class", "clip_weight"), 0.0),
-}
+_SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
+_POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0, **dict.fromkeys(_SAME, 0.0)}  # of f, by column
 
 
 @dataclass(frozen=True)
@@ -230,8 +226,8 @@ def _num_untold(run: SavedRun, steps: int) -> int:
     mechanism, told = run.about["mechanism"], is_told(run)
     rate, measured = mechanism.get("sample_rate"), mechanism.get("fil_rate") or 1.0
     if rate is None or run.about.get("merged"):  # known batches, or means over runs: as often as before, by the step
-        drawn = np.asarray(run.columns.get("participations", np.full(len(run), math.inf)))
-        return int((~told & (drawn * measured * steps / mechanism["steps"] < FEWEST_PARTICIPATIONS)).sum())
+        drawn = run.columns.get("participations", 0) * measured * steps / mechanism["steps"]
+        return int((~told & (drawn < FEWEST_PARTICIPATIONS)).sum())
     share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * measured)
     return int(binom.ppf(0.95, len(run), share))
 

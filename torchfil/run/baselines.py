@@ -223,14 +223,6 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     return np.where(tracked & is_told(run), ratios, math.nan)
 
 
-def gain_over_guessing(question: QuestionRecord) -> np.ndarray:
-    """How much more often than half of the time any attacker tells the true answer from another, likely one, [n].
-
-    For the worst of the answers, at the upper end of its 95 % interval; NaN where that is not known.
-    """
-    return question.success() - 0.5
-
-
 def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> dict[str, float] | None:
     """How often each answer is the true one; None where the run does not tell.
 
