@@ -242,6 +242,14 @@ def test_what_is_advised_keeps_the_policy_when_it_is_done(tmp_path: Path, capsys
 # ---------------------------------------------------------------------- the prediction
 
 
+def accountants(releases: list[tuple[float, float, int]]) -> float:
+    accountant = RDPAccountant()
+    accountant.history = releases
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the largest order
+        return float(accountant.get_epsilon(1e-5))
+
+
 def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2000, seed: int = 0) -> SavedRun:
     """As the demo was: Poisson sampling, a lower end for everybody who was drawn five times, a question."""
     rng = np.random.default_rng(seed)
@@ -257,7 +265,7 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
     divergence = (drawn / 200 / sigma**2)[:, None]
     asked = QuestionRecord("member", ["absent"], False, divergence, 1.2 * divergence)
     mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
-    about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": epsilon_of(sigma, rate, steps, 1e-5)}
+    about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
     run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
     about["dataset"] = {"input_range": [0.0, 2.0]}
     return dataclasses.replace(run, about=about, columns=columns, questions=[asked])
@@ -298,11 +306,14 @@ def test_noise_lowers_leakage_at_least_as_predicted(rate: float | None, factor: 
 
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 6.0])
 @pytest.mark.parametrize(("rate", "steps"), [(0.01, 3000), (0.2, 100), (1.0, 7)])
-@pytest.mark.filterwarnings("ignore:Optimal order")
 def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> None:
-    accountant = RDPAccountant()
-    accountant.history = [(sigma, rate, steps)]
-    assert epsilon_of(sigma, rate, steps, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-8)
+    run = sampled(steps, rate, sigma, n=20)
+    assert epsilon_of(run, [sigma]) == pytest.approx(run.about["epsilon"], rel=1e-8)
+    both = accountants([(sigma, rate, 2 * steps), (3.0, rate, 2 * steps)])
+    assert epsilon_of(run, [sigma, 3.0], 2.0) == pytest.approx(both, rel=1e-8)
+    run.about["mechanism"]["sample_rate"] = None
+    most = int(run.columns["participations"].max())
+    assert epsilon_of(run, [sigma]) == pytest.approx(accountants([(sigma, 1.0, most)]), rel=1e-8)
 
 
 def test_fresh_draws_leave_as_many_untold_as_predicted() -> None:
@@ -417,6 +428,10 @@ def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, An
     [
         ({}, "not measured"),
         ({"metrics": {"accuracy": {"value": 0.931, "on": ""}}}, "not measured (now accuracy 0.931)"),
+        (
+            {"noise_choice": {"pilot_noise_multipliers": [1.0, 1.2]}},
+            f"not measured; ε = {accountants([(each, 0.07, 300) for each in (1.0, 1.2, 3.0)]):.3g} with its pilots",
+        ),
         ({"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [8.0, 0.12]]}}, "R² 0.4# (now 0.72)"),
         (
             {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [2.0, -9.0]]}},

@@ -312,7 +312,9 @@ class NoiseChoice:
         """
         target, check = self.target, self.target.check(leakage)
         kept = {"target": target.wanted, "confidence": target.confidence, "of": target.of}
-        return {**kept, "num_pilots": len(self.pilots), "headroom": check.headroom, "measured": check.measured}
+        noises = [pilot.noise_multiplier for pilot in self.pilots]
+        pilots = {"num_pilots": len(noises), "pilot_noise_multipliers": noises}
+        return {**kept, **pilots, "headroom": check.headroom, "measured": check.measured}
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]

@@ -26,7 +26,7 @@ drawn too rarely. Fewer steps would leave more of them untold. Individual ε is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,7 +128,7 @@ def _option(
     noise = max(each for each in least.values() if each is not None)
     change = f"{steps:,} steps with noise σ = {noise:g}" if longer > 1 else f"Noise σ = {noise:g}"
     titles = [RULES[v.key].title.format(subject=v.subject, who="") for v in judged if v.key in lost and not v.passed]
-    yield noise, failing - lost, Option(change, titles, len(judged), _cost(run, noise))
+    yield noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise))
 
 
 def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: float) -> float | None:
@@ -246,45 +246,48 @@ def _epsilon_then(run: SavedRun, sigma: float, length: float) -> float | None:
     never above the run's own. Where the same formula gives less than that for the run itself, the run's noise was not
     the same at all steps.
     """
-    mechanism, delta, now = run.about["mechanism"], run.about.get("delta"), run.about.get("epsilon")
-    before, count, rate = _sigma(run) or math.nan, mechanism.get("steps"), mechanism.get("sample_rate")
-    if not now or not delta or not count:
+    now, before = run.about.get("epsilon"), _sigma(run) or math.nan
+    if not now or not run.about.get("delta") or not run.about["mechanism"].get("steps"):
         return None
-    if rate is None:  # known batches: the most frequent example counts
-        rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
     own = now if sigma >= before and length <= 1 else math.inf
-    if epsilon_of(before, rate, count, delta) >= 0.99 * now:
-        own = min(own, epsilon_of(sigma, rate, math.ceil(length * count), delta))
+    if epsilon_of(run, [before]) >= 0.99 * now:
+        own = min(own, epsilon_of(run, [sigma], length))
     return own if own < math.inf else None
 
 
-def epsilon_of(sigma: float, rate: float, steps: int, delta: float) -> float:
-    """ε at δ of so many Poisson-sampled Gaussian releases, at the orders of Opacus's RDP accountant.
+def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> float:
+    """ε of trainings like the run, one with each σ, ``length`` times as long: Opacus's RDP accountant's, at its orders.
 
     With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid; ε follows by Balle
-    et al. (2020), Theorem 21.
-
-    Example:
-        >>> round(epsilon_of(1.0, 0.1, 100, 1e-5), 3)  # as RDPAccountant has it
-        7.899
+    et al. (2020), Theorem 21. Where batches are known, q = 1 and the most frequent example's participations count.
     """
-    orders = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])
-    points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
-    with np.errstate(divide="ignore"):
-        ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * points - 1) / (2 * sigma**2))  # its logarithm
-    density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-    rdp = steps * logsumexp(orders[:, None] * ratio + density, axis=1) / (orders - 1)
+    rate, count, delta = run.about["mechanism"].get("sample_rate"), run.about["mechanism"]["steps"], run.about["delta"]
+    if rate is None:
+        rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
+    orders, rdp = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)]), np.zeros(151)
+    for sigma in sigmas:
+        points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
+        with np.errstate(divide="ignore"):
+            ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * points - 1) / (2 * sigma**2))  # its logarithm
+        density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
+        rdp += math.ceil(length * count) * logsumexp(orders[:, None] * ratio + density, axis=1) / (orders - 1)
     epsilon = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(epsilon.min()))
 
 
 def _cost(run: SavedRun, sigma: float) -> str:
-    """What σ' costs: the score of a linear model; of others nobody measured it."""
+    """What σ' costs: the score of a linear model; of others nobody measured it. Pilots spent ε, too."""
     linear, metrics = run.about.get("linear") or {}, run.about.get("metrics") or {}
     pairs = np.asarray(sorted(linear.get("score_by_noise") or []), dtype=np.float64).reshape(-1, 2)
     if not len(pairs):
         now = ", ".join(f"{name} {metric['value']:.3g}" for name, metric in metrics.items())
-        return f"not measured (now {now})" if now else "not measured"
+        pilots = (run.about.get("noise_choice") or {}).get("pilot_noise_multipliers")
+        spent = (
+            f"; ε = {epsilon_of(run, [*pilots, sigma]):.3g} with its pilots"
+            if pilots and run.about.get("delta")
+            else ""
+        )
+        return (f"not measured (now {now})" if now else "not measured") + spent
     name, blind = linear.get("score_name", "score"), linear.get("blind_score", 0.0)
     now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(pairs[:, 0]), pairs[:, 1])
     if then <= blind:
