@@ -230,7 +230,7 @@ class _Section:
             key, text = find.__name__.removeprefix("_"), getdoc(find) or ""
             self.setting(key, " ".join(text.split()), example=example, off=off)
             first = text.partition("\n")[0].removeprefix("The ").rstrip(".")
-            shown = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
+            shown: dict[str, Any] = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
             RULES[key] = replace(RULES[key], find=find, **shown, **more)
             return RULES[key]
 
