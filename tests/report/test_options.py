@@ -319,7 +319,9 @@ def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> No
 def test_fresh_draws_leave_as_many_untold_as_predicted() -> None:
     """In 95 % of the runs at most so many; those who are told of then are like the others."""
     run, steps = sampled(steps=60), 110
-    untold = int((~is_told(with_steps(run, steps))).sum())
+    then, told = with_steps(run, steps), is_told(run)
+    np.testing.assert_allclose(then.columns["mse_bound"][told], run.columns["mse_bound"][told] * 60 / 110)
+    untold = int((~is_told(then)).sum())
     fresh = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).sum(axis=1)
     assert 0.93 < float((fresh <= untold).mean()) < 0.98
     assert int((~is_told(with_noise(run, 2.0))).sum()) == int((~is_told(run)).sum())

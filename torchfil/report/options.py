@@ -26,7 +26,7 @@ drawn too rarely. Fewer steps would leave more of them untold. Individual ε is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,10 +44,7 @@ MARGIN = 1.5  # on σ'
 LARGEST = 5.0  # times σ: as far as it was tried
 _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followed
 _AT_ONCE = 2**16  # examples that are predicted together
-_OF_EXAMPLES = (  # rules on every single example: of many examples, a part after the other is predicted
-    *("min_error_share", "min_attribute_error_share", "max_gain_over_guessing"),
-    *("min_mse_bound", "min_attribute_error", "max_true_positive_rate"),
-)
+_OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
 _INDIVIDUAL = "max_individual_epsilon"
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0, **dict.fromkeys(_SAME, 0.0)}  # of f, by column
@@ -87,10 +84,13 @@ class Options:
     others: list[str] = field(default_factory=list)
 
 
+_Found = tuple[float, set[str], Option]
+
+
 def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Options:
     """The options for a run whose policy is broken; none where it is kept."""
     broken = [verdict for verdict in verdicts if not verdict.passed]
-    sigma, found = _sigma(run), list[tuple[float, set[str], Option]]()
+    sigma, found = _sigma(run), list[_Found]()
     if not broken:
         return Options()
 
@@ -111,9 +111,7 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     return Options([option for *_, option in found], curve, policy.min_error_share, list(dict.fromkeys(others)))
 
 
-def _option(
-    run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float, steps: int | None
-) -> Iterable[tuple[float, set[str], Option]]:
+def _option(run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float, steps: int | None) -> list[_Found]:
     """The least σ' with so many steps that keeps all rules that noise can keep: σ', the keys that it keeps, the option.
 
     Nothing where it would keep no broken rule, or break one that holds now.
@@ -124,19 +122,19 @@ def _option(
     failing = {verdict.key for verdict in judged if not verdict.passed}
     lost = {key for key, noise in least.items() if noise is None}
     if lost - failing or not failing - lost:
-        return
+        return []
     noise = max(each for each in least.values() if each is not None)
     change = f"{steps:,} steps with noise σ = {noise:g}" if longer > 1 else f"Noise σ = {noise:g}"
     titles = [RULES[v.key].title.format(subject=v.subject, who="") for v in judged if v.key in lost and not v.passed]
-    yield noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise))
+    return [(noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise)))]
 
 
 def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: float) -> float | None:
     """The least σ' of three digits, σ or more, at which the rule is predicted to hold; None: none that was tried."""
     margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (longer * MARGIN, LARGEST)
-    parts = run.slices(_AT_ONCE) if key in _OF_EXAMPLES else [run]
+    parts = run.slices(_AT_ONCE) if key.startswith(_OF_EXAMPLES) else [run]
     if key == "max_epsilon":  # the same for everybody
-        parts, margin = [run.take(np.argsort(-run.columns.get("participations", np.zeros(len(run))))[:1])], 1.0
+        parts, margin = [run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])], 1.0
     least = sigma
     for part in parts:
 
@@ -164,10 +162,8 @@ def with_noise(run: SavedRun, sigma: float, *, epsilon: bool = True) -> SavedRun
         sigma: σ'.
         epsilon: Whether ε is wanted, which takes a while.
     """
-    before = _sigma(run) or math.nan
     spent = _epsilon_then(run, sigma, 1.0) if epsilon else None
-    mechanism = {**run.about["mechanism"], "noise_multiplier": sigma}
-    return _leaking(run, (sigma / before) ** 2, {"mechanism": mechanism, "epsilon": spent})
+    return _leaking(run, (sigma / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
 
 
 def with_steps(run: SavedRun, steps: int) -> SavedRun:
@@ -176,10 +172,7 @@ def with_steps(run: SavedRun, steps: int) -> SavedRun:
     Those whom they leave untold are as many as predicted; those whom they newly tell of are like the others.
     """
     longer, told = steps / run.about["mechanism"]["steps"], is_told(run)
-    mechanism = {**run.about["mechanism"], "steps": steps}
-    then = _leaking(
-        run, 1 / longer, {"mechanism": mechanism, "epsilon": _epsilon_then(run, _sigma(run) or 0.0, longer)}
-    )
+    then = _leaking(run, 1 / longer, _epsilon_then(run, _sigma(run) or 0.0, longer), steps=steps)
     few = np.zeros(len(run), dtype=bool)
     few[np.argsort(run.columns.get("participations", told), kind="stable")[: _num_untold(run, steps)]] = True
     columns = dict(then.columns)
@@ -190,8 +183,8 @@ def with_steps(run: SavedRun, steps: int) -> SavedRun:
     return replace(then, columns=columns)
 
 
-def _leaking(run: SavedRun, factor: float, about: dict[str, Any]) -> SavedRun:
-    """The run with f times the MSE bounds, and with other facts; only what rules read is kept."""
+def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: float) -> SavedRun:
+    """The run with f times the MSE bounds, this ε and another mechanism; only what rules read is kept."""
 
     def scaled(record: Any, power: float, *names: str) -> Any:
         parts = {name: getattr(record, name) for name in names}
@@ -200,7 +193,8 @@ def _leaking(run: SavedRun, factor: float, about: dict[str, Any]) -> SavedRun:
     columns = {k: run.columns[k] * factor**power for k, power in _POWERS.items() if k in run.columns}
     attributes = None if run.attributes is None else scaled(run.attributes, 0.5, "error", "error_low")
     asked = [scaled(each, -1.0, "divergence", "divergence_high") for each in run.questions]
-    return replace(run, about={**run.about, **about}, columns=columns, attributes=attributes, questions=asked)
+    about = {**run.about, "epsilon": epsilon, "mechanism": {**run.about["mechanism"], **mechanism}}
+    return replace(run, about=about, columns=columns, attributes=attributes, questions=asked)
 
 
 def _sigma(run: SavedRun) -> float | None:
@@ -267,10 +261,13 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> f
     orders, rdp = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)]), np.zeros(151)
     for sigma in sigmas:
         points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
-        with np.errstate(divide="ignore"):
-            ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * points - 1) / (2 * sigma**2))  # its logarithm
+        absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
         density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-        rdp += math.ceil(length * count) * logsumexp(orders[:, None] * ratio + density, axis=1) / (orders - 1)
+        rdp += (
+            math.ceil(length * count)
+            * logsumexp(orders[:, None] * np.logaddexp(absent, present) + density, axis=1)
+            / (orders - 1)
+        )
     epsilon = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(epsilon.min()))
 

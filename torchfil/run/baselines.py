@@ -199,12 +199,6 @@ def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None
     return None if ratios is None else classes_of_ratios(ratios)
 
 
-def exposed_examples(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """Which examples are exposed (HALF or BELOW), [n] booleans; None: no blind guess is known."""
-    found = exposure_of(run, stated)
-    return None if found is None else found <= BELOW
-
-
 def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.ndarray:
     """The least error of an estimate of one attribute over that of a blind guess, [n].
 
