@@ -199,12 +199,6 @@ def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None
     return None if ratios is None else classes_of_ratios(ratios)
 
 
-def exposed_examples(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """Which examples are exposed (HALF or BELOW), [n] booleans; None: no blind guess is known."""
-    found = exposure_of(run, stated)
-    return None if found is None else found <= BELOW
-
-
 def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.ndarray:
     """The least error of an estimate of one attribute over that of a blind guess, [n].
 
@@ -221,14 +215,6 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
     ratios = ratio_to_blind_guess(np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute])
     return np.where(tracked & is_told(run), ratios, math.nan)
-
-
-def gain_over_guessing(question: QuestionRecord) -> np.ndarray:
-    """How much more often than half of the time any attacker tells the true answer from another, likely one, [n].
-
-    For the worst of the answers, at the upper end of its 95 % interval; NaN where that is not known.
-    """
-    return question.success() - 0.5
 
 
 def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> dict[str, float] | None:

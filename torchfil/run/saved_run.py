@@ -124,15 +124,12 @@ class QuestionRecord:
             return ndtr(ndtri(false_positive_rate) + np.sqrt(2 * worst))
         return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
 
-    def success(self, noise: float = 1.0) -> np.ndarray:
+    def success(self) -> np.ndarray:
         """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
 
-        Φ(sqrt(D/2)) between normal laws.
-
-        Args:
-            noise: (σ′/σ)²: with σ′ for σ, and all else the same, D is D/noise at most.
+        Φ(sqrt(D/2)) between normal laws; NaN where D is not known.
         """
-        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1) / noise
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
         if self.law == "normal":
             return ndtr(np.sqrt(worst / 2))
         known = ~np.isnan(worst)
