@@ -195,11 +195,6 @@ def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> 
     return {name: model.column_numbers(part) for name, part in attributes.items()}
 
 
-def _column_names(model: Any) -> list[str]:
-    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
-    return [str(name) for name in names]
-
-
 def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, Spread]:
     """What is private beside what is public, and how private coordinates are spread, the targets' last, [d + t] each.
 

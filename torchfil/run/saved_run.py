@@ -105,6 +105,7 @@ class QuestionRecord:
         divergence_high: The upper end of its 95 % interval, [n, m].
         law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's release, so that D tells
             what the best attacker attains; "any": D bounds it.
+        membership: Whether it asks if the example is in the data at all.
     """
 
     name: str
@@ -113,6 +114,7 @@ class QuestionRecord:
     divergence: ByExample
     divergence_high: ByExample
     law: str = "any"
+    membership: bool = False
 
     def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
         """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n].
