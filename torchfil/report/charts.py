@@ -12,7 +12,7 @@ import numpy as np
 
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
-from torchfil.report.formats import count, number, times
+from torchfil.report.formats import count, number
 from torchfil.report.groups import GroupSummary
 from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options
@@ -138,7 +138,7 @@ def _groups(summary: Summary) -> dict[str, svg.Chart]:
     tones = {"more": 1, "less": 2}
 
     def note(group: GroupSummary, unit: float) -> str:
-        return f"{times(group.fil / unit)} ({count(group.examples)})"
+        return f"{number(group.fil / unit, 2 if summary.redacted else 3)}× ({count(group.examples)})"
 
     for place, grouping in enumerate(summary.groupings, start=1):
         least = min((g.fil for g in grouping.groups), default=0.0)

@@ -212,7 +212,7 @@ def answers(rows: Sequence[Answer], *, width: int) -> Markup:
     """One line per question from 0 to 100 %: ○ without the model, ● with it at most, │ the limit, and both in words."""
     above = width == NARROW
     letters = min(max(len(row.name) for row in rows), 26)
-    left, step, top = (8.0, 50, 22) if above else (14 + 7.0 * letters, 34, 4)
+    left, step, top = (8.0, 50, 22) if above else (18 + 7.6 * letters, 34, 4)
     x = Scale(0, 1, left, width - (10 if above else 112), False)
     floor, parts = top + step * len(rows) - (8 if above else 0), list[Markup]()
     for i, row in enumerate(rows):
@@ -274,7 +274,7 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str | None) -> Markup:
         if row.low != row.high:
             start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
             drawn.append(_line(x(start), x(end), y, y, f"interval{TONES[row.tone]}"))
-        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=5, class_=f"dot{TONES[row.tone]}"))
+        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=4 if row.tone == 3 else 5, class_=f"dot{TONES[row.tone]}"))
         if row.note and (above or width != NARROW):
             drawn.append(_text(*note, row.note, "note", anchor="end"))
         parts.append(_tag("g", *drawn))
