@@ -259,7 +259,7 @@ def level_shares(spread: Spread) -> np.ndarray:
 
 
 def values_and_levels(
-    table: np.ndarray, columns: Sequence[Sequence[int]], names: Sequence[str], spread: Spread
+    table: np.ndarray, columns: Sequence[list[int]], names: Sequence[str], spread: Spread
 ) -> tuple[np.ndarray, list[list[str]]]:
     """What some rows hold: the value of an attribute of one column, and which column holds of one with several.
 
@@ -277,14 +277,12 @@ def values_and_levels(
         >>> values_and_levels(data[:2], [[0], [1, 2]], ["age", "AA", "AG"], spread_of([data]))[1]
         [['', 'AG'], ['', 'none of these']]
     """
-    values = np.full((len(table), len(columns)), math.nan)
+    values = np.where([len(own) == 1 for own in columns], table[:, [own[0] for own in columns]], math.nan)
     levels = [[""] * len(columns) for _ in table]
     width, has_many = spread.high - spread.low, np.isnan(level_shares(spread))
     middle = np.where(width > 0, spread.low + width / 2, 0.5)  # a level that never changes holds if it is 1
-    for place, own in enumerate(map(list, columns)):
-        if len(own) == 1:
-            values[:, place] = table[:, own[0]]
-        elif not (has_many & (width > 0))[own].any():
+    for place, own in enumerate(columns):
+        if len(own) > 1 and not (has_many & (width > 0))[own].any():
             for row, holds in zip(levels, table[:, own] > middle[own], strict=True):
                 row[place] = names[own[int(holds.argmax())]] if holds.any() else NO_LEVEL
     return values, levels
