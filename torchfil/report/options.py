@@ -47,7 +47,7 @@ _AT_ONCE = 2**16  # examples that are predicted together
 _OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
 _INDIVIDUAL = "max_individual_epsilon"
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
-_POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0, **dict.fromkeys(_SAME, 0.0)}  # of f, by column
+_POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: f
         parts = {name: getattr(record, name) for name in names}
         return replace(record, **{k: _Times(own, factor**power) for k, own in parts.items() if own is not None})
 
-    columns = {k: run.columns[k] * factor**power for k, power in _POWERS.items() if k in run.columns}
+    columns = {name: run.columns[name] for name in _SAME if name in run.columns}
+    columns |= {name: run.columns[name] * factor**power for name, power in _POWERS.items() if name in run.columns}
     attributes = None if run.attributes is None else scaled(run.attributes, 0.5, "error", "error_low")
     asked = [scaled(each, -1.0, "divergence", "divergence_high") for each in run.questions]
     about = {**run.about, "epsilon": epsilon, "mechanism": {**run.about["mechanism"], **mechanism}}
@@ -217,11 +218,11 @@ class _Times:
 
 def _num_untold(run: SavedRun, steps: int) -> int:
     """How many examples so many steps leave untold: with Poisson sampling at most so many in 95 % of the runs."""
-    mechanism, told = run.about["mechanism"], is_told(run)
+    mechanism, longer = run.about["mechanism"], steps / run.about["mechanism"]["steps"]
     rate, measured = mechanism.get("sample_rate"), mechanism.get("fil_rate") or 1.0
     if rate is None or run.about.get("merged"):  # known batches, or means over runs: as often as before, by the step
-        drawn = run.columns.get("participations", 0) * measured * steps / mechanism["steps"]
-        return int((~told & (drawn < FEWEST_PARTICIPATIONS)).sum())
+        rarely = run.columns.get("participations", 0) * measured * longer < FEWEST_PARTICIPATIONS
+        return int((~is_told(run) & (rarely | (longer <= 1))).sum())
     share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * measured)
     return int(binom.ppf(0.95, len(run), share))
 
