@@ -35,6 +35,7 @@ from scipy.special import logsumexp
 from scipy.stats import binom
 
 from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
+from torchfil.fisher.mechanism import largest_divergences
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.baselines import error_ratios, is_told
@@ -139,7 +140,7 @@ def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: 
     for part in parts:
 
         def holds(noise: float, part: SavedRun = part) -> bool:
-            then = with_noise(part, noise / margin, epsilon=key == "max_epsilon")
+            then = with_noise(part, noise, margin, epsilon=key == "max_epsilon")
             return all(verdict.passed for verdict in RULES[key].measure(then, policy))
 
         if holds(least):
@@ -154,16 +155,23 @@ def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: 
     return least
 
 
-def with_noise(run: SavedRun, sigma: float, *, epsilon: bool = True) -> SavedRun:
+def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: bool = True) -> SavedRun:
     """What the rules of a gate would see of the run with other noise, at fixed gradients.
 
     Args:
         run: A run whose σ is known, or some of its examples.
         sigma: σ'.
+        margin: What gradients leak is predicted at σ'/margin. What the noise itself allows of a D needs none.
         epsilon: Whether ε is wanted, which takes a while.
     """
     spent = _epsilon_then(run, sigma, 1.0) if epsilon else None
-    return _leaking(run, (sigma / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
+    then = _leaking(run, (sigma / margin / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
+    rate, steps = (run.about["mechanism"].get(name) for name in ("sample_rate", "steps"))
+    if not rate or not steps:  # known batches, or a linear model
+        return then
+    largest = largest_divergences([(sigma, rate, steps)])
+    capped = [(each, _Times(each.divergence_high, 1.0, largest[not each.membership])) for each in then.questions]
+    return replace(then, questions=[replace(each, divergence_high=high) for each, high in capped])
 
 
 def with_steps(run: SavedRun, steps: int) -> SavedRun:
@@ -204,13 +212,13 @@ def _sigma(run: SavedRun) -> float | None:
 
 
 class _Times:
-    """A table times a number, of which only what is read is computed."""
+    """A table times a number, at most another, of which only what is read is computed."""
 
-    def __init__(self, table: Any, factor: float) -> None:
-        self.table, self.factor, self.shape = table, factor, table.shape
+    def __init__(self, table: Any, factor: float, most: float = math.inf) -> None:
+        self.table, self.factor, self.most, self.shape = table, factor, most, table.shape
 
     def __getitem__(self, where: Any) -> np.ndarray:
-        return np.asarray(self.table[where]) * self.factor
+        return np.minimum(np.asarray(self.table[where]) * self.factor, self.most)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype=dtype)
