@@ -394,11 +394,6 @@ def _water_filled(
     return bound.to(trace.device), (theta.square() / num_coordinates).to(trace.device)
 
 
-def has_few_values(table: Tensor) -> Tensor:
-    """Which columns are not continuous, so that their values are labels, [columns] booleans."""
-    return _distinct(table) <= _FEW
-
-
 def _distinct(table: Tensor) -> Tensor:
     """How many values each column has, [columns]."""
     ordered = table.sort(dim=0).values
@@ -412,7 +407,7 @@ def labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, 
         usable = len(given) == len(table) and bool(given.isfinite().all())
         require(usable, f"known must be finite, [{len(table)}, …] as the values; got shape {tuple(given.shape)}")
         flat = given.reshape(len(table), -1).to(table)
-        few = has_few_values(flat) | (not given.is_floating_point())
+        few = (_distinct(flat) <= _FEW) | (not given.is_floating_point())
         labels, columns = [*labels, flat[:, few]], [*columns, flat[:, ~few]]
     return torch.cat(labels, dim=1), torch.cat(columns, dim=1)
 
