@@ -74,7 +74,8 @@ def test_the_target_is_met_and_told(tmp_path: Path) -> None:
     run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert run.about["noise_choice"] == {
         "target": "every MSE bound at least 2", "confidence": 0.95, "of": "probes",
-        "num_pilots": len(choice.pilots), "headroom": check.headroom, "measured": check.measured,
+        "num_pilots": len(choice.pilots), "pilot_noise_multipliers": [it.noise_multiplier for it in choice.pilots],
+        "headroom": check.headroom, "measured": check.measured,
     }  # fmt: skip
     assert "This run met it" in write_report(run, tmp_path / "report").read_text()
 

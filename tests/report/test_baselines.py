@@ -92,7 +92,7 @@ class TestOneRule:
     @staticmethod
     def told(run: SavedRun) -> set[int | str | None]:
         """By the rule, by the gate, on the page and by ``inspect``."""
-        exposed = baselines.exposed_examples(run)
+        exposed = baselines.exposure_of(run) <= baselines.BELOW
         (verdict,) = (v for v in check(run, Policy(max_share_exposed=0.0)) if v.key == "max_share_exposed")
         data = inspected(run, 0)[1]
         counts = list(data["examples"]["exposure"].values())
@@ -140,7 +140,7 @@ class TestOneRule:
         run = made_up()
         (question,) = run.questions
         (verdict,) = (v for v in check(run, Policy(max_gain_over_guessing=0.1)) if v.subject == question.name)
-        assert verdict.rows.tolist() == np.flatnonzero(baselines.gain_over_guessing(question) > 0.1).tolist()
+        assert verdict.rows.tolist() == np.flatnonzero(question.success() > 0.6).tolist()
         truth = np.random.default_rng(0).integers(3, size=90)
         divergence = np.where(np.arange(3) == truth[:, None], 0.0, 0.2)
         divergence[5] = 0.0  # never drawn: it does not tell its answer

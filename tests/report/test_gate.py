@@ -147,7 +147,9 @@ def test_rules(
     assert (verdict.passed, verdict.offending) == (passed, offending)
     assert verdict.found == (found if found is None else pytest.approx(found, rel=1e-4, nan_ok=True))
     assert verdict.passed or RULES[verdict.key].sentence(verdict).endswith(".")
-    assert RULES[verdict.key].remedy(verdict).endswith(".")
+    remedy = RULES[verdict.key].remedy(verdict)
+    assert remedy.endswith(".")
+    assert not re.search(r"\w\(|\w=|_", remedy)  # officers read it, not programmers
 
 
 def test_every_rule_has_a_case_that_holds_and_one_that_does_not() -> None:

@@ -27,7 +27,7 @@ from torchfil.glm import (
 )
 from torchfil.report import load, write_report
 from torchfil.report.summary import summarise
-from torchfil.run.baselines import blind_error_of_inputs, blind_errors, exposed_examples
+from torchfil.run.baselines import BELOW, blind_error_of_inputs, blind_errors, exposure_of
 from torchfil.run.linear_run import linear_run, save_linear_run
 
 SIGMA = 0.3
@@ -193,7 +193,7 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
     low, high = run.baselines.attributes.low, run.baselines.attributes.high
     assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
     assert np.isnan(low[1])
-    exposed = exposed_examples(run)
+    exposed = exposure_of(run) <= BELOW
     assert exposed.tolist() == (run.columns["mse_bound"] < others**2).tolist()
     plain = linear_run(model, X, y, SIGMA, scales=None)
     whole = np.append(X, y[:, None], axis=1)

@@ -31,7 +31,7 @@ from torchfil.gate.policy import Policy
 from torchfil.glm import Absent as AbsentRow
 from torchfil.glm import LinearRegression, LogisticRegression
 from torchfil.questions import Absent, Change
-from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, predicted
+from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, with_noise, with_steps
 from torchfil.run.baselines import error_ratios, is_told
 from torchfil.run.file import load
 from torchfil.run.linear_run import linear_run
@@ -242,6 +242,14 @@ def test_what_is_advised_keeps_the_policy_when_it_is_done(tmp_path: Path, capsys
 # ---------------------------------------------------------------------- the prediction
 
 
+def accountants(releases: list[tuple[float, float, int]]) -> float:
+    accountant = RDPAccountant()
+    accountant.history = releases
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the largest order
+        return float(accountant.get_epsilon(1e-5))
+
+
 def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2000, seed: int = 0) -> SavedRun:
     """As the demo was: Poisson sampling, a lower end for everybody who was drawn five times, a question."""
     rng = np.random.default_rng(seed)
@@ -257,7 +265,7 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
     divergence = (drawn / 200 / sigma**2)[:, None]
     asked = QuestionRecord("member", ["absent"], False, divergence, 1.2 * divergence)
     mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
-    about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": epsilon_of(sigma, rate, steps, 1e-5)}
+    about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
     run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
     about["dataset"] = {"input_range": [0.0, 2.0]}
     return dataclasses.replace(run, about=about, columns=columns, questions=[asked])
@@ -271,7 +279,7 @@ def advised(run: SavedRun, **limits: Any) -> Options:
 def test_the_prediction_of_a_linear_model_is_the_model_with_that_noise() -> None:
     """Closed forms: bounds, errors of attributes and divergences are those of the release with σ'."""
     train = linear(LinearRegression, 50, 3, questions={"member": AbsentRow()})
-    then, truth = predicted(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
+    then, truth = with_noise(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
     for name in ("fil", "mse_bound", "mse_bound_low"):
         np.testing.assert_allclose(then.columns[name], truth.columns[name])
     np.testing.assert_allclose(then.attributes.error_low, truth.attributes.error_low, rtol=1e-6)
@@ -298,23 +306,28 @@ def test_noise_lowers_leakage_at_least_as_predicted(rate: float | None, factor: 
 
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 6.0])
 @pytest.mark.parametrize(("rate", "steps"), [(0.01, 3000), (0.2, 100), (1.0, 7)])
-@pytest.mark.filterwarnings("ignore:Optimal order")
 def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> None:
-    accountant = RDPAccountant()
-    accountant.history = [(sigma, rate, steps)]
-    assert epsilon_of(sigma, rate, steps, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-8)
+    run = sampled(steps, rate, sigma, n=20)
+    assert epsilon_of(run, [sigma]) == pytest.approx(run.about["epsilon"], rel=1e-8)
+    both = accountants([(sigma, rate, 2 * steps), (3.0, rate, 2 * steps)])
+    assert epsilon_of(run, [sigma, 3.0], 2.0) == pytest.approx(both, rel=1e-8)
+    run.about["mechanism"]["sample_rate"] = None
+    most = int(run.columns["participations"].max())
+    assert epsilon_of(run, [sigma]) == pytest.approx(accountants([(sigma, 1.0, most)]), rel=1e-8)
 
 
 def test_fresh_draws_leave_as_many_untold_as_predicted() -> None:
     """In 95 % of the runs at most so many; those who are told of then are like the others."""
     run, steps = sampled(steps=60), 110
-    untold = int((~is_told(predicted(run, 1.0, steps))).sum())
+    then, told = with_steps(run, steps), is_told(run)
+    np.testing.assert_allclose(then.columns["mse_bound"][told], run.columns["mse_bound"][told] * 60 / 110)
+    untold = int((~is_told(then)).sum())
     fresh = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).sum(axis=1)
     assert 0.93 < float((fresh <= untold).mean()) < 0.98
-    assert int((~is_told(predicted(run, 1.0))).sum()) == int((~is_told(run)).sum())
+    assert int((~is_told(with_noise(run, 2.0))).sum()) == int((~is_told(run)).sum())
     known = dataclasses.replace(run, about={**run.about, "mechanism": {**run.about["mechanism"], "sample_rate": None}})
-    assert not is_told(predicted(known, 1.0, 60))[run.columns["participations"] < 5].any()
-    assert is_told(predicted(known, 1.0, 600))[run.columns["participations"] > 0].all()
+    assert not is_told(with_steps(known, 60))[run.columns["participations"] < 5].any()
+    assert is_told(with_steps(known, 600))[run.columns["participations"] > 0].all()
 
 
 # ---------------------------------------------------------------------- the options
@@ -374,7 +387,7 @@ def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: d
         )
         margin = 1.0 if "max_epsilon" in limits else MARGIN
         for noise, holds in ((sigma, True), (0.985 * sigma, False)):
-            then = check(predicted(run, noise, margin=margin), policy)
+            then = check(with_noise(run, noise / margin), policy)
             assert all(verdict.passed for verdict in then if verdict.key in limits) is holds
 
 
@@ -417,6 +430,10 @@ def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, An
     [
         ({}, "not measured"),
         ({"metrics": {"accuracy": {"value": 0.931, "on": ""}}}, "not measured (now accuracy 0.931)"),
+        (
+            {"noise_choice": {"pilot_noise_multipliers": [1.0, 1.2]}},
+            f"not measured; ε = {accountants([(each, 0.07, 300) for each in (1.0, 1.2, 3.0)]):.3g} with its pilots",
+        ),
         ({"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [8.0, 0.12]]}}, "R² 0.4# (now 0.72)"),
         (
             {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [2.0, -9.0]]}},
@@ -447,16 +464,6 @@ def test_a_linear_model_of_few_rows_is_told_that_the_noise_makes_it_useless() ->
     fitted = LinearRegression(l2=1e-6).fit(X, targets)
     run = linear_run(fitted, X, targets, 0.05)
 
-    def score(sigma: float) -> float:
-        noise = np.random.default_rng(0).normal(scale=sigma, size=(300, 6))
-        rest = targets[None] - (fitted.coef_.reshape(-1) + noise) @ X.T
-        return float(1 - np.mean(rest**2) / np.var(targets))
-
-    run.about["linear"] |= {
-        "score_name": "R²",
-        "score_by_noise": [[s, score(s)] for s in 0.05 * 2 ** (np.arange(-4, 11) / 2)],
-    }
     found = advised(run, min_error_share=1.0)
-    sigma = sigma_of(found)
-    assert score(sigma) < 0
+    assert fitted.expected_score(X, targets, sigma_of(found)) < 0
     assert found.rows[0].cost == "R² below 0: the model would be useless"

@@ -338,16 +338,14 @@ class Leakage:
 
         # examples that were never drawn have the same values, unless only some of them are tracked
         undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
-        undrawn &= not self.ledger.chosen
-        needed, places = first_of_equal(undrawn)
+        needed, places = first_of_equal(undrawn & (not self.ledger.chosen))
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
             for part in rows[needed].split(_AT_ONCE)
         ]
         found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-        if not bool(undrawn.any()):
-            return found
-        return {name: found.pop(name)[places.cpu()] for name in list(found)}  # a single one was moved to the end, too
+        # they were moved to the end, and be it one alone
+        return {name: found.pop(name)[places.cpu()] for name in list(found)} if undrawn.any() else found
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""

@@ -400,8 +400,8 @@ def gate(
             f"no rule is broken: {list_file} is empty" if passed else f"whom the broken rules concern: {list_file}"
         )
     for best in options_of(saved, thresholds, verdicts).rows[:1]:
-        kept = f"{best.rules - len(best.broken)} of {best.rules} rules"
-        lines.append(f"{best.change} would keep {kept}, as predicted from this run; its cost: {best.cost}")
+        kept = f"{best.rules - len(best.broken)} of {best.rules} rules, as predicted from this run"
+        lines.append(f"{best.change} would keep {kept}; its cost: {best.cost}")
     out.result("\n".join([*lines, _in_short(verdicts)]), data)
     ctx.exit(0 if passed else FAILED)
 

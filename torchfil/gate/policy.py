@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy"]
+__all__ = ["Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "tomllib"]
 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1")]
 Number = Annotated[float, Meta(ge=0, description="a number, 0 or more")]

@@ -121,9 +121,7 @@ class RuleCheck:
         share = len(rows) / max(1, len(which))
         return self.verdict(share <= self.limit, share, rows, note)
 
-    def unknown(
-        self, missing: str, how: str = "", remedy: str = "let the developers add it to the run, or "
-    ) -> Verdict:
+    def unknown(self, missing: str, how: str = "", remedy: str = "let the developers add it, or ") -> Verdict:
         """The run does not tell, so that nobody keeps the rule: what is missing, and what the developers call."""
         detail, note = f"{missing}: {how}" if how else missing, f"{missing}: {remedy}take the rule out of the policy."
         return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), detail, self.subject, note)
@@ -232,7 +230,7 @@ class _Section:
             key, text = find.__name__.removeprefix("_"), getdoc(find) or ""
             self.setting(key, " ".join(text.split()), example=example, off=off)
             first = text.partition("\n")[0].removeprefix("The ").rstrip(".")
-            shown = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
+            shown: dict[str, Any] = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
             RULES[key] = replace(RULES[key], find=find, **shown, **more)
             return RULES[key]
 

@@ -312,7 +312,8 @@ class NoiseChoice:
         """
         target, check = self.target, self.target.check(leakage)
         kept = {"target": target.wanted, "confidence": target.confidence, "of": target.of}
-        return {**kept, "num_pilots": len(self.pilots), "headroom": check.headroom, "measured": check.measured}
+        kept |= {"num_pilots": len(self.pilots), "headroom": check.headroom, "measured": check.measured}
+        return {**kept, "pilot_noise_multipliers": [pilot.noise_multiplier for pilot in self.pilots]}
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]

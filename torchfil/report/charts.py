@@ -13,6 +13,7 @@ import numpy as np
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
 from torchfil.report.formats import count, number, times
+from torchfil.report.groups import GroupSummary
 from torchfil.report.leaks import prior_guess
 from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report, Summary, named_level
 from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told, ratio_to_blind_guess
@@ -32,6 +33,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     summary = report.summary
     charts: dict[str, svg.Chart] = {}
     axes: dict[str, Any]
+    mark: svg.Mark | None
 
     # how close an unbiased attacker comes, and what any attacker learns
     bins = summary.ratio_histogram
@@ -158,16 +160,15 @@ def _groups(summary: Summary) -> dict[str, svg.Chart]:
     """Typical FIL by group, as multiples of the least exposed group's where that is a number to divide by."""
     charts: dict[str, svg.Chart] = {}
     tones = {"more": 1, "less": 2}
+
+    def note(group: GroupSummary, unit: float) -> str:
+        return f"{times(group.fil / unit)} ({count(group.examples)})"
+
     for place, grouping in enumerate(summary.groupings, start=1):
         least = min((g.fil for g in grouping.groups), default=0.0)
         unit = least if 0 < least < math.inf else 1.0
         rows = [
-            svg.Row(
-                g.name,
-                *(value / unit for value in (g.fil, g.low, g.high)),
-                tones.get(g.compared, 0),
-                f"{times(g.fil / unit)} ({count(g.examples)})",
-            )
+            svg.Row(g.name, g.fil / unit, g.low / unit, g.high / unit, tones.get(g.compared, 0), note(g, unit))
             for g in grouping.groups
         ]
         if rows:

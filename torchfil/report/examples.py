@@ -125,7 +125,8 @@ class _Reasons:
     """What is unusual about an example."""
 
     def __init__(self, run: SavedRun) -> None:
-        self.run, self.records = run, getattr(run, "records", None)
+        self.run, records = run, run.records
+        self.values = {} if records is None else dict(zip(records.rows.tolist(), records.values, strict=True))
         self.drawn = run.columns.get("participations")
         self.groups = {name: run.coded_group(name) for name in run.groups}
         if "public_class" in run.columns:
@@ -136,10 +137,9 @@ class _Reasons:
 
     def _far(self, row: int) -> Iterable[str]:
         """Attributes at the end of their range, or two deviations from their mean; the farthest two."""
-        place = [] if self.records is None else np.flatnonzero(self.records.rows == row)
-        if not len(place) or self.run.baselines is None or self.run.attributes is None:
+        if row not in self.values or self.run.baselines is None or self.run.attributes is None:
             return []
-        spread, values = self.run.baselines.attributes, self.records.values[place[0]]
+        spread, values = self.run.baselines.attributes, self.values[row]
         with np.errstate(invalid="ignore", divide="ignore"):
             away = np.nan_to_num(np.abs(values - spread.mean) / spread.std)
         far = [int(j) for j in np.argsort(-away, kind="stable")[:2] if FAR <= away[j] < math.inf]

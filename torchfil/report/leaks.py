@@ -12,7 +12,7 @@ answers that is :func:`torchfil.guessing.largest_success`, and between two norma
 
 It binds **every attacker to whom the answers are as likely before as they are common**, on average over an answer that
 is drawn so and over the release. Somebody who knows more of the person beforehand starts from more than max π. And the
-mean over answers hides those with a rare one: :func:`torchfil.run.baselines.gain_over_guessing`, between two
+mean over answers hides those with a rare one: :meth:`torchfil.run.saved_run.QuestionRecord.success`, between two
 equally likely answers, does not, and says who is not protected.
 """
 

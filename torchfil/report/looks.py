@@ -50,11 +50,11 @@ def pictures_of(run: SavedRun, ratios: np.ndarray | None) -> list[Pictured]:
     saved = run.pictures
     if saved is None:
         return []
-    told, estimates, errors = is_told(run), getattr(saved, "estimates", None), getattr(saved, "errors", None)
+    told, estimates, errors = is_told(run), saved.estimates, saved.errors
     exposure = np.asarray(run.column("mse_bound") if ratios is None else ratios, dtype=np.float64)
-    few = len(saved.rows) - getattr(saved, "typical", 0)
+    few = len(saved.rows) - saved.typical
     first = sorted(range(few), key=lambda place: exposure[saved.rows[place]])
-    found = []
+    found = list[Pictured]()
     for place in [*first, *range(few, len(saved.rows))]:
         row = int(saved.rows[place])
         if not told[row] or len(found) == PICTURED:
@@ -117,45 +117,47 @@ class ClosestValue:
 
 
 def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
-    """The pairs of example and attribute with the smallest ratio to a blind guess's error, the smallest first.
+    """The pair of example and attribute with the smallest ratio to a blind guess's error, then others, ascending.
 
-    Of the records that the run kept, or else of the examples whose closest attribute is the closest. Categories have no
-    ± and are left out.
+    The others are of the records that the run kept, so that they can be drawn; of all examples where it kept none.
+    Categories have no ± and are left out.
 
     Args:
         report: The material.
-        nearest: The smallest ratio of each example, [n] (:func:`closest_ratios`); None: no blind guess is known.
+        nearest: The smallest ratio of each example, [n]; None: no blind guess is known.
     """
     run, policy = report.run, report.policy
     if run is None or run.attributes is None or nearest is None:
         return []
-    records, names, told = getattr(run, "records", None), run.attributes.names, is_told(run)
-    order = np.argsort(nearest, kind="stable")[:NEAREST]
-    rows = np.asarray([row for row in (order if records is None else records.rows) if told[row]], dtype=np.int64)
-    rows = np.unique(rows)
-    errors = np.asarray(run.attributes.shown[rows], dtype=np.float64)  # [m, k]
+    records, names = run.records, run.attributes.names
+    kept = (
+        {} if records is None else {int(row): values for row, values in zip(records.rows, records.values, strict=True)}
+    )
+    rows = np.union1d(np.argsort(nearest, kind="stable")[:NEAREST], np.asarray(list(kept), dtype=np.int64))
+    rows = rows[is_told(run)[rows]]
+
+    # of these rows every attribute beside its own blind guess, [m, k]
+    errors = np.asarray(run.attributes.shown[rows], dtype=np.float64)
     stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
     every = blind_errors(run, *stated)
     blind = every[public_classes(run)[rows]] if len(every) > 1 else np.repeat(every, len(rows), axis=0)
-    ratios = ratio_to_blind_guess(errors, blind)
-    spread = None if run.baselines is None else run.baselines.attributes
-    for place, name in enumerate(names):
+    ratios, spread = ratio_to_blind_guess(errors, blind), None if run.baselines is None else run.baselines.attributes
+    for j, name in enumerate(names):
         if run.baselines is not None and name in run.baselines.levels:
-            ratios[:, place] = math.nan
+            ratios[:, j] = math.nan
 
     found = list[ClosestValue]()
-    for flat in np.argsort(np.where(np.isfinite(ratios), ratios, math.inf), axis=None, kind="stable")[:PAIRS].tolist():
+    for flat in np.argsort(np.where(np.isfinite(ratios), ratios, math.inf), axis=None, kind="stable").tolist():
         i, j = divmod(flat, len(names))
-        if not math.isfinite(ratios[i, j]):
-            break
-        place = [] if records is None else np.flatnonzero(records.rows == rows[i])
-        value = float(records.values[place[0], j]) if len(place) else math.nan
-        ends = (0.0, 0.0) if spread is None else (float(spread.low[j]), float(spread.high[j]))
-        known = None if math.isnan(value) else value
         row, unit = int(rows[i]), run.attributes.units[j]
-        found.append(
-            ClosestValue(row, str(run.ids[row]), names[j], unit, float(errors[i, j]), float(blind[i, j]), known, ends)
-        )
+        value = float(kept[row][j]) if row in kept else math.nan
+        if not math.isfinite(ratios[i, j]) or len(found) == PAIRS:
+            break
+        if found and kept and math.isnan(value):
+            continue
+        ends = (0.0, 0.0) if spread is None else (float(spread.low[j]), float(spread.high[j]))
+        numbers = float(errors[i, j]), float(blind[i, j]), None if math.isnan(value) else value
+        found.append(ClosestValue(row, str(run.ids[row]), names[j], unit, *numbers, ends))
     return found
 
 

@@ -26,7 +26,7 @@ drawn too rarely. Fewer steps would leave more of them untold. Individual ε is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,13 +44,10 @@ MARGIN = 1.5  # on σ'
 LARGEST = 5.0  # times σ: as far as it was tried
 _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followed
 _AT_ONCE = 2**16  # examples that are predicted together
-_OF_EXAMPLES = (  # rules on every single example: of many examples, a part after the other is predicted
-    *("min_error_share", "min_attribute_error_share", "max_gain_over_guessing"),
-    *("min_mse_bound", "min_attribute_error", "max_true_positive_rate"),
-)
+_OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
 _INDIVIDUAL = "max_individual_epsilon"
-_PREDICTED = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # by which power of f
-_KEPT = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
+_SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
+_POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0, **dict.fromkeys(_SAME, 0.0)}  # of f, by column
 
 
 @dataclass(frozen=True)
@@ -87,113 +84,116 @@ class Options:
     others: list[str] = field(default_factory=list)
 
 
+_Found = tuple[float, set[str], Option]
+
+
 def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Options:
     """The options for a run whose policy is broken; none where it is kept."""
     broken = [verdict for verdict in verdicts if not verdict.passed]
-    sigma = _sigma(run)
+    sigma, found = _sigma(run), list[_Found]()
     if not broken:
         return Options()
 
     # one with more steps only where fresh draws would leave too many examples untold
-    found: list[tuple[float, set[str], Option]] = []
     if sigma and is_told(run).any():
-        for steps in dict.fromkeys((run.about["mechanism"].get("steps"), _enough_steps(run, policy))):
+        for steps in dict.fromkeys((run.about["mechanism"].get("steps") or None, _enough_steps(run, policy))):
             found += _option(run, policy, verdicts, sigma, steps)
     found.sort(key=lambda each: len(each[2].broken))
     kept = set().union(*(keys for _, keys, _ in found))
     others = [RULES[verdict.key].remedy(verdict) for verdict in broken if verdict.key not in kept]
     if found and any(verdict.key == _INDIVIDUAL for verdict in verdicts):
         others.append("Individual ε is not predicted: the options leave its rule out.")
-    curve = _curve(run, policy, sigma, max([4 * sigma, *(each for each, *_ in found)])) if sigma else []
+
+    ratios, curve = error_ratios(run, policy.blind_error), list[tuple[float, float, bool]]()
+    if sigma and ratios is not None and not np.isnan(ratios).all():
+        noises = np.geomspace(sigma, max([4 * sigma, *(noise for noise, *_ in found)]), 7).tolist()
+        curve = [(noise, float(np.nanmin(ratios)) * noise / sigma, noise == sigma) for noise in noises]
     return Options([option for *_, option in found], curve, policy.min_error_share, list(dict.fromkeys(others)))
 
 
-def _option(
-    run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float, steps: int | None
-) -> Iterable[tuple[float, set[str], Option]]:
+def _option(run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float, steps: int | None) -> list[_Found]:
     """The least σ' with so many steps that keeps all rules that noise can keep: σ', the keys that it keeps, the option.
 
     Nothing where it would keep no broken rule, or break one that holds now.
     """
+    then, longer = (run, 1.0) if steps is None else (with_steps(run, steps), steps / run.about["mechanism"]["steps"])
     judged = [verdict for verdict in verdicts if verdict.key != _INDIVIDUAL]
-    least = {key: _least_noise(run, policy, key, sigma, steps) for key in dict.fromkeys(each.key for each in judged)}
+    least = {key: _least_noise(then, policy, key, sigma, longer) for key in dict.fromkeys(each.key for each in judged)}
     failing = {verdict.key for verdict in judged if not verdict.passed}
     lost = {key for key, noise in least.items() if noise is None}
     if lost - failing or not failing - lost:
-        return
+        return []
     noise = max(each for each in least.values() if each is not None)
-    now = run.about["mechanism"].get("steps")
-    change = f"Noise σ = {noise:g}" if steps == now else f"{steps:,} steps with noise σ = {noise:g}"
+    change = f"{steps:,} steps with noise σ = {noise:g}" if longer > 1 else f"Noise σ = {noise:g}"
     titles = [RULES[v.key].title.format(subject=v.subject, who="") for v in judged if v.key in lost and not v.passed]
-    yield noise, failing - lost, Option(change, titles, len(judged), _cost(run, noise))
+    return [(noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise)))]
 
 
-def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, steps: int | None) -> float | None:
+def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: float) -> float | None:
     """The least σ' of three digits, σ or more, at which the rule is predicted to hold; None: none that was tried."""
-    linear = run.about.get("kind") == "linear"
-    now = run.about["mechanism"].get("steps")
-    margin, most = (1.0, _EXACT) if linear else (MARGIN * (steps / now if steps and now else 1.0), LARGEST)
-    single = replace(run, about={**run.about, "epsilon": None})  # which takes a while to predict
-    parts = single.slices(_AT_ONCE) if key in _OF_EXAMPLES else [run if key == "max_epsilon" else single]
+    margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (longer * MARGIN, LARGEST)
+    parts = run.slices(_AT_ONCE) if key.startswith(_OF_EXAMPLES) else [run]
+    if key == "max_epsilon":  # the same for everybody
+        parts, margin = [run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])], 1.0
     least = sigma
     for part in parts:
 
         def holds(noise: float, part: SavedRun = part) -> bool:
-            then = predicted(part, noise, steps, margin)
+            then = with_noise(part, noise / margin, epsilon=key == "max_epsilon")
             return all(verdict.passed for verdict in RULES[key].measure(then, policy))
 
-        found = _smallest(holds, least, most * sigma)
-        if found is None:
+        if holds(least):
+            continue
+        low, least = least, most * sigma
+        if low >= least or not holds(least):
             return None
-        least = found
+        while least > 1.005 * low:
+            middle = math.sqrt(low * least)
+            low, least = (low, middle) if holds(middle) else (middle, least)
+        least = rounded_up(least)
     return least
 
 
-def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """The least number of three digits between two at which something holds from there on; the first where it does."""
-    if holds(low):
-        return low
-    if low >= high or not holds(high):
-        return None
-    while high > 1.002 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return rounded_up(high)
-
-
-def predicted(run: SavedRun, sigma: float, steps: int | None = None, margin: float = 1.0) -> SavedRun:
-    """What the rules of a gate would see of a run with other noise, at fixed gradients.
+def with_noise(run: SavedRun, sigma: float, *, epsilon: bool = True) -> SavedRun:
+    """What the rules of a gate would see of the run with other noise, at fixed gradients.
 
     Args:
-        run: A run whose σ is known, or a part of one.
+        run: A run whose σ is known, or some of its examples.
         sigma: σ'.
-        steps: T', with fresh draws; None: the run's own steps and draws.
-        margin: What the gradients leak is predicted with σ'/margin.
+        epsilon: Whether ε is wanted, which takes a while.
     """
-    mechanism, columns = run.about["mechanism"], {name: run.columns[name] for name in _KEPT if name in run.columns}
-    now, told = mechanism.get("steps"), is_told(run)
-    length = 1.0 if steps is None else steps / now
-    factor = (sigma / margin / (_sigma(run) or math.nan)) ** 2 / length
+    spent = _epsilon_then(run, sigma, 1.0) if epsilon else None
+    return _leaking(run, (sigma / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
 
-    # those whom fresh draws leave untold are as many as predicted; those whom they tell of are like the others
-    for name, power in _PREDICTED.items():
-        if name in run.columns:
-            columns[name] = run.columns[name] * factor**power
-    if steps is not None:
-        few = np.zeros(len(run), dtype=bool)
-        few[np.argsort(columns.get("participations", told), kind="stable")[: _num_untold(run, steps)]] = True
-        for name, values in columns.items():
-            if name != "public_class" and told.any():
-                columns[name] = np.where(~told & ~few, np.median(values[told]), values)
-        columns["mse_bound_low"] = np.where(few, 0.0, columns.get("mse_bound_low", columns["mse_bound"]))
+
+def with_steps(run: SavedRun, steps: int) -> SavedRun:
+    """The same with other steps, of which every one leaks alike, and fresh draws.
+
+    Those whom they leave untold are as many as predicted; those whom they newly tell of are like the others.
+    """
+    longer, told = steps / run.about["mechanism"]["steps"], is_told(run)
+    then = _leaking(run, 1 / longer, _epsilon_then(run, _sigma(run) or 0.0, longer), steps=steps)
+    few = np.zeros(len(run), dtype=bool)
+    few[np.argsort(run.columns.get("participations", told), kind="stable")[: _num_untold(run, steps)]] = True
+    columns = dict(then.columns)
+    for name in columns.keys() - {"public_class"}:
+        typical = np.median(columns[name][told]) if told.any() else math.nan
+        columns[name] = np.where(~told & ~few, typical, columns[name])
+    columns["mse_bound_low"] = np.where(few, 0.0, columns.get("mse_bound_low", columns["mse_bound"]))
+    return replace(then, columns=columns)
+
+
+def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: float) -> SavedRun:
+    """The run with f times the MSE bounds, this ε and another mechanism; only what rules read is kept."""
 
     def scaled(record: Any, power: float, *names: str) -> Any:
         parts = {name: getattr(record, name) for name in names}
         return replace(record, **{k: _Times(own, factor**power) for k, own in parts.items() if own is not None})
 
+    columns = {k: run.columns[k] * factor**power for k, power in _POWERS.items() if k in run.columns}
     attributes = None if run.attributes is None else scaled(run.attributes, 0.5, "error", "error_low")
     asked = [scaled(each, -1.0, "divergence", "divergence_high") for each in run.questions]
-    about = {**run.about, "epsilon": _epsilon_then(run, sigma, length)}
+    about = {**run.about, "epsilon": epsilon, "mechanism": {**run.about["mechanism"], **mechanism}}
     return replace(run, about=about, columns=columns, attributes=attributes, questions=asked)
 
 
@@ -220,21 +220,17 @@ def _num_untold(run: SavedRun, steps: int) -> int:
     mechanism, told = run.about["mechanism"], is_told(run)
     rate, measured = mechanism.get("sample_rate"), mechanism.get("fil_rate") or 1.0
     if rate is None or run.about.get("merged"):  # known batches, or means over runs: as often as before, by the step
-        drawn = np.asarray(run.columns.get("participations", np.full(len(run), math.inf)))
-        return int((~told & (drawn * measured * steps / mechanism["steps"] < FEWEST_PARTICIPATIONS)).sum())
+        drawn = run.columns.get("participations", 0) * measured * steps / mechanism["steps"]
+        return int((~told & (drawn < FEWEST_PARTICIPATIONS)).sum())
     share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * measured)
     return int(binom.ppf(0.95, len(run), share))
 
 
 def _enough_steps(run: SavedRun, policy: Policy) -> int | None:
-    """The least T' of two digits, T or more, that leaves few enough untold; the run's own where that is not known."""
-    steps, most = run.about["mechanism"].get("steps"), policy.max_share_too_few_draws * len(run)
-    if steps:
-        for more in np.geomspace(1.0, 30.0, 100):
-            longer = steps if more == 1 else int(rounded_up(more * steps, 2))
-            if _num_untold(run, longer) <= most:
-                return longer
-    return steps
+    """The least T' of two digits, T or more, that leaves few enough untold; T where that is not known, or too many."""
+    steps, most = run.about["mechanism"].get("steps") or None, policy.max_share_too_few_draws * len(run)
+    longer = [int(rounded_up(more * steps, 2)) for more in np.geomspace(1.0, 30.0, 100)[1:]] if steps else []
+    return next((each for each in (steps, *longer) if each and _num_untold(run, each) <= most), steps)
 
 
 def _epsilon_then(run: SavedRun, sigma: float, length: float) -> float | None:
@@ -244,45 +240,51 @@ def _epsilon_then(run: SavedRun, sigma: float, length: float) -> float | None:
     never above the run's own. Where the same formula gives less than that for the run itself, the run's noise was not
     the same at all steps.
     """
-    mechanism, delta, now = run.about["mechanism"], run.about.get("delta"), run.about.get("epsilon")
-    before, count, rate = _sigma(run) or math.nan, mechanism.get("steps"), mechanism.get("sample_rate")
-    if not now or not delta or not count:
+    now, before = run.about.get("epsilon"), _sigma(run) or math.nan
+    if not now or not run.about.get("delta") or not run.about["mechanism"].get("steps"):
         return None
-    if rate is None:  # known batches: the most frequent example counts
-        rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
     own = now if sigma >= before and length <= 1 else math.inf
-    if epsilon_of(before, rate, count, delta) >= 0.99 * now:
-        own = min(own, epsilon_of(sigma, rate, math.ceil(length * count), delta))
+    if epsilon_of(run, [before]) >= 0.99 * now:
+        own = min(own, epsilon_of(run, [sigma], length))
     return own if own < math.inf else None
 
 
-def epsilon_of(sigma: float, rate: float, steps: int, delta: float) -> float:
-    """ε at δ of so many Poisson-sampled Gaussian releases, at the orders of Opacus's RDP accountant.
+def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> float:
+    """ε of trainings like the run, one with each σ, ``length`` times as long: Opacus's RDP accountant's, at its orders.
 
     With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid; ε follows by Balle
-    et al. (2020), Theorem 21.
-
-    Example:
-        >>> round(epsilon_of(1.0, 0.1, 100, 1e-5), 3)  # as RDPAccountant has it
-        7.899
+    et al. (2020), Theorem 21. Where batches are known, q = 1 and the most frequent example's participations count.
     """
-    orders = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])
-    points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
-    with np.errstate(divide="ignore"):
-        ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * points - 1) / (2 * sigma**2))  # its logarithm
-    density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-    rdp = steps * logsumexp(orders[:, None] * ratio + density, axis=1) / (orders - 1)
+    rate, count, delta = run.about["mechanism"].get("sample_rate"), run.about["mechanism"]["steps"], run.about["delta"]
+    if rate is None:
+        rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
+    orders, rdp = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)]), np.zeros(151)
+    for sigma in sigmas:
+        points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
+        absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
+        density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
+        rdp += (
+            math.ceil(length * count)
+            * logsumexp(orders[:, None] * np.logaddexp(absent, present) + density, axis=1)
+            / (orders - 1)
+        )
     epsilon = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(epsilon.min()))
 
 
 def _cost(run: SavedRun, sigma: float) -> str:
-    """What σ' costs: the score of a linear model; of others nobody measured it."""
+    """What σ' costs: the score of a linear model; of others nobody measured it. Pilots spent ε, too."""
     linear, metrics = run.about.get("linear") or {}, run.about.get("metrics") or {}
     pairs = np.asarray(sorted(linear.get("score_by_noise") or []), dtype=np.float64).reshape(-1, 2)
     if not len(pairs):
         now = ", ".join(f"{name} {metric['value']:.3g}" for name, metric in metrics.items())
-        return f"not measured (now {now})" if now else "not measured"
+        pilots = (run.about.get("noise_choice") or {}).get("pilot_noise_multipliers")
+        spent = (
+            f"; ε = {epsilon_of(run, [*pilots, sigma]):.3g} with its pilots"
+            if pilots and run.about.get("delta")
+            else ""
+        )
+        return (f"not measured (now {now})" if now else "not measured") + spent
     name, blind = linear.get("score_name", "score"), linear.get("blind_score", 0.0)
     now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(pairs[:, 0]), pairs[:, 1])
     if then <= blind:
@@ -291,16 +293,6 @@ def _cost(run: SavedRun, sigma: float) -> str:
     if sigma > pairs[-1, 0]:
         return f"not measured (now {name} {now:.2f})"
     return f"{name} {then:.2f} (now {now:.2f})"
-
-
-def _curve(run: SavedRun, policy: Policy, sigma: float, most: float) -> list[tuple[float, float, bool]]:
-    """The smallest ratio of a told example, at the run's σ and at six larger ones."""
-    ratios = error_ratios(run, policy.blind_error)
-    if ratios is None or np.isnan(ratios).all():
-        return []
-    least = float(np.nanmin(ratios))
-    noises = np.geomspace(sigma, most, 7).tolist()
-    return [(noise, least * noise / sigma, place == 0) for place, noise in enumerate(noises)]
 
 
 def rounded_up(value: float, digits: int = 3) -> float:

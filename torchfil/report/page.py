@@ -208,8 +208,9 @@ def context_of(report: Report) -> PublicContext:
         public.charts["ranges"] = functools.partial(ranges, drawn)
 
     # what the policy says, and what would help
-    judged = verdicts is not None and policy is not None
-    options = options_of(run, policy, verdicts) if judged else Options()
+    ruling, options = None, Options()
+    if verdicts is not None and policy is not None:
+        ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
     if len(options.curve) > 1:
         public.charts["options"] = functools.partial(noise_curve, options.curve, options.limit)
     priors = {question.name: prior_guess(question, told) for question in run.questions}
@@ -218,7 +219,7 @@ def context_of(report: Report) -> PublicContext:
     return PrivateContext(
         **vars(public),
         run=run,
-        ruling=ruling_of(verdicts, policy) if judged else None,
+        ruling=ruling,
         num_breaking=len(concerned(broken)),
         options=options,
         most=most,

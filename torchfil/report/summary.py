@@ -482,14 +482,6 @@ class Report:
         assert self.run is not None
         return baselines.error_ratios(self.run, None if self.policy is None else self.policy.blind_error)
 
-    def tabled_run(self) -> SavedRun:
-        """The run as tables of examples show it: without lower ends where bounds are exact, and so their own."""
-        assert self.run is not None
-        if not self.is_linear:
-            return self.run
-        columns = {name: values for name, values in self.run.columns.items() if name != "mse_bound_low"}
-        return replace(self.run, columns=columns)
-
 
 def named_level(level: float, summary: Summary) -> str:
     """A level of exposure in words: "5 % are more exposed", or in public "the 10 most exposed together"."""

@@ -199,12 +199,6 @@ def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None
     return None if ratios is None else classes_of_ratios(ratios)
 
 
-def exposed_examples(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """Which examples are exposed (HALF or BELOW), [n] booleans; None: no blind guess is known."""
-    found = exposure_of(run, stated)
-    return None if found is None else found <= BELOW
-
-
 def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.ndarray:
     """The least error of an estimate of one attribute over that of a blind guess, [n].
 
@@ -221,14 +215,6 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
     ratios = ratio_to_blind_guess(np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute])
     return np.where(tracked & is_told(run), ratios, math.nan)
-
-
-def gain_over_guessing(question: QuestionRecord) -> np.ndarray:
-    """How much more often than half of the time any attacker tells the true answer from another, likely one, [n].
-
-    For the worst of the answers, at the upper end of its 95 % interval; NaN where that is not known.
-    """
-    return question.success() - 0.5
 
 
 def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> dict[str, float] | None:
@@ -273,7 +259,7 @@ def level_shares(spread: Spread) -> np.ndarray:
 
 
 def values_and_levels(
-    table: np.ndarray, columns: Sequence[Sequence[int]], names: Sequence[str], spread: Spread
+    table: np.ndarray, columns: Sequence[list[int]], names: Sequence[str], spread: Spread
 ) -> tuple[np.ndarray, list[list[str]]]:
     """What some rows hold: the value of an attribute of one column, and which column holds of one with several.
 
@@ -291,14 +277,12 @@ def values_and_levels(
         >>> values_and_levels(data[:2], [[0], [1, 2]], ["age", "AA", "AG"], spread_of([data]))[1]
         [['', 'AG'], ['', 'none of these']]
     """
-    values = np.full((len(table), len(columns)), math.nan)
+    values = np.where([len(own) == 1 for own in columns], table[:, [own[0] for own in columns]], math.nan)
     levels = [[""] * len(columns) for _ in table]
     width, has_many = spread.high - spread.low, np.isnan(level_shares(spread))
     middle = np.where(width > 0, spread.low + width / 2, 0.5)  # a level that never changes holds if it is 1
-    for place, own in enumerate(map(list, columns)):
-        if len(own) == 1:
-            values[:, place] = table[:, own[0]]
-        elif not (has_many & (width > 0))[own].any():
+    for place, own in enumerate(columns):
+        if len(own) > 1 and not (has_many & (width > 0))[own].any():
             for row, holds in zip(levels, table[:, own] > middle[own], strict=True):
                 row[place] = names[own[int(holds.argmax())]] if holds.any() else NO_LEVEL
     return values, levels

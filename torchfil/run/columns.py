@@ -23,6 +23,9 @@ ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, whi
 _LARGEST_FACTS = 2**22  # bytes
 _MOST_COLUMNS = 64  # attributes that have a column each
 _MOST_VALUES = 2**27  # errors of attributes in a row group
+_LIST, _DOUBLES, _STRINGS = (pa.list_(kind) for kind in (pa.float32(), pa.float64(), pa.string()))
+_OF_TEXTS = {"words": ("words", _STRINGS), "fil": ("words_fil", _LIST), "plis": ("words_plis", _LIST)}
+_OF_RECORDS = {"values": ("record", _DOUBLES), "levels": ("record_levels", _STRINGS)}
 _OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
 
 
@@ -82,8 +85,8 @@ class _Table:
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
             "pictures": None if run.pictures is None else self._pictures(run.pictures),
-            "records": None if run.records is None else self._records(run.records),
-            "texts": None if run.texts is None else self._texts(run.texts),
+            "records": self._of_some(run.records, _OF_RECORDS),
+            "texts": self._of_some(run.texts, _OF_TEXTS),
             "baselines": None if run.baselines is None else _baselines(run.baselines),
             "history": {name: values.tolist() for name, values in run.history.items()},
             "rounds": {name: values.tolist() for name, values in run.rounds.items()},
@@ -168,23 +171,12 @@ class _Table:
             errors=self._some("picture_errors", _LIST, rows, pictures.errors),
         )
 
-    def _records(self, records: saved.Records) -> dict[str, Any]:
-        return _facts(
-            records,
-            values=self._some("record", _DOUBLES, records.rows, records.values),
-            levels=self._some("record_levels", pa.list_(pa.string()), records.rows, records.levels),
-        )
-
-    def _texts(self, texts: saved.Texts) -> dict[str, Any]:
-        return _facts(
-            texts,
-            words=self._some("words", pa.list_(pa.string()), texts.rows, texts.words),
-            fil=self._some("words_fil", _LIST, texts.rows, texts.fil),
-            plis=self._some("words_plis", _LIST, texts.rows, texts.plis),
-        )
-
-
-_LIST, _DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
+    def _of_some(self, part: Any, columns: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
+        """Records or texts: for each field with an entry for an example, the name and the type of its column."""
+        if part is None:
+            return None
+        entries = {field: self._some(*column, part.rows, getattr(part, field)) for field, column in columns.items()}
+        return _facts(part, **entries)
 
 
 def _baselines(baselines: saved.Baselines) -> dict[str, Any]:
@@ -278,20 +270,19 @@ def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
         return None if name is None else np.frombuffer(cells, np.uint8).reshape(len(rows), *of_each, *shape)
 
     maps, errors = (_lists(file, facts[part], rows) for part in ("maps", "errors"))
-    maps = None if maps is None else maps.reshape(len(rows), *shape[:2])
-    return saved.Pictures(rows, images(facts["images"]), maps, images(facts["estimates"], 3), errors, facts["typical"])
+    maps, estimates = None if maps is None else maps.reshape(len(rows), *shape[:2]), images(facts["estimates"], 3)
+    return saved.Pictures(rows, images(facts["images"]), maps, estimates, errors, int(facts["typical"]))
 
 
 def _read_records(file: Any, facts: Mapping[str, Any]) -> saved.Records:
     rows = np.asarray(facts["rows"], dtype=np.int64)
     values = np.asarray(StoredArray(file, facts["values"]).cells(rows, _DOUBLES), np.float64)
-    levels = StoredArray(file, facts["levels"]).cells(rows, pa.list_(pa.string()))
-    return saved.Records(rows, values, levels, facts["typical"])
+    return saved.Records(rows, values, StoredArray(file, facts["levels"]).cells(rows, _STRINGS), int(facts["typical"]))
 
 
 def _read_texts(file: Any, facts: Mapping[str, Any]) -> saved.Texts:
     rows = np.asarray(facts["rows"], dtype=np.int64)
-    words = StoredArray(file, facts["words"]).cells(rows, pa.list_(pa.string()))
+    words = StoredArray(file, facts["words"]).cells(rows, _STRINGS)
     fil, plis = (_lists(file, facts[part], rows) for part in ("fil", "plis"))
     return saved.Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
 

@@ -189,14 +189,10 @@ def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float
 def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:
     """Each private attribute's columns, by number."""
     if attributes is None:
-        return {name: [j] for j, name in enumerate(_column_names(model))}
+        names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
+        return {str(name): [j] for j, name in enumerate(names)}
     require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
     return {name: model.column_numbers(part) for name, part in attributes.items()}
-
-
-def _column_names(model: Any) -> list[str]:
-    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
-    return [str(name) for name in names]
 
 
 def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, Spread]:
@@ -269,11 +265,10 @@ def _records(model: Any, X: Any, y: Any, fil: np.ndarray, columns: list[list[int
     inputs, targets = as_array(X)[rows], as_array(y)[rows]
     width, of_target = inputs.shape[1], len(spread.std) - inputs.shape[1]
     is_number = of_target == 1 and targets.dtype.kind in "biuf"
-    table = np.full((len(rows), len(spread.std)), np.nan)
-    table[:, :width] = inputs
-    if is_number:
-        table[:, width] = targets
-    values, levels = values_and_levels(table, columns, [*_column_names(model), *[""] * of_target], spread)
+    last = np.broadcast_to(targets[:, None] if is_number else np.nan, (len(rows), of_target))
+    table = np.hstack([np.asarray(inputs, dtype=float), last])
+    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(width)])
+    values, levels = values_and_levels(table, columns, list(map(str, names)), spread)
 
     # a class among several is a point of the simplex in the closed forms, and a name here
     for row, target in zip(levels, targets.tolist(), strict=True) if columns[-1][-1] >= width and not is_number else ():

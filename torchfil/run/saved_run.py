@@ -105,6 +105,7 @@ class QuestionRecord:
         divergence_high: The upper end of its 95 % interval, [n, m].
         law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's release, so that D tells
             what the best attacker attains; "any": D bounds it.
+        membership: Whether it asks if the example is in the data at all.
     """
 
     name: str
@@ -113,6 +114,7 @@ class QuestionRecord:
     divergence: ByExample
     divergence_high: ByExample
     law: str = "any"
+    membership: bool = False
 
     def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
         """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n].
@@ -124,15 +126,12 @@ class QuestionRecord:
             return ndtr(ndtri(false_positive_rate) + np.sqrt(2 * worst))
         return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
 
-    def success(self, noise: float = 1.0) -> np.ndarray:
+    def success(self) -> np.ndarray:
         """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
 
-        Φ(sqrt(D/2)) between normal laws.
-
-        Args:
-            noise: (σ′/σ)²: with σ′ for σ, and all else the same, D is D/noise at most.
+        Φ(sqrt(D/2)) between normal laws; NaN where D is not known.
         """
-        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1) / noise
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
         if self.law == "normal":
             return ndtr(np.sqrt(worst / 2))
         known = ~np.isnan(worst)
@@ -153,7 +152,7 @@ class Pictures:
             [m, 3, H, W] or [m, 3, H, W, 3], clipped to the images' range; None where the image is not private. The law
             of the draw and of the beliefs stands in :mod:`torchfil.engine.saving.estimates`.
         errors: Of each, in the unit of the inputs, float32 [m, 3]: root mean squares over private pixels (expected; of
-            this draw; of this guess), from 0 to ∞; None where there are no estimates.
+            this draw; of this guess), from 0 to ∞, NaN where not known; None where there are no estimates.
         typical: How many of the examples, the last ones, lie next to the median of η̄.
     """
 
@@ -310,8 +309,7 @@ class SavedRun:
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
             typical = getattr(part, "typical", 0)
-            counted = isinstance(typical, int) and 0 <= typical <= len(part.rows)
-            require(counted, f"{what}: typical is {typical!r}, which is not a number of its {len(part.rows)} examples")
+            require(typical in range(len(part.rows) + 1), f"{what}: {typical} of its {len(part.rows)} rows are typical")
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
@@ -334,9 +332,9 @@ class SavedRun:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
         if self.pictures is not None and self.pictures.estimates is not None:
-            images, errors = self.pictures.images, np.shape(self.pictures.errors)
+            images, errors = self.pictures.images, self.pictures.errors
             yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])
-            yield "pictures: errors", errors, (len(images), 3)
+            yield "pictures: errors", () if errors is None else errors.shape, (len(images), 3)
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
             yield from (("records: levels", np.shape(levels), (k,)) for levels in self.records.levels)
@@ -366,7 +364,7 @@ class SavedRun:
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
         errors = None if self.pictures is None else self.pictures.errors
-        require(errors is None or bool((errors >= 0).all()), "pictures: errors are below 0 or unknown")
+        require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)

@@ -242,7 +242,8 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
 
     found = leakage.by_parts(divergences)
-    return QuestionRecord(name, list(asked.answers), asked.complete, found["divergence"], found["divergence_high"])
+    answers, both = list(asked.answers), (found["divergence"], found["divergence_high"])
+    return QuestionRecord(name, answers, asked.complete, *both, membership=asked.membership)
 
 
 def _history(

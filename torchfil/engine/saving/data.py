@@ -39,8 +39,7 @@ _EXAMPLES_OF_OTHERS = 64
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
 _MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
-_MOST_OTHERS, _VALUES_OF_OTHERS = 500, 2**24  # whose law is what an attacker believes
-_LARGEST_LABEL = 64  # numbers of an example
+_MOST_OTHERS, _VALUES_OF_OTHERS, _LARGEST_LABEL = 500, 2**24, 64  # whose law is what an attacker believes
 _LARGEST = 128  # pixels of a thumbnail's longer side
 _SMALLEST_IMAGE = 4
 _MOST_TEXTS = 20
@@ -212,59 +211,44 @@ def thumbnails(
     rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, count)
     if not len(rows):
         return None
-    examples = training.passes.examples(rows.tolist())
-    args, kwargs, *_ = examples.restore(examples.z, examples.public)
-    inputs = {**dict(enumerate(args)), **kwargs}
+    passes, examples = training.passes, training.passes.examples(rows.tolist())
+    inputs = _inputs(examples, examples.z)[0]
     key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:
         return None
 
-    images, maps = inputs[key].detach().cpu().double(), None
+    images, maps = inputs[key].cpu().double().reshape(len(rows), -1, *inputs[key].shape[-2:]), None
     if training.run.loss is not None:
-        plis = training.passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
-        if plis is not None and plis.shape == images.shape:
+        plis = passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
+        if plis is not None and plis.shape == inputs[key].shape:
             plis = plis.detach().cpu().double().nan_to_num(0.0)
-            maps = _shrunk(plis.reshape(len(rows), -1, *images.shape[-2:]).sum(dim=1)).float().numpy()
-    found = _estimates(training.passes, leakage, examples, rows, key, images, thorough)
+            maps = _shrunk(plis.reshape(images.shape).sum(dim=1)).float().numpy()
 
-    # one scale for all of them, which estimates may leave: they are clipped to it
+    # one scale for all of them; estimates that leave it are clipped
     low, high = float(images.min()), float(images.max())
     ends = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    shown = torch.stack([as_image(image, *ends) for image in images]).numpy()
-    if found is None:
-        return Pictures(rows, shown, maps, typical=typical)
-    drawn = torch.stack([torch.stack([as_image(image, *ends) for image in own]) for own in found[0]])
-    return Pictures(rows, shown, maps, drawn.numpy(), found[1].float().numpy(), typical)
+    shown = Pictures(rows, as_images(images, *ends).numpy(), maps, typical=typical)
 
-
-def _estimates(
-    passes: DatasetPasses,
-    leakage: Leakage,
-    examples: Examples,
-    rows: np.ndarray,
-    key: Any,
-    images: Tensor,
-    thorough: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Estimates of these images at the bound, [m, 3, …], and errors, [m, 3]; None where the image is not private.
-
-    See :func:`~torchfil.engine.saving.estimates.estimates_at_the_bound`. Public pixels are as they are, and do not
-    count in errors.
-    """
+    # V, where the image is private and there are others to learn beliefs from
+    information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
     values = examples.maps(examples.values).get(key)
-    if values is None or values.shape != images.shape or examples.num_coordinates != leakage.num_coordinates:
-        return None
-    is_private = ~values[0].isnan().flatten().cpu()
-    if passes.run.ids.num_examples < 2 or not is_private.any():
-        return None
-    variance = 1 / examples.maps(_information(leakage, rows).to(examples.z.device))[key].flatten(1).cpu()
+    fits = values is not None and values.shape == inputs[key].shape and examples.z.shape == information.shape
+    if values is None or not fits or leakage.ids.num_examples < 2:
+        return shown
+    if {"diagonal", "fim"} & leakage.ledger.sums.keys():
+        ids = leakage.ids.all()
+        diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
+        information = torch.where(diagonal.isnan(), information, diagonal)  # it may be that of chosen examples only
+    variance = 1 / examples.maps(information.to(examples.z.device))[key].flatten(1).cpu()
+    is_private = ~values[0].isnan().flatten().cpu()  # [pixels]
 
-    estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3, dtype=torch.float64)
+    # public pixels stay as they are, and do not count in errors
+    estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3)
     for place, others in _others_like(passes, rows, key, len(is_private), thorough=thorough):
-        given = (part[..., is_private] for part in (images[place].flatten(), variance[place], others))
-        found, errors[place] = estimates_at_the_bound(*given, seed=int(rows[place]))
-        estimates[place][:, is_private] = found
-    return estimates.reshape(len(rows), 3, *images.shape[1:]), errors
+        x, own, like = (part[..., is_private] for part in (estimates[place, 0], variance[place], others))
+        estimates[place][:, is_private], errors[place] = estimates_at_the_bound(x, own, like, seed=int(rows[place]))
+    drawn = as_images(estimates.reshape(len(rows), 3, *images.shape[1:]), *ends)
+    return Pictures(rows, shown.images, maps, drawn.numpy(), errors.numpy(), typical)
 
 
 def _others_like(
@@ -275,8 +259,7 @@ def _others_like(
     If a label has fewer than two others, they are any others. Up to 500 are read, always the same ones, and fewer if
     they are large.
     """
-    at_once = max(1, min(1024, _VALUES_AT_ONCE // size))
-    most = max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // size))
+    at_once, most = max(1, min(1024, _VALUES_AT_ONCE // size)), max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // size))
     pool = np.union1d(_some_rows(passes, size, thorough=thorough), rows)
     labels = _labels(passes, pool, key, at_once)
     own = labels[np.searchsorted(pool, rows)]
@@ -295,41 +278,31 @@ def _labels(passes: DatasetPasses, rows: np.ndarray, key: Any, at_once: int) -> 
     What counts as a label is what :meth:`torchfil.bounds.Prior.gaussian` takes for one, among targets and inputs
     besides this image, with the private coordinates taken out. What has more than 64 numbers for an example is none.
     """
-    forms, public = set(), []
+    public = dict[Any, list[list[Tensor]]]()  # by form
     for part in _pieces(passes, rows, at_once):
-        args, kwargs, targets, _ = part.restore(torch.zeros_like(part.z), part.public)
-        inputs = {**dict(enumerate(args)), **kwargs}
+        inputs, targets = _inputs(part, torch.zeros_like(part.z))
         leaves = tensors_of(([value for name, value in inputs.items() if name != key], targets))
-        public.append([leaf.cpu() for leaf in leaves if leaf[0].numel() <= _LARGEST_LABEL])
-        forms.add(part.form)
-    if len(forms) > 1:
-        return np.zeros(len(rows), dtype=np.int64)
-    known = [given for given in map(torch.cat, zip(*public, strict=True)) if given.isfinite().all()]
+        public.setdefault(part.form, []).append([leaf.cpu() for leaf in leaves if leaf[0].numel() <= _LARGEST_LABEL])
+    parts = public.popitem()[1] if len(public) == 1 else []
+    known = [torch.cat(same).nan_to_num() for same in zip(*parts, strict=True)]
     labels, _ = labels_and_columns(known, torch.zeros(len(rows), 1, dtype=torch.float64))
     return labels.unique(dim=0, return_inverse=True)[1].numpy()
 
 
-def _information(leakage: Leakage, rows: np.ndarray) -> Tensor:
-    """I_jj of these examples where it was tracked, else tr(I)/d, float64 [m, d]."""
-
-    def read(part: Leakage, places: Tensor) -> dict[str, Tensor]:
-        whole = part.get_fil(places).value.double().square()[:, None].repeat(1, leakage.num_coordinates)
-        if {"diagonal", "fim"} & leakage.ledger.sums.keys():  # of chosen examples alone, maybe
-            diagonal = part.get_attribute_fil(places).value.double().square()
-            whole = torch.where(diagonal.isnan(), whole, diagonal)
-        return {"information": whole}
-
-    return torch.from_numpy(leakage.by_parts(read, torch.from_numpy(rows))["information"])
+def _inputs(examples: Examples, z: Tensor) -> tuple[dict[Any, Any], Any]:
+    """The model's inputs by position and by name, [rows, …] each, and the targets, with these private coordinates."""
+    args, kwargs, targets, _ = examples.restore(z, examples.public)
+    return {**dict(enumerate(args)), **kwargs}, targets
 
 
-def as_image(image: Tensor, low: float, high: float) -> Tensor:
-    """One image [H, W], [1, H, W] or [3, H, W] as uint8 [H, W] or [H, W, 3], at most 128 pixels wide or high.
+def as_images(images: Tensor, low: float, high: float) -> Tensor:
+    """Images [..., 1 or 3, H, W] as uint8 [..., H, W] or [..., H, W, 3], at most 128 pixels wide or high.
 
     Values are clipped to [low, high], which become black and white.
     """
-    pixels = image.reshape(-1, *image.shape[-2:]).clamp(low, high)
-    small = _shrunk((pixels - low) / max(high - low, 1e-12)).mul(255).round().to(torch.uint8)
-    return small[0] if len(small) == 1 else small.permute(1, 2, 0).contiguous()
+    shares = (images.clamp(low, high) - low) / max(high - low, 1e-12)
+    small = _shrunk(shares.flatten(0, -3)).unflatten(0, shares.shape[:-2]).mul(255).round().to(torch.uint8)
+    return small.squeeze(-3) if small.shape[-3] == 1 else small.movedim(-3, -1).contiguous()
 
 
 def pixels_of_coordinates(passes: DatasetPasses, num_coordinates: int) -> np.ndarray | None:
