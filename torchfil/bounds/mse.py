@@ -235,7 +235,7 @@ class Prior:
             _check_continuous(table)
 
         # by label, and beyond what the known columns explain
-        labels, columns = labels_and_columns(known, table)
+        labels, columns = _labels_and_columns(known, table)
         groups = labels.unique(dim=0, return_inverse=True)[1]
         parts = [groups == group for group in range(int(groups.max()) + 1)]
         variances = torch.stack([_unexplained(table[part], columns[part]) for part in parts])
@@ -400,7 +400,7 @@ def _distinct(table: Tensor) -> Tensor:
     return 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
 
 
-def labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, Tensor]:
+def _labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, Tensor]:
     """Public values as labels and as columns, [n, any number] each, in float64."""
     labels, columns = [torch.zeros_like(table[:, :1])], [table[:, :0]]
     for given in known:
