@@ -22,7 +22,7 @@ from torchfil.run.file import load
 
 RNG = np.random.default_rng(0)
 LABELS = np.repeat([0, 1, 2], [40, 60, 50])
-VALUES = RNG.normal([1e3, 0.0], [1.0, 5.0], size=(150, 2)) * (1 + LABELS[:, None]) + 3 * LABELS[:, None]
+VALUES = RNG.normal([1e3, 0.0], [1.0, 5.0], size=(150, 2)) * (1 + LABELS[:, None]) + 9 * (LABELS[:, None] == 1)
 
 
 def read(values: Any, targets: Any = (), inputs: Any = (), size: int = 1000) -> BlindErrors:
@@ -55,9 +55,9 @@ def test_means_leave_the_example_out() -> None:
         own = label == LABELS
         of_class = left_out(VALUES[own], np.ones((own.sum(), 1))) ** 2
         np.testing.assert_allclose(found.squares[:2, label], [of_all[own].sum(axis=0), of_class.sum(axis=0)], rtol=1e-9)
-        want = np.minimum(of_all[own].mean(axis=0), of_class.mean(axis=0))
-        together = min(of_all[own].mean(), of_class.mean())
-        np.testing.assert_allclose(errors(found)[label], np.sqrt([*want, together]), rtol=1e-9)
+        squares = np.stack([of_all[own].sum(axis=0), of_class.sum(axis=0), *found.squares[2:, label]])  # fits: below
+        want = np.append(squares.min(axis=0), squares.mean(axis=1).min()) / own.sum()
+        np.testing.assert_allclose(errors(found)[label], np.sqrt(want), rtol=1e-9)
     assert len(np.unique(errors(found)[:, 2].round(3))) == 3
     alone = read(VALUES)
     assert (alone.knows, alone.column) == ("the mean of all examples", {})
@@ -69,19 +69,26 @@ def test_fits_are_judged_as_if_the_example_were_left_out() -> None:
     values = known @ RNG.normal(size=(3, 2)) + RNG.normal(size=(400, 2))
     found = read(values, [], [known])
     brute = left_out(values, np.column_stack([np.ones(400), known]))
-    assert found.knows == "a linear fit on 3 known columns"
+    assert found.knows == "a linear fit on what is public"
     np.testing.assert_allclose(errors(found)[0], np.sqrt([*np.mean(brute**2, axis=0), np.mean(brute**2)]), rtol=0.02)
 
-    # by label, with other slopes; a target that is a number is a known column
+    # of an offset by label, that of all examples is told by class; a target that is a number is a known column
     labels = np.arange(400) % 2
+    shifted = values + RNG.normal(size=(400, 2)) * (1 + labels[:, None])
+    found = read(shifted, [labels], [known])
+    brute = left_out(shifted, np.column_stack([np.ones(400), known, labels])) ** 2
+    want = [np.r_[own.sum(axis=0)] for own in (brute[labels == 0], brute[labels == 1])]
+    np.testing.assert_allclose(found.squares[2], want, rtol=0.02)
+
+    # by label, with other slopes
     turned = np.where(labels[:, None] == 0, values, -values)
     found = read(turned, [labels], [known])
-    assert found.knows == "a linear fit on its label and 3 known columns"
+    assert found.knows == "a linear fit on what is public"
     for label in range(2):
         own = labels == label
         brute = left_out(turned[own], np.column_stack([np.ones(200), known[own]]))
         np.testing.assert_allclose(errors(found)[label, 2], np.sqrt(np.mean(brute**2)), rtol=0.02)
-    assert read(values, [known[:, 0]]).knows == "a linear fit on 1 known column"
+    assert read(values, [known[:, 0]]).knows == "a linear fit on what is public"
     assert errors(read(known @ np.ones((3, 1)), [], [known])).max() < 1e-6  # what is known is no secret
     noise = RNG.normal(size=(60, 40))  # forty columns that say nothing
     assert errors(read(values[:60], [], [noise]))[0, 2] > 0.9 * values[:60].std()
@@ -91,7 +98,7 @@ def test_fits_are_judged_as_if_the_example_were_left_out() -> None:
 def test_pieces_and_gaps_change_nothing(size: int) -> None:
     known, values = RNG.normal(1e4, 1.0, size=(150, 2)), VALUES.copy()
     values[::3, 1] = np.nan
-    few = (known > 1e4).astype(float)  # columns of two values are labels, too
+    few = (known > 1e4).astype(float)  # columns of two values
     whole, found = (read(values, [LABELS], [known, few], rows) for rows in (150, size))
     assert whole.knows == found.knows
     np.testing.assert_allclose(errors(found), errors(whole), rtol=1e-12)
@@ -119,12 +126,15 @@ def test_rare_labels_count_together_and_one_alone_is_guessed_as_everybody() -> N
 def test_what_takes_too_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = RNG.integers(50, size=150)
     monkeypatch.setattr(blind_guess, "_MOST_CLASSES", 20)
-    by_target = read(VALUES, [LABELS], [groups], 30)
+    by_target = read(VALUES, [LABELS], [], 30)
     np.testing.assert_array_equal(by_target.classes, LABELS)
-    np.testing.assert_allclose(errors(by_target), errors(read(VALUES, [LABELS])))
     assert read(VALUES, [groups], [], 30).column == {}
-    monkeypatch.setattr(blind_guess, "_MOST_NUMBERS", 16 * 5 * 6 - 1)  # p = 3, d = 2
-    assert np.array_equal(*(read(VALUES, [LABELS], [VALUES[:, :1]]).squares[place] for place in (1, 2)))
+    late = np.r_[LABELS[:100], LABELS[100:] + 0.5]  # no label, as rows after the first piece tell
+    for targets in (groups, late):
+        one_class = read(VALUES, [], [targets])
+        np.testing.assert_allclose(read(VALUES, [targets], [], 30).squares, one_class.squares, rtol=1e-12)
+    monkeypatch.setattr(blind_guess, "_MOST_NUMBERS", 16 * 4 * 5 - 1)  # p = 2, d = 2
+    np.testing.assert_array_equal(*np.split(read(VALUES, [LABELS], [VALUES[:, :1]]).squares, 2))
     monkeypatch.setattr(blind_guess, "_MOST_ERRORS", 5)
     together = by_target.errors([[0], [1]], np.array([1.0, -2.0]))
     chosen = by_target.squares.min(axis=0).sum(axis=0) / 150
@@ -183,7 +193,9 @@ class TestSaved:
             own = y == label
             share = table[own, :3].mean(axis=0)
             kind = np.sqrt(np.sum(share * (1 - share)) / 3) * 30 / 29
-            age = 10 * min(np.sqrt(np.mean((x[own, 1] - x[:, 1].mean()) ** 2)) * 90 / 89, x[own, 1].std() * 30 / 29)
+            fit = x[:, 1] - np.polyval(np.polyfit(y, x[:, 1], 1), y)
+            by_all = [(x[:, 1] - x[:, 1].mean()) * 90 / 89, fit * 90 / 88]
+            age = 10 * min(*(np.sqrt(np.mean(each[own] ** 2)) for each in by_all), x[own, 1].std() * 30 / 29)
             np.testing.assert_allclose(blind_errors(run)[label], [kind, age], rtol=1e-6)
 
     def test_examples_that_were_not_read_are_a_class_of_their_own(

@@ -209,7 +209,7 @@ def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
     design = np.column_stack([np.ones(150), X[:, 1], y])
     hat = design @ np.linalg.pinv(design)
     left = (X[:, 0] - hat @ X[:, 0]) / (1 - np.diag(hat))
-    assert run.baselines.knows == "a linear fit on 2 known columns"
+    assert run.baselines.knows == "a linear fit on what is public"
     assert float(blind_errors(run)[0, 0]) == pytest.approx(np.sqrt(np.mean(left**2)), rel=0.02)
     assert run.baselines.errors[0] * X[:, 0].std() == pytest.approx(run.baselines.attribute_errors[0, 0])
 

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ from torchfil.report.options import MARGIN, Options, epsilon_of, options_of, wit
 from torchfil.run.baselines import error_ratios, is_told
 from torchfil.run.file import load
 from torchfil.run.linear_run import linear_run
-from torchfil.run.saved_run import QuestionRecord, SavedRun
+from torchfil.run.saved_run import Baselines, QuestionRecord, SavedRun, Spread
 
 DELTA = 1e-4
 Train = Callable[[float, int, int, Path], SavedRun]
@@ -97,7 +99,8 @@ def network(
         shuffled = torch.Generator().manual_seed(seed)
         plain = DataLoader(TensorDataset(*data), batch_size=batch, shuffle=True, generator=shuffled)
         given = {"criterion": loss, "noise_multiplier": sigma, "max_grad_norm": 1.0, **options}
-        with warnings.catch_warnings():
+        nobodys = SimpleNamespace(value=torch.zeros(len(data[0])))  # individual ε, of which no case asks, takes longest
+        with warnings.catch_warnings(), mock.patch("torchfil.engine.saving.build.epsilons", return_value=nobodys):
             warnings.simplefilter("ignore")
             *_, loader = engine.make_private(own, kind(own.parameters(), lr=lr), plain, **given)
             batches = (each for _ in range(steps) for each in loader)
@@ -261,14 +264,16 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
         "mse_bound_low": np.where(drawn < 5, 0.0, 0.5 * bound),
         "participations": drawn,
         "missed": np.zeros(n, dtype=np.int64),
+        "public_class": np.arange(n) % 2,
     }
     divergence = (drawn / 200 / sigma**2)[:, None]
     asked = QuestionRecord("member", ["absent"], False, divergence, 1.2 * divergence)
     mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
     about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
     run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
-    about["dataset"] = {"input_range": [0.0, 2.0]}
-    return dataclasses.replace(run, about=about, columns=columns, questions=[asked])
+    no, single = Spread(*np.zeros((4, 0))), Spread(*np.ones(4))
+    blind = Baselines(n, single, no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0)))
+    return dataclasses.replace(run, about=about, columns=columns, questions=[asked], baselines=blind)
 
 
 def advised(run: SavedRun, **limits: Any) -> Options:

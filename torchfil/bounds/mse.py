@@ -235,7 +235,7 @@ class Prior:
             _check_continuous(table)
 
         # by label, and beyond what the known columns explain
-        labels, columns = labels_and_columns(known, table)
+        labels, columns = _labels_and_columns(known, table)
         groups = labels.unique(dim=0, return_inverse=True)[1]
         parts = [groups == group for group in range(int(groups.max()) + 1)]
         variances = torch.stack([_unexplained(table[part], columns[part]) for part in parts])
@@ -394,25 +394,20 @@ def _water_filled(
     return bound.to(trace.device), (theta.square() / num_coordinates).to(trace.device)
 
 
-def has_few_values(table: Tensor) -> Tensor:
-    """Which columns are not continuous, so that their values are labels, [columns] booleans."""
-    return _distinct(table) <= _FEW
-
-
 def _distinct(table: Tensor) -> Tensor:
     """How many values each column has, [columns]."""
     ordered = table.sort(dim=0).values
     return 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
 
 
-def labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, Tensor]:
+def _labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, Tensor]:
     """Public values as labels and as columns, [n, any number] each, in float64."""
     labels, columns = [torch.zeros_like(table[:, :1])], [table[:, :0]]
     for given in known:
         usable = len(given) == len(table) and bool(given.isfinite().all())
         require(usable, f"known must be finite, [{len(table)}, …] as the values; got shape {tuple(given.shape)}")
         flat = given.reshape(len(table), -1).to(table)
-        few = has_few_values(flat) | (not given.is_floating_point())
+        few = (_distinct(flat) <= _FEW) | (not given.is_floating_point())
         labels, columns = [*labels, flat[:, few]], [*columns, flat[:, ~few]]
     return torch.cat(labels, dim=1), torch.cat(columns, dim=1)
 

@@ -31,15 +31,7 @@ from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import (
-    SHORTCUTS,
-    Accounting,
-    check_given,
-    check_modes,
-    checked_options,
-    thresholds,
-    with_rate,
-)
+from torchfil.engine.options import SHORTCUTS, Accounting, check_given, check_modes, run_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
@@ -201,7 +193,7 @@ class FILPrivacyEngine(PrivacyEngine):
         mode = check_modes(clipping, grad_sample_mode, module, views=accounting.views is not None, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
-        options = checked_options(
+        options = run_options(
             module,
             optimizer,
             data_loader,

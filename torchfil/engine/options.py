@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -355,40 +356,32 @@ def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_l
 
     Args:
         engine: The engine's class. The signatures of its methods say where each option belongs.
-        called: The method, or the class's own name. Those that choose σ hand their options on to ``make_private``.
+        called: The method, or the class's own name. Those that choose σ take the other options of ``make_private``.
         given: Options by name.
         data_loader: The loader; not of the class itself.
     """
-    made, here = called != engine.__name__, "Did you mean {0}?"
+    made = called != engine.__name__
     if made and not isinstance(data_loader, DataLoader):
         wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. Got {type(data_loader).__name__}."
         raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
-    elsewhere = {
-        "make_private": here if made else "Pass {0}={1} to make_private.",
-        "Accounting": "Pass accounting=Accounting({0}={1}) to make_private.",
-        "Execution": "Pass accounting=Accounting(execution=Execution({0}={1})) to make_private.",
-        "make_private_with_epsilon": "Use make_private_with_epsilon.",
-        "make_private_with_bound": "Use make_private_with_bound.",
-        engine.__name__: "Pass {0}={1} to " + engine.__name__ + ".",
-        called: here,
-    }
-    classes = {each.__name__: each for each in (Accounting, Execution, engine)}
-    remedies = dict.fromkeys(SHORTCUTS, elsewhere["make_private"])  # by option; where two look alike, the first counts
-    for place, remedy in elsewhere.items():
-        for option in inspect.signature(classes.get(place) or getattr(engine, place)).parameters.values():
-            if option.kind is not option.VAR_KEYWORD:
-                remedies.setdefault(option.name, remedy)
-    if made and called != "make_private":
-        remedies["noise_multiplier"] = f"{called} chooses noise_multiplier; leave it out."
+    methods = engine.make_private, engine.make_private_with_epsilon, engine.make_private_with_bound
+    owners = {each.__name__: each for each in (*methods, Accounting, Execution, engine)}
+    homes = dict[str, str]()  # of every option; of two that look alike, the first counts
+    for place in (called, *owners):
+        for name in (*inspect.signature(owners[place]).parameters, *(SHORTCUTS if place == "make_private" else ())):
+            homes.setdefault(name, place)
 
     # a target names the method that was meant, so it is told first
-    unknown = [name for name in given if remedies.get(name) != here]
-    for name in sorted(unknown, key=lambda name: not remedies.get(name, "").startswith("Use")):
-        meant = {"sigma": "noise_multiplier"}.get(name, name)
-        alike = meant if meant in remedies else most_alike(meant, list(remedies))
-        remedy = remedies.get(str(alike), f"See help({engine.__name__}{f'.{called}' if made else ''}).")
-        value = repr(given[name])
-        raise TypeError(f"Unknown option {name!r}. {remedy.format(alike, value if len(value) <= 40 else '…')}")
+    for name in sorted(given, key=lambda name: not name.startswith("target_")):
+        usual = {"sigma": "noise_multiplier", "noise": "noise_multiplier"}.get(name, name)
+        meant = usual if usual in homes else most_alike(usual, list(homes)) or ""
+        home = homes.get(meant, "")
+        is_taken = home == called or (made and home == "make_private" and meant != "noise_multiplier")
+        if not is_taken or meant != name:
+            remedy = f"Use {home}." if "_with_" in home else f"Pass {meant}={reprlib.repr(given[name])} to {home}."
+            if is_taken or not home:
+                remedy = f"Did you mean {meant}?" if home else f"See the help of {called}."
+            raise TypeError(f"Unknown option {name!r}. {remedy}")
 
 
 def check_modes(
@@ -454,7 +447,7 @@ def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
     require(not (given - own or left), f"{differ}. Make it after layers were replaced, and freeze what is not trained.")
 
 
-def checked_options(
+def run_options(
     module: nn.Module,
     optimizer: optim.Optimizer,
     data_loader: DataLoader[Any],

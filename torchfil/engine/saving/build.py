@@ -92,17 +92,17 @@ def build_saved_run(
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
         spread = read_spread(passes, d, thorough=hash_data)
+        columns |= {} if spread is None else spread[1].column
         if table is not None and spread is not None:
             table = table.with_levels(spread[0].attributes)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, leakage, columns, pictures, thorough=hash_data)
+            shown = thumbnails(training, leakage, columns, pictures)
             if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
                 people = table.records(passes, columns, spread[0].attributes)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
-    columns |= {} if spread is None else spread[1].column
     about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)

@@ -23,7 +23,6 @@ from torch.utils.data import Subset, TensorDataset
 from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
-from torchfil.bounds.mse import labels_and_columns
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
@@ -39,7 +38,7 @@ _EXAMPLES_OF_OTHERS = 64
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
 _MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
-_MOST_OTHERS, _VALUES_OF_OTHERS, _LARGEST_LABEL = 500, 2**24, 64  # whose law is what an attacker believes
+_MOST_OTHERS, _VALUES_OF_OTHERS = 500, 2**24  # whose law is what an attacker believes
 _LARGEST = 128  # pixels of a thumbnail's longer side
 _SMALLEST_IMAGE = 4
 _MOST_TEXTS = 20
@@ -194,7 +193,7 @@ def _pieces(passes: DatasetPasses, rows: np.ndarray, size: int) -> Iterator[Exam
 
 
 def thumbnails(
-    training: PrivateTraining, leakage: Leakage, columns: dict[str, np.ndarray], count: int, *, thorough: bool
+    training: PrivateTraining, leakage: Leakage, columns: dict[str, np.ndarray], count: int
 ) -> Pictures | None:
     """The ``count`` most exposed examples, then typical ones, with estimates at the bound; None if there is no image.
 
@@ -204,22 +203,17 @@ def thumbnails(
     Args:
         training: The run.
         leakage: Its results.
-        columns: With η̄ ("fil") and "participations", [n] each.
+        columns: With η̄ ("fil"), "participations" and, of several, "public_class", [n] each.
         count: k.
-        thorough: Whether many examples may be read to find others like these.
     """
     rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, count)
-    if not len(rows):
-        return None
-    passes, examples = training.passes, training.passes.examples(rows.tolist())
-    inputs = _inputs(examples, examples.z)[0]
+    inputs = training.passes.inputs(rows.tolist()) if len(rows) else {}
     key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:
         return None
-
-    images, maps = inputs[key].cpu().double().reshape(len(rows), -1, *inputs[key].shape[-2:]), None
+    images, maps = inputs[key].detach().cpu().double().reshape(len(rows), -1, *inputs[key].shape[-2:]), None
     if training.run.loss is not None:
-        plis = passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
+        plis = training.passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
         if plis is not None and plis.shape == inputs[key].shape:
             plis = plis.detach().cpu().double().nan_to_num(0.0)
             maps = _shrunk(plis.reshape(images.shape).sum(dim=1)).float().numpy()
@@ -227,72 +221,47 @@ def thumbnails(
     # one scale for all of them; estimates that leave it are clipped
     low, high = float(images.min()), float(images.max())
     ends = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    shown = Pictures(rows, as_images(images, *ends).numpy(), maps, typical=typical)
+    drawn, errors = _estimates(training.passes, leakage, columns, rows, key, images)
+    estimates = None if drawn is None else as_images(drawn, *ends).numpy()
+    return Pictures(rows, as_images(images, *ends).numpy(), maps, estimates, errors, typical)
 
-    # V, where the image is private and there are others to learn beliefs from
-    information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
+
+def _estimates(
+    passes: DatasetPasses, leakage: Leakage, columns: dict[str, np.ndarray], rows: np.ndarray, key: Any, images: Tensor
+) -> tuple[Tensor | None, np.ndarray | None]:
+    """Three estimates of each image, [m, 3, channels, H, W], and their errors, [m, 3].
+
+    None where the image is not private, or there are no others to learn beliefs from. Those are up to 500 of its public
+    class, always the same ones, and fewer if they are large; of a class of one, any others.
+    """
+    examples, n = passes.examples(rows.tolist()), leakage.ids.num_examples
     values = examples.maps(examples.values).get(key)
-    fits = values is not None and values.shape == inputs[key].shape and examples.z.shape == information.shape
-    if values is None or not fits or leakage.ids.num_examples < 2:
-        return shown
+    private = values is not None and values.numel() == images.numel()
+    if values is None or not private or examples.num_coordinates != leakage.num_coordinates or n < 2:
+        return None, None
+    information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
     if {"diagonal", "fim"} & leakage.ledger.sums.keys():
         ids = leakage.ids.all()
         diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
         information = torch.where(diagonal.isnan(), information, diagonal)  # it may be that of chosen examples only
     variance = 1 / examples.maps(information.to(examples.z.device))[key].flatten(1).cpu()
-    is_private = ~values[0].isnan().flatten().cpu()  # [pixels]
+    is_private = ~values[0].isnan().flatten().cpu()  # [pixels]; public ones stay as they are, and do not count
 
-    # public pixels stay as they are, and do not count in errors
     estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3)
-    for place, others in _others_like(passes, rows, key, len(is_private), thorough=thorough):
-        x, own, like = (part[..., is_private] for part in (estimates[place, 0], variance[place], others))
-        estimates[place][:, is_private], errors[place] = estimates_at_the_bound(x, own, like, seed=int(rows[place]))
-    drawn = as_images(estimates.reshape(len(rows), 3, *images.shape[1:]), *ends)
-    return Pictures(rows, shown.images, maps, drawn.numpy(), errors.numpy(), typical)
-
-
-def _others_like(
-    passes: DatasetPasses, rows: np.ndarray, key: Any, size: int, *, thorough: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """The place of each of these examples, and other images with its label, float64 [n, size]; NaN where public.
-
-    If a label has fewer than two others, they are any others. Up to 500 are read, always the same ones, and fewer if
-    they are large.
-    """
-    at_once, most = max(1, min(1024, _VALUES_AT_ONCE // size)), max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // size))
-    pool = np.union1d(_some_rows(passes, size, thorough=thorough), rows)
-    labels = _labels(passes, pool, key, at_once)
-    own = labels[np.searchsorted(pool, rows)]
-    for label in np.unique(own):
-        like = pool[labels == label] if (labels == label).sum() > 2 else pool
+    classes, most = (
+        columns.get("public_class", np.zeros(n)),
+        max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // len(is_private))),
+    )
+    for own in np.unique(classes[rows]):
+        like = np.flatnonzero(classes == own) if (classes == own).sum() > 2 else np.arange(n)
         like = like[np.linspace(0, len(like) - 1, min(len(like), most + 1)).round().astype(int)]
-        parts = [part.maps(part.values)[key].flatten(1).cpu().double() for part in _pieces(passes, like, at_once)]
-        images = torch.cat(parts)
-        for place in np.flatnonzero(own == label).tolist():
-            yield place, images[torch.from_numpy(like != rows[place])][:most]
-
-
-def _labels(passes: DatasetPasses, rows: np.ndarray, key: Any, at_once: int) -> np.ndarray:
-    """A number for the public label of each of these examples, [rows]; the same for all where there is no label.
-
-    What counts as a label is what :meth:`torchfil.bounds.Prior.gaussian` takes for one, among targets and inputs
-    besides this image, with the private coordinates taken out. What has more than 64 numbers for an example is none.
-    """
-    public = dict[Any, list[list[Tensor]]]()  # by form
-    for part in _pieces(passes, rows, at_once):
-        inputs, targets = _inputs(part, torch.zeros_like(part.z))
-        leaves = tensors_of(([value for name, value in inputs.items() if name != key], targets))
-        public.setdefault(part.form, []).append([leaf.cpu() for leaf in leaves if leaf[0].numel() <= _LARGEST_LABEL])
-    parts = public.popitem()[1] if len(public) == 1 else []
-    known = [torch.cat(same).nan_to_num() for same in zip(*parts, strict=True)]
-    labels, _ = labels_and_columns(known, torch.zeros(len(rows), 1, dtype=torch.float64))
-    return labels.unique(dim=0, return_inverse=True)[1].numpy()
-
-
-def _inputs(examples: Examples, z: Tensor) -> tuple[dict[Any, Any], Any]:
-    """The model's inputs by position and by name, [rows, …] each, and the targets, with these private coordinates."""
-    args, kwargs, targets, _ = examples.restore(z, examples.public)
-    return {**dict(enumerate(args)), **kwargs}, targets
+        pieces = _pieces(passes, like, max(1, min(1024, _VALUES_AT_ONCE // len(is_private))))
+        others = torch.cat([part.maps(part.values)[key].flatten(1).cpu().double() for part in pieces])[:, is_private]
+        for place in np.flatnonzero(classes[rows] == own).tolist():
+            x, them = estimates[place, 0, is_private], others[torch.from_numpy(like != rows[place])][:most]
+            found = estimates_at_the_bound(x, variance[place, is_private], them, seed=int(rows[place]))
+            estimates[place][:, is_private], errors[place] = found
+    return estimates.reshape(len(rows), 3, *images.shape[1:]), errors.numpy()
 
 
 def as_images(images: Tensor, low: float, high: float) -> Tensor:
