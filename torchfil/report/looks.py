@@ -111,8 +111,8 @@ class ClosestValue:
         digits = max(0, -math.floor(math.log10(max(self.error, 1e-6))))
         low, high = (f"{end:,.{digits}f}".replace("-", "−") for end in ends)
         told = f"{low} to {high} {self.unit}".rstrip() if self.ratio < 1 else "beyond a blind guess"
-        places = ((min(max(each, first), last) - first) / (last - first) for each in (self.value, *ends))
-        return Row(f"{self.id}, {self.attribute}", *places, 3, told)
+        value, start, end = ((min(max(each, first), last) - first) / (last - first) for each in (self.value, *ends))
+        return Row(f"{self.id}, {self.attribute}", value, start, end, 3, told)
 
 
 def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
