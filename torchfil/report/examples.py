@@ -68,11 +68,10 @@ class Measures:
     @cached_property
     def closest(self) -> np.ndarray | None:
         """The smallest ratio over the attributes of an example, [n], NaN where untold; None: none is known."""
-        run, policy = self.run, self.policy
+        run = self.run
         if run.attributes is None:
             return None
-        stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
-        blind = baselines.blind_errors(run, *stated)
+        blind = self.report.blind_errors
         if np.isnan(blind).all():
             return None
         codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
@@ -249,7 +248,7 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
     run = whole if len(places) == len(whole) else whole.take(places)
 
     marks, filters = _marks(exposure)
-    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places])
+    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places], report)
     ranked = np.sort(fil[measured])
     data = {
         "ids": np.asarray(run.ids).astype(str).tolist(),
@@ -331,16 +330,17 @@ def _groups(run: SavedRun) -> list[dict[str, Any]]:
     return entries
 
 
-def _attributes(run: SavedRun, unknown: np.ndarray) -> tuple[list[dict[str, Any]], list[str]]:
-    """The first attributes that fit, and the names of the others."""
+def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[list[dict[str, Any]], list[str]]:
+    """The first attributes that fit, infinite where beyond a blind guess's error, and the names of the others."""
     if run.attributes is None:
         return [], []
-    fit = MOST_CELLS // max(len(run), 1)
+    fit, blind = MOST_CELLS // max(len(run), 1), report.blind_errors
     entries, categories = [], {} if run.baselines is None else run.baselines.levels  # which have no ±
     for j, (name, unit) in enumerate(zip(run.attributes.names[:fit], run.attributes.units[:fit], strict=True)):
         if name in categories:
             continue
         values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
+        values[baselines.attribute_ratios(run, j, blind) >= 1] = math.inf
         entries.append({"name": name, "unit": unit, "values": _json_numbers(values, 3)})
     return entries, run.attributes.names[fit:]
 

@@ -210,7 +210,7 @@ def context_of(report: Report) -> PublicContext:
         public.charts["options"] = options_chart(options)
     priors = {question.name: prior_guess(question, told) for question in run.questions}
     broken = [verdict for verdict in verdicts or [] if not verdict.passed and verdict.found is not None]
-    named = [each.row for each in (*most, *pictured, *values)]
+    named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
     return PrivateContext(
         **vars(public),
         run=run,

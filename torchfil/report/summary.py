@@ -485,6 +485,13 @@ class Report:
         assert self.run is not None
         return baselines.error_ratios(self.run, None if self.policy is None else self.policy.blind_error)
 
+    @functools.cached_property
+    def blind_errors(self) -> np.ndarray:
+        """What a blind guess of every attribute is off by, by public class, [c, k]; what a policy states counts."""
+        assert self.run is not None
+        stated = (None, None) if self.policy is None else (self.policy.attribute_spread, self.policy.blind_error)
+        return baselines.blind_errors(self.run, *stated)
+
 
 def named_level(level: float, summary: Summary) -> str:
     """A level of exposure in words: "5 % are more exposed", or in public "the 10 most exposed together"."""
