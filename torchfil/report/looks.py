@@ -103,7 +103,7 @@ class ClosestValue:
 
     @property
     def drawn(self) -> Row | None:
-        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie, on the scale of all examples."""
+        """Value ± 1.96 · error: 95 % of an unbiased attacker's estimates, on the scale of all examples."""
         first, last = self.ends
         if self.value is None or not first < last:
             return None
