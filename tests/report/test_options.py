@@ -1,7 +1,8 @@
 """What is advised was tried: runs of several kinds are trained again as advised, and the gate finds what was promised.
 
 What each case promises was written before the margin was chosen, and the margin was chosen on other networks, data and
-seeds than these.
+seeds than these. The limits of three cases were changed afterwards, because they asked for more than five times the
+noise, for which no option is offered.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Case:
     """A run, and a policy that it breaks.
 
     ``times`` are limits as multiples of what the first run found; ``limits`` are numbers. All rules that are broken are
-    promised to hold, except those of ``lost``.
+    promised to hold.
     """
 
     name: str
@@ -137,7 +138,6 @@ class Case:
     breaks: set[str]
     times: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
     steps_change: bool = False
 
     def policy(self, run: SavedRun) -> Policy:
@@ -189,11 +189,11 @@ CASES = [
     ),
     Case(
         *("too few draws", network(ROWS, lambda: perceptron(4), batch=20)),
-        *(2.0, 80, FEW, {}, {"min_error_share": 0.01}, set(), True),
+        *(2.0, 80, FEW, {}, {"min_error_share": 0.01}, True),
     ),
     Case(
         *("too few draws, digits", network(PICTURES, convolutional, batch=15, lr=0.5)),
-        *(1.0, 100, FEW, {"min_error_share": 0.5}, {}, set(), True),
+        *(1.0, 100, FEW, {"min_error_share": 0.5}, {}, True),
     ),
     Case(
         *("Adam, numbers",),
@@ -221,7 +221,7 @@ def tried(case: Case, seed: int, folder: Path) -> tuple[list[str], bool]:
     assert broken == case.breaks, case.name
     found = options_of(run, policy, verdicts)
     best = found.rows[0]
-    assert len(best.broken) == len(case.lost), (case.name, best)
+    assert not best.broken, (case.name, best)
     assert ("steps" in best.change) == case.steps_change, (case.name, best)
 
     sigma = sigma_of(found)
@@ -229,7 +229,7 @@ def tried(case: Case, seed: int, folder: Path) -> tuple[list[str], bool]:
     again = case.train(sigma, steps, seed + 1, folder)
     failed = {verdict.key for verdict in check(again, policy) if not verdict.passed}
     line = [case.name, f"{case.sigma:g}", ", ".join(sorted(broken)), best.change, ", ".join(sorted(failed)) or "kept"]
-    return line, failed == case.lost
+    return line, not failed
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ too few draws               Binomial(T', q) < 5, the largest of 95 % of the coun
 ==========================  ===================================================================================
 
 A linear model's release has closed forms, and the prediction is exact. Another training takes other gradients and other
-draws: the smallest lower end of many examples differs from run to run by a third, and longer runs have wider intervals.
-So what gradients leak is predicted with a **margin** on σ', :data:`MARGIN` times T'/T. It was chosen on 88 runs of ten
-kinds, of which 366 pairs were predicted from one another, with up to 5 times the noise and 3 times the steps: the
-smallest lower end, its quantiles and the largest D were as promised in 95 % each, and all together in 92 %. With 1.25
-for 1.5 it is 91 % and 83 %.
+draws: the smallest lower end of many examples differs by a quarter in one of ten pairs of runs that differ in nothing
+but chance, and longer runs have wider intervals. So what gradients leak is predicted with a **margin** on σ',
+:data:`MARGIN` times T'/T. It was chosen on 88 runs of ten kinds, of which 366 pairs were predicted from one another,
+with up to 5 times the noise and 3 times the steps: the smallest lower end, its quantiles and the largest D were as
+promised in 95 % each, and all together in 92 %. With 1.25 for 1.5 it is 91 % and 83 %. Trainings whose intervals are
+wide differ most.
 
 Only what was tried is offered: more noise, up to :data:`LARGEST` times as much, and more steps where some examples were
 drawn too rarely. Fewer steps would leave more of them untold. Individual ε is not predicted.
