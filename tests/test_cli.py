@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -85,12 +86,16 @@ def test_inspect(tmp_path: Path) -> None:
 def test_report(tmp_path: Path) -> None:
     run, policy = run_file(tmp_path / "run.parquet"), tmp_path / "policy.toml"
     policy.write_text("min_mse_bound = 100.0\n")
-    found = call("report", run, "-o", tmp_path / "page", "--quiet", "--policy", policy)
+    weights = tmp_path / "model.pt"
+    weights.write_bytes(b"weights")
+    found = call("report", run, "-o", tmp_path / "page", "--quiet", "--policy", policy, "--weights", weights)
     assert found.exit_code == 0, found.output
     page = Path(found.stdout.strip())
     assert page == tmp_path / "page" / "index.html"
     assert page.stat().st_mode & 0o777 == 0o600
     assert "a run" in text_of(page, "first")
+    for file in (run, policy, weights):
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in text_of(page, "decision")
     assert call("report", run, "-o", tmp_path / "page", "--policy", tmp_path / "none.toml").exit_code == 2
     assert "Do not release" in text_of(page, "verdict")  # what was there stays
     public = ("report", run, "-o", tmp_path / "public", "--redacted", "--min-group", 20, "--json")

@@ -46,7 +46,7 @@ from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 from torchfil.utils.errors import require
-from torchfil.utils.files import write_bytes
+from torchfil.utils.files import file_sha256, write_bytes
 from torchfil.utils.text import visible, write_csv
 
 
@@ -59,16 +59,17 @@ from torchfil.utils.text import visible, write_csv
 @click.option("--pictures", is_flag=True, help="Write the charts as SVG files beside the page, too.")
 @click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
 @click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
+@click.option("--weights", type=FILE, multiple=True, help="The released weights: their hash is on the sheet to sign.")
 @with_output
 def report(
-    run: Path, directory: Path, redacted: bool, min_group: int | None, pictures: bool, out: Output, **given: Path | None
+    run: Path, directory: Path, redacted: bool, min_group: int | None, pictures: bool, out: Output, **given: Any
 ) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
     Examples:
       torchfil report run.parquet -o report
-      torchfil report run.parquet -o report --policy policy.toml
+      torchfil report run.parquet -o report --policy policy.toml --weights model.pt
       torchfil report run.parquet -o report --signature run.parquet.sig --allowed-signers signers
       torchfil report run.parquet -o public --redacted --min-group 20
     """
@@ -77,10 +78,11 @@ def report(
     require(policy is None or not redacted, "A public page carries no verdict; drop --policy or --redacted.")
     require((signature is None) == (trust is None), "--signature and --allowed-signers belong together; give both")
     thresholds = None if policy is None else load_policy(policy)
-    files = {"run": [run], "policy": [] if policy is None else [policy]}
+    files = {"run": [run], "policy": [] if policy is None else [policy], "weights": given["weights"]}
+    digests = {f"{role} {each.name}": file_sha256(each) for role, paths in files.items() for each in paths}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
     options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched, "pictures": pictures}
-    page = write_report(load(run), directory, redacted=redacted, **options)
+    page = write_report(load(run), directory, redacted=redacted, digests=digests, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
     out.result(str(page), {"page": str(page), "redacted": redacted})

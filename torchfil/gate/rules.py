@@ -262,7 +262,7 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
     Unbiased is an attacker whose guesses are right on average over repeated trainings, and who knows everything else.
-    1: no better than guessing; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
+    1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
     closer.
     """
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end

@@ -123,7 +123,7 @@ def pixels_of(summary: Summary) -> list[AttributeSummary]:
 def _maps(pixels: list[AttributeSummary], summary: Summary) -> svg.Chart:
     """One picture a level of exposure: the stronger the colour, the more closely a pixel can be guessed."""
     grids = {
-        named_level(float(level), summary): svg.grid_of_shares(
+        named_level(float(level), summary).removesuffix(" together"): svg.grid_of_shares(
             [a.pixel for a in pixels if a.pixel], [a.ratio.get(level, 1.0) for a in pixels]
         )
         for level in ("0", "0.05", "0.5")
