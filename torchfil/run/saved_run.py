@@ -76,7 +76,6 @@ class Baselines:
 
     Attributes:
         examples: How many examples it was read from.
-        inputs: Of all private inputs together: the mean over them, the root of their mean variance, the whole range.
         attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
         levels: By categorical attribute, the share of each level.
         knows: What the blind guess answers, after "a blind guess answers".
@@ -85,7 +84,6 @@ class Baselines:
     """
 
     examples: int
-    inputs: Spread
     attributes: Spread
     levels: dict[str, dict[str, float]]
     knows: str
@@ -172,19 +170,12 @@ class Records:
     (:attr:`Attributes.error`).
 
     Attributes:
-        rows: Places in ``ids``, [m], the most exposed first.
+        rows: Places in ``ids``, [m], the most exposed first, then some next to the median of η̄.
         values: In the attributes' own units, float64 [m, k]; NaN for categories.
-        levels: m lists of k texts: the level of a categorical attribute; "" for numbers.
-        typical: How many of the examples, the last ones, lie next to the median of η̄.
     """
 
     rows: np.ndarray
     values: np.ndarray
-    levels: list[list[str]]
-    typical: int = 0
-
-    def __post_init__(self) -> None:
-        require(all(isinstance(text, str) for own in self.levels for text in own), "levels of records must be texts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,8 +299,6 @@ class SavedRun:
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
-            typical = getattr(part, "typical", 0)
-            require(typical in range(len(part.rows) + 1), f"{what}: {typical} of its {len(part.rows)} rows are typical")
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
@@ -337,7 +326,6 @@ class SavedRun:
             yield "pictures: errors", () if errors is None else errors.shape, (len(images), 3)
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
-            yield from (("records: levels", np.shape(levels), (k,)) for levels in self.records.levels)
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
             classes = len(self.baselines.errors)
@@ -355,7 +343,7 @@ class SavedRun:
         if self.pictures is not None:
             yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
         if self.records is not None:
-            yield "records", self.records, ("values", "levels")
+            yield "records", self.records, ("values",)
         if self.texts is not None:
             yield "texts", self.texts, ("words", "fil", "plis")
         for attack in self.attacks:
@@ -363,8 +351,10 @@ class SavedRun:
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
-        errors = None if self.pictures is None else self.pictures.errors
-        require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
+        if self.pictures is not None:
+            count, typical, errors = len(self.pictures.rows), self.pictures.typical, self.pictures.errors
+            require(typical in range(count + 1), f"pictures: {typical} of its {count} rows are typical")
+            require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)

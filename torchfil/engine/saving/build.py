@@ -40,7 +40,7 @@ from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_co
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
-from torchfil.run.baselines import NO_LEVEL, level_shares, values_and_levels
+from torchfil.run.baselines import level_shares
 from torchfil.run.blind_guess import BlindErrors
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
@@ -99,7 +99,7 @@ def build_saved_run(
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, leakage, columns, pictures)
             if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(passes, columns, spread[0].attributes)
+                people = table.records(passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -275,6 +275,7 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
 # ------------------------------------------------------------------ attributes
 
 
+NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
 _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
@@ -381,21 +382,22 @@ class AttributeTable:
         plain = len(self.names) == len(self.coordinates)
         return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
 
-    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray], spread: Spread) -> Records | None:
+    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
         """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
 
         Args:
             passes: Reads the data set.
             columns: With η̄ ("fil") and "participations", [n] each.
-            spread: The coordinates' spread, [d] each.
         """
-        rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
+        rows, _ = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
         if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
             return None
-        table = passes.examples(rows.tolist()).values.detach().cpu().double().numpy()
-        values, levels = values_and_levels(table, self.columns, self.coordinates, spread)
-        first = [own[0] for own in self.columns]
-        return Records(rows, values * self.scales[first] + self.offsets[first], levels, typical)
+        table, first = (
+            passes.examples(rows.tolist()).values.detach().cpu().double().numpy(),
+            [own[0] for own in self.columns],
+        )
+        values = table[:, first] * self.scales[first] + self.offsets[first]
+        return Records(rows, np.where([len(own) == 1 for own in self.columns], values, math.nan))
 
 
 def attribute_table(

@@ -27,7 +27,7 @@ from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindErrors, BlindGuess
-from torchfil.run.saved_run import Baselines, Pictures, Spread, Texts
+from torchfil.run.saved_run import Baselines, Pictures, Texts
 from torchfil.run.statistics import most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
@@ -114,8 +114,7 @@ def _bytes(values: Tensor) -> Any:
 def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> tuple[Baselines, BlindErrors] | None:
     """The spread of the run's data, each coordinate an attribute, and what blind guesses err by.
 
-    None for streams, and if no coordinate has a fixed value. That of the inputs is over all coordinates, each weighted
-    by how many examples have it: mean, root mean variance, range.
+    None for streams, and if no coordinate has a fixed value.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -135,16 +134,10 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
             return None
         guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *_public(part))
 
-    everybody, ones = guess.everybody, np.ones(num_coordinates)
-    counts, each = everybody.count[-num_coordinates:], everybody.spread
-    known = counts > 0
-    weight = counts[known] / counts.sum()
-    mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
-    inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
+    ones = np.ones(num_coordinates)
     blind = guess.best(ones, rows, passes.run.ids.num_examples)
     errors = blind.errors([range(num_coordinates)], ones)[:, 0]
-    spread = Spread(*map(np.asarray, inputs))
-    return Baselines(len(rows), spread, each, {}, blind.knows, errors, np.zeros((1, 0))), blind
+    return Baselines(len(rows), guess.everybody.spread, {}, blind.knows, errors, np.zeros((1, 0))), blind
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
