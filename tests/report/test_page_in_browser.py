@@ -158,9 +158,6 @@ def test_nothing_is_cut_off_or_covered(browser: Any, six: dict[str, Path], name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCREENS)
-@pytest.mark.xfail(
-    reason="roles of the table, landmarks and empty headings of the page before the new one", strict=True
-)
 def test_axe_finds_nothing(browser: Any, six: dict[str, Path], name: str) -> None:
     assert faults(browser, six, violations, **SCREENS[name]) == []
 

@@ -182,10 +182,15 @@ class Rule:
         asked = [RuleCheck(self, run, policy, each, name) for name, each in limits.items()]
         return [verdict for each in asked for verdict in self.find(each)]
 
+    def named(self, subject: str, who: str = "") -> str:
+        """Its title; without a subject, of a rule by name that found none."""
+        title = self.title.format(subject=subject, who=who)
+        return title if subject else title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
+
     def row(self, verdict: Verdict) -> tuple[str, str, str]:
         """The rule with whom a broken one concerns, what was found and the limit, as short texts for a table."""
         who = f" ({verdict.offending:,} example{'s' * (verdict.offending != 1)})" if not verdict.passed else ""
-        title = self.title.format(subject=verdict.subject, who=who if verdict.found is not None else "")
+        title = self.named(verdict.subject, who if verdict.found is not None else "")
         limit, found, percent = verdict.limit, verdict.found, "{value} %" in self.found
         if percent:
             limit, found = 100 * (limit + self.above), None if found is None else 100 * (found + self.above)

@@ -12,11 +12,12 @@ import numpy as np
 
 from torchfil.report import svg
 from torchfil.report.comparison import Moves
-from torchfil.report.formats import count, number, times
+from torchfil.report.formats import count, number
 from torchfil.report.groups import GroupSummary
 from torchfil.report.leaks import prior_guess
+from torchfil.report.options import Options
 from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report, Summary, named_level
-from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told, ratio_to_blind_guess
+from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told
 from torchfil.run.saved_run import AttackRecord
 
 TONES = {HALF: "half", BELOW: "below", BEYOND: "beyond", UNTOLD: "untold"}
@@ -53,15 +54,6 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     answers = answers_of(report)
     if answers:
         charts["questions"] = partial(svg.answers, answers)
-
-    # other attackers
-    if rdp_bounds(summary):
-        charts["other_bounds"] = _other_bounds(report)
-    rero = rero_points(summary)
-    if len(rero) > 2:
-        line = svg.Line("with model", [a for a, _ in rero], [b for _, b in rero])
-        axes = {"title": "success with the model, at most", "axis": "success without the model"}
-        charts["rero"] = partial(svg.lines, [line], diagonal=True, **axes)
 
     # who and what leaks more than others
     pixels = pixels_of(summary)
@@ -114,22 +106,6 @@ def rdp_bounds(summary: Summary) -> dict[str, float]:
     return {text: float(readings[key]) for key, text in READINGS.items() if isinstance(readings.get(key), int | float)}
 
 
-def _other_bounds(report: Report) -> svg.Chart:
-    """Bounds from ε, and beside them a few examples, from the most exposed to the median."""
-    blind, unit = report.summary.blind, report.about("unit_of_inputs")
-
-    def row(name: str, bound: float, tone: int) -> svg.Row:
-        note = number(bound) if blind is None else times(float(ratio_to_blind_guess(math.sqrt(bound), blind)))
-        return svg.Row(name, bound, bound, bound, tone, note)
-
-    rows = [row(name, bound, 2) for name, bound in rdp_bounds(report.summary).items()]
-    for each in report.summary.exposure:
-        if each.level in (0.0, 0.05, 0.5):
-            rows.append(row(f"FIL, {named_level(each.level, report.summary)}", each.mse_bound, int(each.level == 0)))
-    axis = "MSE bound" + (f" ({unit}, squared)" if unit else ", per input")
-    return partial(svg.intervals, rows, axis=axis, mark=None if blind is None else svg.Mark(blind**2, "blind guess"))
-
-
 def rero_points(summary: Summary) -> list[tuple[float, float]]:
     """Success without the model and, at most, with it, ascending; none where the run holds none."""
     curve = summary.bounds.get("rero")
@@ -162,7 +138,7 @@ def _groups(summary: Summary) -> dict[str, svg.Chart]:
     tones = {"more": 1, "less": 2}
 
     def note(group: GroupSummary, unit: float) -> str:
-        return f"{times(group.fil / unit)} ({count(group.examples)})"
+        return f"{number(group.fil / unit, 2 if summary.redacted else 3)}× ({count(group.examples)})"
 
     for place, grouping in enumerate(summary.groupings, start=1):
         least = min((g.fil for g in grouping.groups), default=0.0)
@@ -190,6 +166,15 @@ def _history(history: dict[str, list[float]]) -> dict[str, svg.Chart]:
         spent = [svg.Line("ε", steps, history["epsilon"])]
         charts["epsilon_over_training"] = partial(svg.lines, spent, title="ε for everybody", axis="step")
     return charts
+
+
+def options_chart(options: Options) -> svg.Chart:
+    """The smallest error against noise beside what the policy asks for; the first point was measured."""
+    noises = [sigma for sigma, _, _ in options.curve]
+    series = [svg.Line("smallest", noises, [ratio for _, ratio, _ in options.curve], dots=True)]
+    if options.limit:
+        series.append(svg.Line("policy", [noises[0], noises[-1]], [options.limit] * 2))
+    return partial(svg.lines, series, title="error, as a multiple of a blind guess’s", axis="noise σ")
 
 
 def attack_points(attack: AttackRecord) -> list[tuple[float, float, bool]]:

@@ -1,4 +1,4 @@
-"""The examples that a confidential page names: the most exposed, the down-weighted, and the table of all of them.
+"""The examples that a confidential page names: the most exposed, and the table of all of them.
 
 Nothing of it is part of a redacted report: a public context has no field for it.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from torchfil.gate.gate import concerned
-from torchfil.report.formats import number, percent
+from torchfil.report.formats import percent
 from torchfil.report.summary import Report
 from torchfil.run import baselines
-from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, UNTOLD, status_of
+from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, UNTOLD, status_of
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
-MOST, SPARED, AT_ONCE = 10, 20, 2**16
+MOST, AT_ONCE = 10, 2**16
 FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
 
 
@@ -50,7 +50,7 @@ class Exposed:
     why: str
 
 
-class Exposure:
+class Measures:
     """Every example of a run by every measure: all inputs together, single attributes, each question, individual ε.
 
     Args:
@@ -68,11 +68,10 @@ class Exposure:
     @cached_property
     def closest(self) -> np.ndarray | None:
         """The smallest ratio over the attributes of an example, [n], NaN where untold; None: none is known."""
-        run, policy = self.run, self.policy
+        run = self.run
         if run.attributes is None:
             return None
-        stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
-        blind = baselines.blind_errors(run, *stated)
+        blind = self.report.blind_errors
         if np.isnan(blind).all():
             return None
         codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
@@ -165,49 +164,11 @@ class _Reasons:
                 yield f"{text} is rare ({percent(share)})"
 
 
-@dataclass(frozen=True)
-class Spared:
-    """Those with the smallest clip weights: the table's columns, (row, id, cells) each, and how many more there are."""
-
-    columns: list[str]
-    rows: list[tuple[int, str, list[str]]]
-    more: int
-
-
-def spared_examples(run: SavedRun) -> Spared:
-    """Up to 20 examples with a clip weight below 1."""
-    if "clip_weight" not in run.columns:
-        return Spared([], [], 0)
-    weights, status = np.asarray(run.clip_weights, dtype=np.float64), status_of(run)
-    spared = np.flatnonzero(weights < 1)
-
-    # of equal weights, those that leak most come first, and what was not measured last
-    fil = np.where(status == NOT_MEASURED, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
-    rows = spared[np.lexsort((-fil[spared], weights[spared]))][:SPARED].tolist()
-    labels = {
-        "clip_weight": "Weight ω",
-        "fil_before": "FIL before",
-        "fil": "FIL η̄",
-        "mse_bound": "MSE bound",
-        "mse_bound_low": "its lower end",
-        "epsilon": "individual ε",
-    }
-    columns = [name for name in labels if name in run.columns]
-
-    def cell(name: str, row: int) -> str:
-        if status[row] == NOT_MEASURED and name in BLANK_WHERE_UNKNOWN:
-            return "not measured"
-        in_part = ", measured in part" if status[row] == LOWER_BOUND and name == "mse_bound" else ""
-        return number(float(run.columns[name][row]), even=True) + in_part
-
-    cells = [(row, str(run.ids[row]), [cell(name, row) for name in columns]) for row in rows]
-    return Spared([labels[name] for name in columns], cells, len(spared) - len(rows))
-
-
 # ---------------------------------------------------------------------- the table of all examples
 
 
 MOST_ROWS = 10_000  # of a run with more examples the page has the most exposed
+MOST_NAMED = 1_000  # of the down-weighted besides
 MOST_CELLS = 150_000  # of attributes, so that the page stays small
 INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as ∞
 
@@ -271,7 +232,7 @@ class Table:
     left_out: list[str]
 
 
-def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
+def table_of(exposure: Measures, named: Iterable[int]) -> Table:
     """The most exposed examples and those that the page names, with all that the run says of each."""
     report, whole = exposure.report, exposure.run
     status = status_of(whole)
@@ -282,11 +243,12 @@ def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
         # the smallest errors first, then what nobody can tell
         errors = exposure.bounds if exposure.ratios is None else exposure.ratios
         order = np.argsort(np.where(exposure.told, errors, math.inf), kind="stable")
-        places = np.union1d(order[:MOST_ROWS], np.asarray(list(named), dtype=np.int64))
+        weighted = np.flatnonzero(is_spared(whole))[:MOST_NAMED]
+        places = np.union1d(order[:MOST_ROWS], np.r_[weighted, np.asarray(list(named), dtype=np.int64)])
     run = whole if len(places) == len(whole) else whole.take(places)
 
     marks, filters = _marks(exposure)
-    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places])
+    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places], report)
     ranked = np.sort(fil[measured])
     data = {
         "ids": np.asarray(run.ids).astype(str).tolist(),
@@ -313,7 +275,7 @@ def table_of(exposure: Exposure, named: Iterable[int]) -> Table:
     return Table(data, filters, len(run), len(whole), left_out)
 
 
-def _marks(exposure: Exposure) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the down-weighted; and names."""
     marks, filters, run = dict[str, np.ndarray](), dict[str, str](), exposure.run
     if exposure.ratios is not None:
@@ -334,7 +296,7 @@ def _marks(exposure: Exposure) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return marks, filters
 
 
-def _columns(exposure: Exposure, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
+def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
     """Those that the run has; a column that says the same of everybody is left out, but for what a table needs."""
     entries = list[dict[str, Any]]()
 
@@ -368,16 +330,17 @@ def _groups(run: SavedRun) -> list[dict[str, Any]]:
     return entries
 
 
-def _attributes(run: SavedRun, unknown: np.ndarray) -> tuple[list[dict[str, Any]], list[str]]:
-    """The first attributes that fit, and the names of the others."""
+def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[list[dict[str, Any]], list[str]]:
+    """The first attributes that fit, infinite where beyond a blind guess's error, and the names of the others."""
     if run.attributes is None:
         return [], []
-    fit = MOST_CELLS // max(len(run), 1)
+    fit, blind = MOST_CELLS // max(len(run), 1), report.blind_errors
     entries, categories = [], {} if run.baselines is None else run.baselines.levels  # which have no ±
     for j, (name, unit) in enumerate(zip(run.attributes.names[:fit], run.attributes.units[:fit], strict=True)):
         if name in categories:
             continue
         values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
+        values[baselines.attribute_ratios(run, j, blind) >= 1] = math.inf
         entries.append({"name": name, "unit": unit, "values": _json_numbers(values, 3)})
     return entries, run.attributes.names[fit:]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from typing import Any
 
-__all__ = ["capital", "count", "day", "number", "percent", "plus_minus", "rate", "shown", "times"]
+__all__ = ["capital", "count", "number", "percent", "plus_minus", "rate", "shown", "times"]
 
 
 def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
@@ -40,28 +39,14 @@ def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
     return raised if trimmed(mantissa) == "1" else f"{trimmed(mantissa)} ×\u00a0{raised}"
 
 
-def times(ratio: float) -> str:
+def times(ratio: float, *, even: bool = False) -> str:
     """A multiple of three digits; what is below 1 does not look like 1.
 
     Example:
         >>> times(0.2969), times(0.9999), times(1.4), times(8123.0), times(float("nan"))
         ('0.297×', '0.999×', '1.4×', '8,120×', 'unknown')
     """
-    return number(min(ratio, 0.999) if ratio < 1 else ratio) + "×" * (not math.isnan(ratio))
-
-
-def day(created: str) -> str:
-    """The day of an ISO timestamp.
-
-    Example:
-        >>> day("2026-11-17T12:00:00+00:00"), day("")
-        ('17 Nov 2026', '')
-    """
-    try:
-        when = datetime.date.fromisoformat(created[:10])
-    except ValueError:
-        return created[:10]
-    return f"{when.day} {when:%b %Y}"
+    return number(min(ratio, 0.999) if ratio < 1 else ratio, even=even) + "×" * (not math.isnan(ratio))
 
 
 def plus_minus(error: float, unit: str = "") -> str:

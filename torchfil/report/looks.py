@@ -15,8 +15,8 @@ import numpy as np
 
 from torchfil.report.formats import plus_minus
 from torchfil.report.summary import Report
-from torchfil.report.svg import Range
-from torchfil.run.baselines import blind_errors, is_told, public_classes, ratio_to_blind_guess
+from torchfil.report.svg import Row
+from torchfil.run.baselines import is_told, public_classes, ratio_to_blind_guess
 from torchfil.run.saved_run import SavedRun
 
 SHOWN, PAIRS, PICTURED, NEAREST = 4, 5, 24, 50
@@ -102,18 +102,17 @@ class ClosestValue:
         return f"{plus_minus(self.error, self.unit)} (blind guess: {blind})"
 
     @property
-    def drawn(self) -> Range | None:
-        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie at the bound."""
-        if self.value is None or not math.isfinite(self.error):
+    def drawn(self) -> Row | None:
+        """Value ± 1.96 · error, in which 95 % of an unbiased attacker's estimates lie, on the scale of all examples."""
+        first, last = self.ends
+        if self.value is None or not first < last:
             return None
-        low, high = self.value - 1.96 * self.error, self.value + 1.96 * self.error
-        first, last = self.ends if self.ends[0] < self.ends[1] else (low, high)
-        digits = max(0, 1 - math.floor(math.log10(max(self.error, 1e-12))))
-        written = [f"{end:,.{min(digits, 6)}f}".replace("-", "−") for end in (low, high)]
-        told = (
-            f"{written[0]} to {written[1]}{' ' * bool(self.unit)}{self.unit}" if self.ratio < 1 else "beyond guessing"
-        )
-        return Range(self.id, self.attribute, self.value, max(low, first), min(high, last), (first, last), told)
+        ends = self.value - 1.96 * self.error, self.value + 1.96 * self.error
+        digits = max(0, -math.floor(math.log10(max(self.error, 1e-6))))
+        low, high = (f"{end:,.{digits}f}".replace("-", "−") for end in ends)
+        told = f"{low} to {high} {self.unit}".rstrip() if self.ratio < 1 else "beyond a blind guess"
+        value, start, end = ((min(max(each, first), last) - first) / (last - first) for each in (self.value, *ends))
+        return Row(f"{self.id}, {self.attribute}", value, start, end, 3, told)
 
 
 def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
@@ -126,7 +125,7 @@ def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestVa
         report: The material.
         nearest: The smallest ratio of each example, [n]; None: no blind guess is known.
     """
-    run, policy = report.run, report.policy
+    run = report.run
     if run is None or run.attributes is None or nearest is None:
         return []
     records, names = run.records, run.attributes.names
@@ -138,8 +137,7 @@ def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestVa
 
     # of these rows every attribute beside its own blind guess, [m, k]
     errors = np.asarray(run.attributes.shown[rows], dtype=np.float64)
-    stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
-    every = blind_errors(run, *stated)
+    every = report.blind_errors
     blind = every[public_classes(run)[rows]] if len(every) > 1 else np.repeat(every, len(rows), axis=0)
     ratios, spread = ratio_to_blind_guess(errors, blind), None if run.baselines is None else run.baselines.attributes
     for j, name in enumerate(names):

@@ -33,6 +33,7 @@ from torchfil.report.charts import (
     attack_points,
     charts_of,
     comparison_chart,
+    options_chart,
     rdp_bounds,
     rero_points,
 )
@@ -41,14 +42,12 @@ from torchfil.report.leaks import PriorGuess, prior_guess
 from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
 from torchfil.report.summary import AttributeSummary, Report, Summary, named_level, summarise
-from torchfil.report.svg import Answer, Chart, noise_curve, ranges, standalone
+from torchfil.report.svg import Answer, Chart, intervals, standalone
 from torchfil.run.baselines import (
     BLANK_WHERE_UNKNOWN,
     CLASSES,
     NOT_MEASURED,
     is_told,
-    ratio_in_words,
-    ratio_to_blind_guess,
     status_of,
 )
 from torchfil.run.saved_run import SavedRun
@@ -106,8 +105,6 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
-        if not verdict.subject:  # of a rule by name that found none
-            title = title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
         if verdict.found is None:
             found = verdict.detail.partition(": ")[0]
         state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"
@@ -158,7 +155,6 @@ class PrivateContext(PublicContext):
         shown_pictures: Those of the first screen.
         values: Attributes of examples that can be estimated most closely.
         texts: Tokens, text by text.
-        named_spared: Those with the smallest weights.
         priors: Questions beside the data's own prior.
         spread: Of attributes the smallest and largest value and the mean.
         num_drawn: How many dots each attack's chart has.
@@ -175,7 +171,6 @@ class PrivateContext(PublicContext):
     shown_pictures: list[looks.Pictured]
     values: list[looks.ClosestValue]
     texts: list[tuple[str, dict[str, list[looks.ShownToken]]]]
-    named_spared: examples.Spared
     priors: dict[str, PriorGuess]
     spread: dict[str, tuple[float, float, float]]
     num_drawn: list[int]
@@ -200,22 +195,22 @@ def context_of(report: Report) -> PublicContext:
         return public
 
     # who is exposed, and what that would look like
-    told, exposure, verdicts, policy = is_told(run), examples.Exposure(report), report.verdicts, report.policy
-    most, spared, pictured = exposure.most(), examples.spared_examples(run), looks.pictures_of(run, report.ratios)
+    told, exposure, verdicts, policy = is_told(run), examples.Measures(report), report.verdicts, report.policy
+    most, pictured = exposure.most(), looks.pictures_of(run, report.ratios)
     values = looks.closest_values(report, exposure.closest)
     drawn = [value.drawn for value in values if value.drawn is not None]
     if drawn:
-        public.charts["ranges"] = functools.partial(ranges, drawn)
+        public.charts["ranges"] = functools.partial(intervals, drawn, axis=None)
 
     # what the policy says, and what would help
     ruling, options = None, Options()
     if verdicts is not None and policy is not None:
         ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
     if len(options.curve) > 1:
-        public.charts["options"] = functools.partial(noise_curve, options.curve, options.limit)
+        public.charts["options"] = options_chart(options)
     priors = {question.name: prior_guess(question, told) for question in run.questions}
     broken = [verdict for verdict in verdicts or [] if not verdict.passed and verdict.found is not None]
-    named = [*(each.row for each in most), *(each.row for each in pictured), *(row for row, _, _ in spared.rows)]
+    named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
     return PrivateContext(
         **vars(public),
         run=run,
@@ -228,11 +223,10 @@ def context_of(report: Report) -> PublicContext:
         shown_pictures=looks.side_by_side(pictured),
         values=values,
         texts=looks.tokens_of(run),
-        named_spared=spared,
         priors={name: guess for name, guess in priors.items() if guess is not None},
         spread=_spread(run),
         num_drawn=[len(attack_points(attack)) for attack in run.attacks],
-        table=examples.table_of(exposure, [*named, *(value.row for value in values)]),
+        table=examples.table_of(exposure, named),
     )
 
 
@@ -355,7 +349,7 @@ def render(report: Report) -> str:
     """
     context, public = vars(context_of(report)), report.run is None
 
-    # sections with nothing to say are left out; half a line that is left alone takes the whole
+    # sections with nothing to say are left out
     sections = list[tuple[Section, Markup]]()
     for section in _SECTIONS:
         if section.render is not None:
@@ -364,16 +358,8 @@ def render(report: Report) -> str:
             content = None if public and section.confidential else block(section.slug, context)
         if content:
             sections.append((section, content))
-    places = [section.place for section, _ in sections]
-    for i in range(len(places)):
-        if places[i] == "half" and (i + 1 == len(places) or places[i + 1] != "half"):
-            places[i] = "last half" if i and places[i - 1] == "half" else "card"
-    laid_out = [
-        (section, place.removeprefix("last "), content)
-        for (section, content), place in zip(sections, places, strict=True)
-    ]
     title, script = str(report.about("title") or "Leakage report"), Markup(asset("page.js"))
-    page = {**context, "sections": laid_out, "title": title, "script": script}
+    page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
 
 
@@ -459,8 +445,6 @@ def _environment() -> Environment:
         "named_level": named_level,
         "plainly": _plainly,
         "plural": lambda some, name: f"{some:,} {name}{'' if some == 1 else 's'}",
-        "ratio_in_words": ratio_in_words,
-        "ratio_to": lambda error, blind: float(ratio_to_blind_guess(error, blind)),
         "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
     }
     return environment

@@ -18,7 +18,6 @@ from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
-OCTAVE = math.log10(2)  # of which ratios have so many bins: ½ and 1 are edges, and belong to the class above them
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
     "kind": None,
@@ -219,7 +218,6 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
     if blind is not None:
         exposure = [_beside_guess(row, blind, smallest) for row in exposure]
-    shown_ratios = None if ratios is None or blind is None else ratios[~np.isnan(ratios)]
 
     # rounding must not lift an example's own ε above ε for everybody
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
@@ -242,11 +240,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
-        ratio_histogram=None
-        if shown_ratios is None
-        else stats.histogram(
-            shown_ratios * (1 + 1e-6), smallest, fineness=(3 if redacted else 8) / OCTAVE, origin=1.0, power=1
-        ),
+        ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
         epsilon={
             level: value if limit is None else min(value, limit)
             for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()
@@ -295,6 +289,15 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
 def _beside_guess(row: ExposureLevel, blind: float, smallest: int) -> ExposureLevel:
     bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
     return replace(row, ratio=stats.rounded(float(baselines.ratio_to_blind_guess(math.sqrt(bound), blind)), smallest))
+
+
+def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
+    """Counts of ratios, eight bins an octave: ½ and 1 are edges, and belong to the class above them.
+
+    Never in public: beside the bounds' histogram, which counts nearly the same on another grid, it would tell of few.
+    """
+    told = ratios[~np.isnan(ratios)] * (1 + 1e-6)
+    return stats.histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
 
 
 def _classes(run: SavedRun, ratios: np.ndarray | None, smallest: int) -> dict[int, int | str]:
@@ -481,6 +484,13 @@ class Report:
         """
         assert self.run is not None
         return baselines.error_ratios(self.run, None if self.policy is None else self.policy.blind_error)
+
+    @functools.cached_property
+    def blind_errors(self) -> np.ndarray:
+        """What a blind guess of every attribute is off by, by public class, [c, k]; what a policy states counts."""
+        assert self.run is not None
+        stated = (None, None) if self.policy is None else (self.policy.attribute_spread, self.policy.blind_error)
+        return baselines.blind_errors(self.run, *stated)
 
 
 def named_level(level: float, summary: Summary) -> str:

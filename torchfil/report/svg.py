@@ -21,7 +21,7 @@ from torchfil.utils.text import visible
 
 FULL, WIDE, HALF, NARROW = 1060, 680, 500, 340
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
-TONES = ("", " exposed", " quiet")
+TONES = ("", " exposed", " quiet", " estimate")
 MULTIPLES = (1, 0.5, 10, 100, 0.1, 1000, 2, 0.25, 5, 1e4, 0.01, 1e5, 1e6)  # of a blind guess's error, as room allows
 STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a map, where they end; from 1 on an estimate errs more than a blind guess
 _COLOUR = "#b35806"
@@ -70,7 +70,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """A point with an interval, beside its name; ``tone`` picks the colour (0: plain, 1: emphasised, 2: quiet)."""
+    """A point with an interval, beside its name.
+
+    ``tone`` picks the colour (0: plain, 1: emphasised, 2: quiet, 3: estimates).
+    """
 
     name: str
     value: float
@@ -82,12 +85,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Line:
-    """A series over x."""
+    """A series over x; with ``dots``, one for each point, the first of them large."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    dashed: bool = False
+    dots: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def answers(rows: Sequence[Answer], *, width: int) -> Markup:
     """One line per question from 0 to 100 %: ○ without the model, ● with it at most, │ the limit, and both in words."""
     above = width == NARROW
     letters = min(max(len(row.name) for row in rows), 26)
-    left, step, top = (8.0, 50, 22) if above else (14 + 7.0 * letters, 34, 4)
+    left, step, top = (8.0, 50, 22) if above else (18 + 7.6 * letters, 34, 4)
     x = Scale(0, 1, left, width - (10 if above else 112), False)
     floor, parts = top + step * len(rows) - (8 if above else 0), list[Markup]()
     for i, row in enumerate(rows):
@@ -232,152 +235,79 @@ def answers(rows: Sequence[Answer], *, width: int) -> Markup:
     return _svg(width, floor + 24, parts)
 
 
-@dataclass(frozen=True)
-class Range:
-    """A value of an example, the range of estimates around it, and the ends of the scale that it is drawn on."""
+def intervals(rows: Sequence[Row], *, width: int, axis: str | None) -> Markup:
+    """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room.
 
-    name: str
-    attribute: str
-    value: float
-    low: float
-    high: float
-    ends: tuple[float, float]
-    told: str
-
-
-def ranges(rows: Sequence[Range], *, width: int) -> Markup:
-    """One line per value, each on its own scale: ● the value, ▬ where estimates lie."""
-    above = width == NARROW
-    names, whats = (min(max(map(len, texts)), 16) for texts in ([r.name for r in rows], [r.attribute for r in rows]))
-    second, step = 14 + 7.5 * names, 50 if above else 30
-    left, right = (8.0, width - 8.0) if above else (second + 10 + 7.0 * whats, width - 116.0)
-    parts = list[Markup]()
-    for i, row in enumerate(rows):
-        y = step * i + (34 if above else 18)
-        x = Scale(*row.ends, left, right, False)
-        at = y - 16 if above else y + 4
-        parts += [
-            _text(0, at, row.name[:16], "row"),
-            _text(second, at, row.attribute[:16], "name"),
-            _line(left, right, y, y, "guide"),
-            _line(x(row.low), x(row.high), y, y, "estimate"),
-            _tag("circle", cx=x(row.value), cy=float(y), r=4.5, class_="truth"),
-            _text(width - 2, at, row.told, "value", anchor="end"),
-        ]
-    return _svg(width, step * len(rows) + 8, parts)
-
-
-def noise_curve(points: Sequence[tuple[float, float, bool]], limit: float | None, *, width: int) -> Markup:
-    """The smallest error over all examples, as a multiple of a blind guess's, against σ; both axes are logarithmic.
-
-    Args:
-        points: (σ, multiple, whether it was measured), ascending in σ.
-        limit: What a policy asks of it; None: nothing.
-        width: Of the drawing.
+    Values stand on a logarithmic axis; without an axis, between 0 and 1.
     """
-    height, named = 200, [sigma for sigma, _, _ in points]
-    values = [value for _, value, _ in points if 0 < value < math.inf] + ([limit] if limit else [])
-    x = Scale(named[0] / 1.15, named[-1] * 1.15, 40, width - RIGHT, True)
-    y = Scale(min(values) / 1.2, max(values) * 1.2, height - BOTTOM, 16, True)
-    parts = [
-        _line(40, x.end, height - BOTTOM, height - BOTTOM, "base"),
-        _text(x.end, height - 4, "noise σ", "axis", anchor="end"),
-    ]
-    parts += [_text(34, y(t) + 4, f"{number(t)}×", "tick", anchor="end") for t in y.ticks(3)]
-    if limit:
-        parts.append(_line(40, x.end, y(limit), y(limit), "limit"))
-        parts.append(_text(44, y(limit) - 6, f"the policy asks for {number(limit)}×", "note"))
-    way = "M" + "L".join(f"{x(sigma):.1f},{y(value):.1f}" for sigma, value, _ in points)
-    parts.append(_tag("path", d=way, class_="curve tone1 dashed"))
-    last = -math.inf
-    for sigma, value, measured in points:
-        tone = "half" if measured else "predicted"
-        parts.append(_tag("circle", cx=x(sigma), cy=y(value), r=6 if measured else 4, class_=f"dot {tone}"))
-        if measured:
-            parts.append(_text(x(sigma) + 10, y(value) + 14, "this run", "name"))
-        if x(sigma) - last >= 44:
-            last = x(sigma)
-            parts.append(_text(last, height - BOTTOM + 18, number(sigma), "tick", anchor="middle"))
-    return _svg(width, height, parts)
-
-
-def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None) -> Markup:
-    """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room."""
     # room for names and notes, at seven units a letter
     longest = max((len(row.name) for row in rows), default=0)
     notes = max((len(row.note) for row in rows), default=0)
     above = width == NARROW and longest > 12
-    letters = 40 - notes if above else min(longest, 34)
+    letters = 44 - notes if above else min(longest, 34)
     left = 6.0 if above else 10 + 7.0 * letters
     right = 12 + 7.0 * notes if width != NARROW else RIGHT
 
     # the axis spans what can be drawn: an interval may be infinite, and 0 has no logarithm
-    finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
-    finite += [mark.value] if mark and math.isfinite(mark.value) else []
+    finite = [v for row in rows for v in (row.value, row.low, row.high) if 0 < v < math.inf]
     low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
     if low == high:
-        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
-    pad = (high / low) ** 0.04 if log else 0.04 * (high - low)
-    step, top = 42 if above else 26, 26 if mark else 4
-    floor = top + step * len(rows) + 4
-    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, left, width - right, log)
+        low, high = low / 2, high * 2
+    pad = (high / low) ** 0.04
+    step = 42 if above else 26
+    floor = 4 + step * len(rows) + 4
+    x = Scale(low / pad, high * pad, left, width - right, True)
+    if axis is None:
+        x = Scale(0.0, 1.0, left, width - right, False)
 
-    parts = _x_axis(x, floor, axis, start=left)
-    if mark:
-        parts += _marked(x(mark.value), floor, 14, width, mark.name)
+    parts = [] if axis is None else _x_axis(x, floor, axis, start=left)
     for i, row in enumerate(rows):
-        y = top + step * (i + (0.8 if above else 0.5))
+        y = 4 + step * (i + (0.8 if above else 0.5))
         at = (left, y - 13) if above else (left - 10, y + 4)
         note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
         shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
-        between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
-        told = f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
         drawn = [
-            _tag("title", told),
+            _tag("title", f"{row.name}: {row.note}"),
             _text(*at, shown, "name", anchor=None if above else "end"),
             _line(left, width - right, y, y, "guide"),
         ]
         if row.low != row.high:
             start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
             drawn.append(_line(x(start), x(end), y, y, f"interval{TONES[row.tone]}"))
-        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=5, class_=f"dot{TONES[row.tone]}"))
+        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=4 if row.tone == 3 else 5, class_=f"dot{TONES[row.tone]}"))
         if row.note and (above or width != NARROW):
             drawn.append(_text(*note, row.note, "note", anchor="end"))
         parts.append(_tag("g", *drawn))
-    return _svg(width, floor + BOTTOM, parts)
+    return _svg(width, floor + (BOTTOM if axis else 0), parts)
 
 
-def lines(
-    series: Sequence[Line], *, width: int, title: str, axis: str, log: bool = False, diagonal: bool = False
-) -> Markup:
-    """Curves over x, each named at its right end; ``diagonal`` adds y = x."""
-    height = 270
+def lines(series: Sequence[Line], *, width: int, title: str, axis: str) -> Markup:
+    """Curves over x, each named at its right end."""
+    height = 240
     right = 16 + 7 * max(len(line.name) for line in series)
     xs = [v for line in series for v in line.x if math.isfinite(v)]
-    ys = [v for line in series for v in line.y if math.isfinite(v) and (v > 0 or not log)]
+    ys = [v for line in series for v in line.y if math.isfinite(v)]
     if not xs or not ys:
         return _svg(width, 30, [_text(14, 18, "nothing to draw", "axis")])
 
     # y starts at 0 where it can, and a constant gets some room around it
-    low, high = min(ys), max(ys)
-    low = low if log else min(low, 0.0)
+    low, high = min(*ys, 0.0), max(ys)
     if low == high:
-        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+        low, high = low - 1, high + 1
     start, end = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 1, max(xs) + 1)
     x = Scale(start, end, LEFT, width - right, False)
-    y = Scale(low / 1.1 if log else low, high * 1.1 if log else high * 1.04, height - BOTTOM, TOP + 4, log)
+    y = Scale(low, high * 1.04, height - BOTTOM, TOP + 4, False)
 
     parts = [_text(6, 14, title, "axis"), *_x_axis(x, height - BOTTOM, axis, start=LEFT), *_y_axis(y, width - right)]
-    if diagonal:
-        a, b = max(start, low), min(end, high)
-        parts.append(_line(x(a), x(b), y(a), y(b), "mark"))
     ends: list[tuple[float, int, str]] = []
     for i, line in enumerate(series):
-        points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b) and (b > 0 or not log)]
+        points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b)]
         if not points:
             continue
         way = "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in points)
-        parts.append(_tag("path", d=way, class_=f"curve tone{i % 4}{' dashed' if line.dashed else ''}"))
+        parts.append(_tag("path", d=way, class_=f"curve tone{i % 4}{' dashed' if line.dots else ''}"))
+        for j, (a, b) in enumerate(points if line.dots else []):
+            parts.append(_tag("circle", cx=a, cy=b, r=4 if j else 6, class_="dot" if j else "dot exposed"))
         ends.append((points[-1][1], i, line.name))
 
     # names that would lie on each other move down

@@ -143,13 +143,7 @@ def levels_of(
 
 
 def histogram(
-    values: np.ndarray,
-    smallest: int,
-    *,
-    log: bool = True,
-    fineness: float = 8,
-    origin: float | None = None,
-    power: int = 2,
+    values: np.ndarray, smallest: int, *, log: bool = True, fineness: float = 8, origin: float | None = None
 ) -> Histogram | None:
     """Counts on a grid that does not depend on single values; None where there are too few.
 
@@ -164,7 +158,6 @@ def histogram(
             ``smallest`` > 1 and an origin, between 0 and that: the range of the values would tell the outermost.
         fineness: See ``log``.
         origin: A point of the grid; a value that equals it is counted below it.
-        power: On a logarithmic grid, 2 for squared errors and 1 for errors (:func:`capped`).
     """
     values = np.asarray(values, dtype=np.float64)
     inside = values[np.isfinite(values) & ((values > 0) | (not log))]
@@ -173,7 +166,7 @@ def histogram(
 
     # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins; of outliers,
     # which would tell of themselves by the grid's width, a public one knows that they lie outside
-    power = power if log else 1
+    power = 2 if log else 1
     usual = capped(inside, smallest, power)
     scaled, typical = (np.log10(inside), np.log10(usual)) if log else (inside, usual)
     zero = 0.0 if origin is None else math.log10(origin) if log else origin

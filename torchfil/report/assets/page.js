@@ -56,7 +56,7 @@
     return short === "1" ? ten : `${short} × ${ten}`;
   };
 
-  const times = (ratio) => number(ratio < 1 ? Math.min(ratio, 0.999) : ratio) + "×";
+  const times = (ratio) => number(ratio < 1 ? Math.min(ratio, 0.999) : ratio, true) + "×";
 
   // Order: what is unknown always stands last.
   const collator = new Intl.Collator("en", { numeric: true });
@@ -234,7 +234,7 @@
     const values = spec.columns.map((column) => [column.label, text(row, column)]).filter(([, value]) => value !== "");
     const groups = spec.groups.map((group) => [group.name, group.levels[group.codes[row]]]);
     const attributes = spec.attributes.filter((attribute) => attribute.values[row] !== null)
-      .map(({ name, unit, values: errors }) => [name, `± ${number(errors[row])}${unit ? " " + unit : ""}`]);
+      .map(({ name, unit, values: errors }) => [name, errors[row] > 1e299 ? "beyond a blind guess’s error" : `± ${number(errors[row])}${unit ? " " + unit : ""}`]);
     const attacks = spec.attacks.flatMap((attack) => attack.rows.flatMap((target, i) => (target === row
       ? [[attack.name, `error ${number(attack.achieved[i])}, bound ${number(attack.predicted[i])}`]] : [])));
     dialog.replaceChildren(top, ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
