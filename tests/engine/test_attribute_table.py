@@ -66,7 +66,6 @@ class TestSaved:
         np.testing.assert_allclose(known.std, [age.std(), blind, x[:, 4].std()], rtol=1e-9)
         np.testing.assert_allclose(known.mean[[0, 2]], [age.mean(), x[:, 4].mean()])
         np.testing.assert_allclose([known.low[0], known.high[0]], [age.min(), age.max()])
-        assert run.baselines.examples == 60
         assert set(run.baselines.levels) == {"a", "smokes"}
         assert run.baselines.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})

@@ -140,7 +140,7 @@ def of_patients(shares: dict[int, float]) -> dict[str, Any]:
     spread = Spread(*map(np.asarray, ([50.0, 75.0], [12.0, 20.0], [18.0, 40.0], [95.0, 150.0])))
     table = Attributes(["age", "weight"], ["years", "kg"], 1.2 * error, error)
     guess = "the mean of its label", np.asarray([0.5]), spread.std[None]
-    return {"attributes": table, "baselines": Baselines(N, spread, {}, *guess)}
+    return {"attributes": table, "baselines": Baselines(spread, {}, *guess)}
 
 
 def _images(rows: list[int]) -> Pictures:

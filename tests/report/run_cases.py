@@ -142,7 +142,7 @@ def with_baselines(run: SavedRun, std: float | list[float] = 0.5, **levels: dict
     ends = (98765.4, -87654.3, 76543.2)  # found nowhere else: tests look for them
     by_attribute = [ends[0] + deviations, deviations, ends[1] - deviations, ends[2] + deviations]
     errors = "the mean of its label", np.sqrt([np.mean(deviations**2)]), deviations[None]
-    baselines = Baselines(len(run), Spread(*by_attribute), levels, *errors)
+    baselines = Baselines(Spread(*by_attribute), levels, *errors)
     return dataclasses.replace(run, baselines=baselines)
 
 

@@ -46,7 +46,7 @@ def patients(noise: float = 1.0) -> SavedRun:
     means, ends = [60.0, 168.0, 78.0, 0.1], [[18.0, 130.0, 35.0, 0.0], [98.0, 203.0, 180.0, 1.0]]
     spread = Spread(np.array(means), deviations, *map(np.array, ends))
     guess = "the mean of its label", np.asarray([1.0]), deviations[None]
-    baselines = Baselines(COUNT, spread, {"smokes": {"no": 0.9, "yes": 0.1}}, *guess)
+    baselines = Baselines(spread, {"smokes": {"no": 0.9, "yes": 0.1}}, *guess)
 
     # questions: whoever leaks more is told more easily from other answers
     genotype = rng.choice(3, p=[0.37, 0.35, 0.28], size=COUNT)
@@ -105,7 +105,7 @@ def of_shares(title: str, share: np.ndarray, blind: float, **parts: Any) -> Save
         ids=np.arange(n),
         columns=columns,
         questions=asked,
-        baselines=Baselines(n, nothing, {}, "the mean of its label", np.asarray([blind]), nothing.std[None]),
+        baselines=Baselines(nothing, {}, "the mean of its label", np.asarray([blind]), nothing.std[None]),
         **parts,
     )
 

@@ -134,12 +134,14 @@ class BlindErrors:
         counts: How many examples of a class have the coordinate, [c, d].
         classes: The class of every example, int32 [n]; c if it was not read.
         knows: What the best guess answers, in words: that of most examples.
+        spread: That of the coordinates, [d] each.
     """
 
     squares: np.ndarray
     counts: np.ndarray
     classes: np.ndarray
     knows: str
+    spread: Spread
 
     @property
     def column(self) -> dict[str, np.ndarray]:
@@ -234,7 +236,8 @@ class BlindGuess:
 
         # the words of the guess that most examples get; a fit that saves less than 1 % says no more than a mean
         best = ((squares * scales**2).sum(axis=2).T * [1, 1, 1.01, 1.01]).argmin(axis=1)
-        return BlindErrors(squares, counts, of_all, GUESSES[np.bincount(best, np.bincount(merged, sizes)).argmax()])
+        knows = GUESSES[np.bincount(best, np.bincount(merged, sizes)).argmax()]
+        return BlindErrors(squares, counts, of_all, knows, everybody.spread)
 
     @property
     def everybody(self) -> ColumnMoments:

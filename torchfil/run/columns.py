@@ -306,4 +306,4 @@ def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
     spread = saved.Spread(**{name: np.asarray(values, np.float64) for name, values in facts["attributes"].items()})
     errors, by_class = (np.asarray(facts[name], np.float64) for name in ("errors", "attribute_errors"))
     by_class = by_class.reshape(len(by_class), len(spread.std))
-    return saved.Baselines(facts["examples"], spread, facts["levels"], facts["knows"], errors, by_class)
+    return saved.Baselines(spread, facts["levels"], facts["knows"], errors, by_class)

@@ -204,19 +204,17 @@ def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[
     width = inputs.shape[1]
     known, own, t = np.setdiff1d(np.arange(width), private), [j for j in private if j < width], coordinates - width
     is_number = t < 2 and targets.dtype.kind in "biuf"
-    if not is_number:
-        targets = np.unique(targets, return_inverse=True)[1].reshape(-1)
-    corners = None if is_number or not t else tangent_basis(t + 1).numpy()
+    labels = targets if is_number else np.unique(targets, return_inverse=True)[1].reshape(-1)
+    of_target = labels[:, None] if is_number or not t else tangent_basis(t + 1).numpy()[labels]
     for start in range(0, len(inputs), _ROWS_AT_ONCE):  # a long table takes its memory once
         rows = slice(start, start + _ROWS_AT_ONCE)
-        block, label = np.asarray(inputs[rows], dtype=float), targets[rows]
-        of_target = label[:, None] if corners is None else corners[label]
-        values = np.concatenate([block[:, own], of_target[:, :t]], axis=1)
-        guess.add(values, [] if t else [label], [block[:, known]])
+        block = np.asarray(inputs[rows], dtype=float)
+        values = np.concatenate([block[:, own], of_target[rows, :t]], axis=1)
+        guess.add(values, [] if t else [labels[rows]], [block[:, known]])
 
     spread = np.full((4, coordinates), np.nan)
     spread[:, private] = list(vars(guess.everybody.spread).values())
-    if corners is not None:
+    if t and not is_number:
         spread[1, width:] = np.sqrt(np.mean(spread[1, width:] ** 2))
         spread[[0, 2, 3], width:] = np.nan
     return guess, spread
@@ -250,7 +248,7 @@ def _baselines(
             by_name[:, place] = values[:, own[0]]
     errors = blind.errors([range(len(private))], 1 / scales[private])[:, 0]
     by_attribute = blind.errors([list(map(private.index, own)) for own in names.values()], np.ones(len(private)))
-    return Baselines(len(blind.classes), Spread(*by_name), {}, blind.knows, errors, by_attribute)
+    return Baselines(Spread(*by_name), {}, blind.knows, errors, by_attribute)
 
 
 def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Records | None:

@@ -75,7 +75,6 @@ class Baselines:
     the column ``public_class`` has the place of each example's.
 
     Attributes:
-        examples: How many examples it was read from.
         attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
         levels: By categorical attribute, the share of each level.
         knows: What the blind guess answers, after "a blind guess answers".
@@ -83,7 +82,6 @@ class Baselines:
         attribute_errors: The same of each attribute, in its own unit, [c, k] or, the same in all classes, [1, k].
     """
 
-    examples: int
     attributes: Spread
     levels: dict[str, dict[str, float]]
     knows: str
@@ -238,8 +236,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, An
         value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
         number = float(value) if hasattr(value, "__float__") else math.nan
         fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
-        pairs = "must be names with finite numbers, or with (number, what it was measured on)"
-        require(fits, f"metrics={{{name!r}: {given!r}}} {pairs}")
+        require(fits, f"metrics={{{name!r}: {given!r}}} must be a finite number, or (number, what it was measured on)")
         kept[name] = {"value": number, "on": on.removeprefix("on ")}
     return kept
 
@@ -444,14 +441,14 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged", "metrics"),
-        ("a dict", dict),
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
     ),
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
     **dict.fromkeys(("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
     **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
+    "metrics": ("a dict", dict),
     "dataset.input_range": ("two numbers", list),
 }
 

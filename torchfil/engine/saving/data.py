@@ -27,7 +27,7 @@ from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindErrors, BlindGuess
-from torchfil.run.saved_run import Baselines, Pictures, Texts
+from torchfil.run.saved_run import Pictures, Texts
 from torchfil.run.statistics import most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
@@ -111,10 +111,8 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> tuple[Baselines, BlindErrors] | None:
-    """The spread of the run's data, each coordinate an attribute, and what blind guesses err by.
-
-    None for streams, and if no coordinate has a fixed value.
+def read_blind_errors(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> BlindErrors | None:
+    """What blind guesses of the run's data err by; None for streams, and if no coordinate has a fixed value.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -134,10 +132,7 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
             return None
         guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *_public(part))
 
-    ones = np.ones(num_coordinates)
-    blind = guess.best(ones, rows, passes.run.ids.num_examples)
-    errors = blind.errors([range(num_coordinates)], ones)[:, 0]
-    return Baselines(len(rows), guess.everybody.spread, {}, blind.knows, errors, np.zeros((1, 0))), blind
+    return guess.best(np.ones(num_coordinates), rows, passes.run.ids.num_examples)
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
