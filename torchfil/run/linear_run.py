@@ -31,7 +31,7 @@ from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
 from torchfil.glm.solver import tangent_basis
-from torchfil.run.blind_guess import BlindErrors, BlindGuess
+from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
@@ -142,7 +142,7 @@ def linear_run(
         columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
         columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
 
-    blind = guess_of_private.best(1 / spread[private], np.arange(n), n)
+    blind = guess_of_private.judged(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
     for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
         count = n if given is None else len(given)
@@ -235,7 +235,7 @@ def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
 
 
 def _baselines(
-    values: np.ndarray, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindErrors
+    values: np.ndarray, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindGuess
 ) -> Baselines:
     """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
 

@@ -325,9 +325,8 @@ class SavedRun:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
-            classes = len(self.baselines.errors)
-            own = (classes if len(self.baselines.attribute_errors) > 1 else 1, k)
-            yield "baselines: attribute_errors", self.baselines.attribute_errors.shape, own
+            by_class, classes = self.baselines.attribute_errors, len(self.baselines.errors)
+            yield "baselines: attribute_errors", by_class.shape, (classes if len(by_class) > 1 else 1, k)
         for name, series in (("history", self.history), ("rounds", self.rounds)):
             length = max((values.size for values in series.values()), default=0)
             yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())

@@ -36,12 +36,12 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
-from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_errors, thumbnails
+from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
-from torchfil.run.blind_guess import BlindErrors
+from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
@@ -91,10 +91,10 @@ def build_saved_run(
     shown = words = people = None
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
-        blind = read_blind_errors(passes, d, thorough=hash_data)
+        blind = read_blind_guess(passes, d, thorough=hash_data)
         columns |= {} if blind is None else blind.column
         if table is not None and blind is not None:
-            table = table.with_levels(blind.spread)
+            table = table.with_levels(blind.everybody.spread)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, leakage, columns, pictures)
@@ -485,16 +485,16 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     return None if reason is not None else table
 
 
-def baselines(blind: BlindErrors, table: AttributeTable | None) -> Baselines:
+def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:
     """The error of a blind guess of inputs, and of attributes if there are any.
 
     The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels count as coordinates do.
     """
-    d = len(blind.spread.std)
+    d = len(blind.everybody.spread.std)
     told = blind.knows, blind.errors([range(d)], np.ones(d))[:, 0]
     if table is None:
         return Baselines(Spread(*np.zeros((4, 0))), {}, *told, np.zeros((1, 0)))
-    return Baselines(*table.spread(blind.spread), *told, blind.errors(table.columns, table.scales))
+    return Baselines(*table.spread(blind.everybody.spread), *told, blind.errors(table.columns, table.scales))
 
 
 def _level_shares(spread: Spread) -> np.ndarray:
