@@ -61,12 +61,11 @@ class TestSaved:
         x = table_of_people().tensors[0].numpy()
         age, shares = 51 - 14.2 * x[:, 0], x[:, 1:4].mean(axis=0)
         assert run.baselines is not None
-        known, inputs = run.baselines.attributes, run.baselines.inputs
+        known = run.baselines.attributes
         blind = math.sqrt(np.sum(shares * (1 - shares)) / 3)
         np.testing.assert_allclose(known.std, [age.std(), blind, x[:, 4].std()], rtol=1e-9)
         np.testing.assert_allclose(known.mean[[0, 2]], [age.mean(), x[:, 4].mean()])
         np.testing.assert_allclose([known.low[0], known.high[0]], [age.min(), age.max()])
-        assert run.baselines.examples == 60
         assert set(run.baselines.levels) == {"a", "smokes"}
         assert run.baselines.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
         assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
@@ -76,12 +75,9 @@ class TestSaved:
         np.testing.assert_array_equal(records.rows[:10], np.argsort(-run.columns["fil"] * drawn, kind="stable")[:10])
         expected_values = np.stack([age, np.full(60, np.nan), x[:, 4]], axis=1)[records.rows]
         np.testing.assert_allclose(records.values, expected_values)
-        of_level = np.asarray(NAMES[1:4])[x[records.rows, 1:4].argmax(axis=1)]
-        assert (records.levels, records.typical) == ([["", level, ""] for level in of_level], 3)
+        assert len(records.rows) == 13
         plain = trained.engine.save_run(tmp_path / "without.parquet", pictures=0, **options)
         assert load(plain).records is None
-        expected = math.sqrt(np.mean(x.var(axis=0))), x.min(), x.max()
-        assert (float(inputs.std), float(inputs.low), float(inputs.high)) == pytest.approx(expected)
 
     def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
         images = torch.rand(24, 1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -138,10 +138,9 @@ def of_patients(shares: dict[int, float]) -> dict[str, Any]:
     error = np.tile([36.0, 60.0], (N, 1))
     error[list(shares), 0] = 12 * np.asarray(list(shares.values()))
     spread = Spread(*map(np.asarray, ([50.0, 75.0], [12.0, 20.0], [18.0, 40.0], [95.0, 150.0])))
-    inputs = Spread(*(np.asarray(value) for value in (0.5, 0.5, 0.0, 1.0)))
     table = Attributes(["age", "weight"], ["years", "kg"], 1.2 * error, error)
     guess = "the mean of its label", np.asarray([0.5]), spread.std[None]
-    return {"attributes": table, "baselines": Baselines(N, inputs, spread, {}, *guess)}
+    return {"attributes": table, "baselines": Baselines(spread, {}, *guess)}
 
 
 def _images(rows: list[int]) -> Pictures:

@@ -105,7 +105,7 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
     return SavedRun(**{**parts, **changes})
 
 
-def with_estimates(run: SavedRun, value: float = 71.25, level: str = "CT") -> SavedRun:
+def with_estimates(run: SavedRun, value: float = 71.25) -> SavedRun:
     """The run, with estimates of its pictures, one typical, and two records of a number and a category each."""
     rng, pictures = np.random.default_rng(1), run.pictures
     errors = np.asarray([[np.inf, 0.1543219, 0.1654321], *3 * [[0.6912345, 0.1543219, 0.1654321]]], "f4")
@@ -113,8 +113,6 @@ def with_estimates(run: SavedRun, value: float = 71.25, level: str = "CT") -> Sa
     records = Records(
         np.asarray([9, 2]),
         np.asarray([[value, 2 * value, np.nan], [value / 3, 0.0, np.nan]]),
-        [["", "", level], ["", "", f"not {level}"]],
-        typical=1,
     )
     estimates = {"estimates": shown, "errors": errors, "typical": 1}
     return dataclasses.replace(run, pictures=dataclasses.replace(pictures, **estimates), records=records)
@@ -142,10 +140,9 @@ def with_baselines(run: SavedRun, std: float | list[float] = 0.5, **levels: dict
     """The run, with a blind guess that is off by ``std``: of inputs by its mean square, of attributes each."""
     deviations = np.broadcast_to(np.asarray(std, dtype=np.float64), len(run.attributes.names)).copy()
     ends = (98765.4, -87654.3, 76543.2)  # found nowhere else: tests look for them
-    inputs = (ends[0], math.sqrt(float(np.mean(deviations**2))), *ends[1:])
     by_attribute = [ends[0] + deviations, deviations, ends[1] - deviations, ends[2] + deviations]
-    errors = "the mean of its label", np.asarray([inputs[1]]), deviations[None]
-    baselines = Baselines(len(run), Spread(*map(np.asarray, inputs)), Spread(*by_attribute), levels, *errors)
+    errors = "the mean of its label", np.sqrt([np.mean(deviations**2)]), deviations[None]
+    baselines = Baselines(Spread(*by_attribute), levels, *errors)
     return dataclasses.replace(run, baselines=baselines)
 
 

@@ -45,9 +45,8 @@ def patients(noise: float = 1.0) -> SavedRun:
     attributes = Attributes(["age", "height", "weight", "smokes"], ["years", "cm", "kg", ""], error * 1.2, error)
     means, ends = [60.0, 168.0, 78.0, 0.1], [[18.0, 130.0, 35.0, 0.0], [98.0, 203.0, 180.0, 1.0]]
     spread = Spread(np.array(means), deviations, *map(np.array, ends))
-    inputs = Spread(*(np.asarray(value) for value in (0.0, 1.0, -3.1, 4.2)))
     guess = "the mean of its label", np.asarray([1.0]), deviations[None]
-    baselines = Baselines(COUNT, inputs, spread, {"smokes": {"no": 0.9, "yes": 0.1}}, *guess)
+    baselines = Baselines(spread, {"smokes": {"no": 0.9, "yes": 0.1}}, *guess)
 
     # questions: whoever leaks more is told more easily from other answers
     genotype = rng.choice(3, p=[0.37, 0.35, 0.28], size=COUNT)
@@ -97,7 +96,6 @@ def of_shares(title: str, share: np.ndarray, blind: float, **parts: Any) -> Save
         "participations": drawn,
         "missed": np.zeros(n, int),
     }
-    spread = Spread(*(np.asarray(value) for value in (0.3, blind, 0.0, 1.0)))
     nothing = Spread(*(np.zeros(0) for _ in range(4)))
     about = ABOUT | {"title": title, "mechanism": MECHANISM | {"noise_multiplier": 1.1}, "epsilon": 4.2}
     member = 2 * (0.06 / np.maximum(share, 0.2))[:, None] ** 2
@@ -107,7 +105,7 @@ def of_shares(title: str, share: np.ndarray, blind: float, **parts: Any) -> Save
         ids=np.arange(n),
         columns=columns,
         questions=asked,
-        baselines=Baselines(n, spread, nothing, {}, "the mean of its label", spread.std[None], nothing.std[None]),
+        baselines=Baselines(nothing, {}, "the mean of its label", np.asarray([blind]), nothing.std[None]),
         **parts,
     )
 

@@ -157,7 +157,7 @@ class TestPage:
         private = b"".join(files_of(write_report(run, tmp_path / "private")).values())
         page = write_report(run, tmp_path / "public", redacted=True)
         content, summary = b"".join(files_of(page).values()), summary_of(page)
-        spreads = [*vars(run.baselines.inputs).values(), *vars(run.baselines.attributes).values()]
+        spreads = [*vars(run.baselines.attributes).values(), run.baselines.errors]
         values = [float(value) for each in spreads for value in each.flat]
         planted = {number(value) for value in values if abs(value) > 100} | {f"{value:.5g}" for value in values}
         planted |= {"PLANTED-level", "27 %", "0.2718"}

@@ -17,7 +17,7 @@ from torchfil import Private
 from torchfil.engine.saving import data as saving
 from torchfil.run import blind_guess
 from torchfil.run.baselines import BELOW, BEYOND, blind_errors, exposure_of, typical_blind_error
-from torchfil.run.blind_guess import BlindErrors, BlindGuess
+from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import load
 
 RNG = np.random.default_rng(0)
@@ -25,15 +25,15 @@ LABELS = np.repeat([0, 1, 2], [40, 60, 50])
 VALUES = RNG.normal([1e3, 0.0], [1.0, 5.0], size=(150, 2)) * (1 + LABELS[:, None]) + 9 * (LABELS[:, None] == 1)
 
 
-def read(values: Any, targets: Any = (), inputs: Any = (), size: int = 1000) -> BlindErrors:
+def read(values: Any, targets: Any = (), inputs: Any = (), size: int = 1000) -> BlindGuess:
     guess = BlindGuess()
     for start in range(0, len(values), size):
         part = slice(start, start + size)
         guess.add(values[part], [each[part] for each in targets], [each[part] for each in inputs])
-    return guess.best(np.ones(values.shape[1]), np.arange(len(values)), len(values))
+    return guess.judged(np.ones(values.shape[1]), np.arange(len(values)), len(values))
 
 
-def errors(found: BlindErrors) -> np.ndarray:
+def errors(found: BlindGuess) -> np.ndarray:
     """Of every coordinate by class, and of all together in the last column, [c, d + 1]."""
     d = found.counts.shape[1]
     return found.errors([*([j] for j in range(d)), range(d)], np.ones(d))
@@ -206,7 +206,7 @@ class TestSaved:
         monkeypatch.setattr(saving, "_FEW_ROWS", 60)
         run = self.saved(tmp_path, x, y, hash_data=False)
         classes, errors = run.columns["public_class"], run.baselines.errors
-        assert (run.baselines.examples, np.sum(classes == 2), len(errors)) == (60, 60, 3)
+        assert (np.sum(classes == 2), len(errors)) == (60, 3)
         read = classes < 2
         assert len({(a, b) for a, b in zip(classes[read].tolist(), y[read].tolist(), strict=True)}) == 2
         sizes = np.bincount(classes[read])

@@ -93,10 +93,11 @@ class TestAbsurdNumbers:
             ("pictures", {"typical": -1}),
             ("pictures", {"estimates": "picture"}),
             ("pictures", {"errors": None}),
-            ("records", {"rows": [9, 29]}),
-            ("records", {"typical": "all"}),
-            ("records", {"values": "picture_errors"}),
-            ("records", {"levels": "words"}),
+            ("records", {"rows": [9, 30]}),
+            ("pictures", {"errors": [[1.0, 1.0, -1.0]] * 4}),
+            ("pictures", {"errors": [[1.0] * (i + 1) for i in range(4)]}),
+            ("records", {"values": "picture"}),
+            ("records", {"values": [[1.0, 2.0]] * 2}),
         ],
         ids=str,
     )
@@ -108,10 +109,6 @@ class TestAbsurdNumbers:
         ("name", "cells"),
         [
             ("picture_estimates", {i: b"\x00" * (90 - i) for i in range(4)}),
-            ("picture_errors", {i: [1.0, 1.0, -1.0] for i in range(4)}),
-            ("picture_errors", {i: [1.0] * (i + 1) for i in range(4)}),
-            ("record", {9: [1.0, 2.0], 2: [1.0, 2.0]}),
-            ("record_levels", {9: ["", "", None], 2: ["", "", "CT"]}),
         ],
         ids=str,
     )

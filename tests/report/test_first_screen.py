@@ -206,7 +206,7 @@ def test_measures_flag_as_their_rules_do_and_say_why(tmp_path: Path) -> None:
     run = dataclasses.replace(run, groups={"site": np.where(np.arange(100) == 7, "C", "A")})
     spread = run.baselines.attributes
     values = np.stack([spread.high, spread.mean + 3 * spread.std])[:, :2]
-    run = dataclasses.replace(run, records=Records(np.array([7, 8]), values, [["", ""]] * 2))
+    run = dataclasses.replace(run, records=Records(np.array([7, 8]), values))
     exposure = Measures(Report(summarise(run, policy=policy), run, {}, [], {}, policy=policy))
     assert list(exposure.flags) == ["all inputs", "single attributes", "“smokes”", "individual ε"]
     brute = {

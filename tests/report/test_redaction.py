@@ -42,7 +42,7 @@ def planted(**changes: Any) -> SavedRun:
         "history": {"step": np.arange(1, 4), "fil_max": fil[[1, 2, 17]], "epsilon": np.array([1.0, 2.0, 2.5])},
         "bounds": run.bounds | {"of_example": {"PLANTED-3": 1.0}},
     }
-    run = with_estimates(made_up(N, text_ids=True, seed=4, **parts), value=31337.0625, level="PLANTED-level")
+    run = with_estimates(made_up(N, text_ids=True, seed=4, **parts), value=31337.0625)
     return replace(run, **changes)
 
 

@@ -260,7 +260,6 @@ class TestDamage:
         ({"pictures": {"errors": np.full((4, 3), -1, "f4")}}, "pictures: errors"),
         ({"pictures": {"typical": 5}}, "are typical"),
         ({"records": {"values": np.zeros((2, 4))}}, "records: values has shape"),
-        ({"records": {"levels": [["", "", "CT"], []]}}, "records: levels has shape"),
         ({"records": {"rows": np.asarray([0, 12])}}, "records: rows"),
         ({"texts": {"words": [["one"]]}}, "texts has shape"),
         ({"about": {"model": "CNN"}}, "not a dict"),

@@ -245,10 +245,7 @@ class Accounting:
     @property
     def asked(self) -> dict[str, QuestionSpec]:
         """What the ledger needs to know about the questions, by name."""
-        return {
-            name: QuestionSpec(question.answers, question.complete, isinstance(question, Absent))
-            for name, question in self.questions.items()
-        }
+        return {name: QuestionSpec(q.answers, q.complete, isinstance(q, Absent)) for name, q in self.questions.items()}
 
     @property
     def chosen_estimator(self) -> Estimator:

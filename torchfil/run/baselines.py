@@ -28,14 +28,13 @@ which may show counts of many examples together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from torchfil.run.saved_run import QuestionRecord, SavedRun, Spread
 
-NO_LEVEL = "none of these"
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 HALF, BELOW, BEYOND, UNTOLD = range(4)
 CLASSES = {
@@ -256,33 +255,3 @@ def level_shares(spread: Spread) -> np.ndarray:
         share = (spread.mean - spread.low) / width
         two = np.abs(spread.std**2 - share * (1 - share) * width**2) <= 1e-6 * width**2
     return np.where(two & (width > 0), share, math.nan)
-
-
-def values_and_levels(
-    table: np.ndarray, columns: Sequence[list[int]], names: Sequence[str], spread: Spread
-) -> tuple[np.ndarray, list[list[str]]]:
-    """What some rows hold: the value of an attribute of one column, and which column holds of one with several.
-
-    Args:
-        table: [m, d].
-        columns: Those of each of k attributes. Several are levels if each has two values at most.
-        names: Of the d columns.
-        spread: Of the d columns, over the whole data.
-
-    Returns:
-        Values, [m, k], NaN for several columns; and levels, m lists of k texts, "" where there is none.
-
-    Example:
-        >>> data = np.array([[30.0, 0, 1], [40.0, 0, 0], [50.0, 1, 0]])
-        >>> values_and_levels(data[:2], [[0], [1, 2]], ["age", "AA", "AG"], spread_of([data]))[1]
-        [['', 'AG'], ['', 'none of these']]
-    """
-    values = np.where([len(own) == 1 for own in columns], table[:, [own[0] for own in columns]], math.nan)
-    levels = [[""] * len(columns) for _ in table]
-    width, has_many = spread.high - spread.low, np.isnan(level_shares(spread))
-    middle = np.where(width > 0, spread.low + width / 2, 0.5)  # a level that never changes holds if it is 1
-    for place, own in enumerate(columns):
-        if len(own) > 1 and not (has_many & (width > 0))[own].any():
-            for row, holds in zip(levels, table[:, own] > middle[own], strict=True):
-                row[place] = names[own[int(holds.argmax())]] if holds.any() else NO_LEVEL
-    return values, levels

@@ -31,7 +31,6 @@ from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchfil.run.saved_run import Spread
 
@@ -125,21 +124,86 @@ class ColumnMoments:
         return np.stack(found[1:])
 
 
-@dataclass(frozen=True, eq=False)
-class BlindErrors:
-    """What blind guesses are off by, by public class.
+class BlindGuess:
+    """Reads private values and what is public, in pieces, and then tells what blind guesses are off by.
 
     Attributes:
-        squares: Summed over the examples of a class, for guesses (a) to (d), [4, c, d].
+        squares: Summed over the examples of a class, those of guesses (a) to (d), [4, c, d].
         counts: How many examples of a class have the coordinate, [c, d].
         classes: The class of every example, int32 [n]; c if it was not read.
         knows: What the best guess answers, in words: that of most examples.
     """
 
-    squares: np.ndarray
-    counts: np.ndarray
-    classes: np.ndarray
-    knows: str
+    def __init__(self) -> None:
+        self.moments: dict[bytes, ColumnMoments] = {}  # of classes, by labels
+        self.codes: list[np.ndarray] = []  # each row's place among them
+        self.private = self.label = np.zeros(0, dtype=bool)  # of all public columns, and of those with no private entry
+
+    def add(self, values: np.ndarray, targets: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Read some examples.
+
+        Args:
+            values: Their private coordinates, [rows, d]; NaN where an example has none.
+            targets: Targets, [rows, …] each; private entries are NaN.
+            inputs: The same of inputs.
+        """
+        parts = [np.asarray(part, dtype=np.float64).reshape(len(values), -1) for part in (*targets, *inputs)]
+        public = np.concatenate([np.zeros((len(values), 0)), *parts], axis=1)
+        if not self.codes:
+            self.private = np.isnan(public).any(axis=0)
+            of_target = np.arange(public.shape[1]) < sum(part.shape[1] for part in parts[: len(targets)])
+            self.label = (of_target & (public % 1 == 0).all(axis=0))[~self.private]
+        if public.shape[1] != len(self.private):  # of another shape: nothing to compare by
+            public = np.zeros((len(values), len(self.private)))
+        public = np.nan_to_num(public[:, ~self.private])
+        d, p = values.shape[1], public.shape[1]
+        p = p if 16 * (p + d) * (3 + p) <= _MOST_NUMBERS else 0
+
+        # if classes are too many, or what looked like labels is not, all examples are one class
+        labels = public[:, self.label] + 0.0
+        keys = [row.tobytes() for row in labels]
+        place = {key: at for at, key in enumerate(dict.fromkeys([*self.moments, *keys]))}
+        if len(place) > min(_MOST_CLASSES, _MOST_NUMBERS // ((p + d) * (3 + p))) or (labels % 1).any():
+            self.label[:] = False
+            self.moments = {b"": reduce(operator.add, self.moments.values())} if self.moments else {}
+            keys, place = [b""] * len(keys), {b"": 0}
+
+        code, table = np.asarray([place[key] for key in keys]), np.concatenate([public[:, :p], values], axis=1)
+        for key, at in place.items():
+            if (own := code == at).any():
+                found = ColumnMoments.of(table[own], p)
+                self.moments[key] = self.moments[key] + found if key in self.moments else found
+        self.codes.append(code)
+
+    def judged(self, scales: np.ndarray, rows: np.ndarray, num_examples: int) -> BlindGuess:
+        """The same after all examples were read, with what the guesses err by.
+
+        Args:
+            scales: A factor for each coordinate, in which they can be compared, [d].
+            rows: The places of the examples that were read, [m].
+            num_examples: n.
+        """
+        codes = np.concatenate(self.codes) * (len(self.moments) > 1)
+        sizes = np.bincount(codes)
+        large = sizes >= _FEWEST
+        merged = np.where(large, np.cumsum(large) - 1, large.sum())  # the small ones share the last
+        self.squares = np.zeros((4, merged.max() + 1, len(scales)))
+        self.counts = np.zeros(self.squares.shape[1:])
+        for at, own in zip(merged, self.moments.values(), strict=True):
+            self.squares[:, at] += own.squared_errors(self.everybody)
+            self.counts[at] += np.where(self.everybody.count > 1, own.count, 0)[-len(scales) :]
+        self.classes = np.full(num_examples, len(self.counts), dtype=np.int32)
+        self.classes[rows] = merged[codes]
+
+        # the words of the guess that most examples get; a fit that saves less than 1 % says no more than a mean
+        best = ((self.squares * scales**2).sum(axis=2).T * [1, 1, 1.01, 1.01]).argmin(axis=1)
+        self.knows = GUESSES[np.bincount(best, np.bincount(merged, sizes)).argmax()]
+        return self
+
+    @cached_property
+    def everybody(self) -> ColumnMoments:
+        """The moments of all examples, after they were read."""
+        return reduce(operator.add, self.moments.values())
 
     @property
     def column(self) -> dict[str, np.ndarray]:
@@ -166,77 +230,3 @@ class BlindErrors:
         elif 1 < len(squares) <= self.classes.max():
             both = np.concatenate([both, together], axis=1)
         return np.sqrt(both[0] / np.where(both[1] > 0, both[1], math.nan))
-
-
-class BlindGuess:
-    """Reads private values and what is public, in pieces, and finds the best guess."""
-
-    def __init__(self) -> None:
-        self.classes: dict[bytes, ColumnMoments] = {}  # by labels
-        self.codes: list[np.ndarray] = []  # each row's place among them
-        self.private = self.label = np.zeros(0, dtype=bool)  # of all public columns, and of those with no private entry
-
-    def add(self, values: np.ndarray, targets: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Read some examples.
-
-        Args:
-            values: Their private coordinates, [rows, d]; NaN where an example has none.
-            targets: Targets, [rows, …] each; private entries are NaN.
-            inputs: The same of inputs.
-        """
-        parts = [torch.as_tensor(part).cpu().double().reshape(len(values), -1) for part in (*targets, *inputs)]
-        public = torch.cat([torch.zeros(len(values), 0), *parts], dim=1).numpy()
-        if not self.codes:
-            self.private = np.isnan(public).any(axis=0)
-            of_target = np.arange(public.shape[1]) < sum(part.shape[1] for part in parts[: len(targets)])
-            self.label = (of_target & (public % 1 == 0).all(axis=0))[~self.private]
-        if public.shape[1] != len(self.private):  # of another shape: nothing to compare by
-            public = np.zeros((len(values), len(self.private)))
-        public = np.nan_to_num(public[:, ~self.private])
-        d, p = values.shape[1], public.shape[1]
-        p = p if 16 * (p + d) * (3 + p) <= _MOST_NUMBERS else 0
-
-        # if classes are too many, or what looked like labels is not, all examples are one class
-        labels = public[:, self.label] + 0.0
-        keys = [row.tobytes() for row in labels]
-        place = {key: at for at, key in enumerate(dict.fromkeys([*self.classes, *keys]))}
-        if len(place) > min(_MOST_CLASSES, _MOST_NUMBERS // ((p + d) * (3 + p))) or (labels % 1).any():
-            self.label[:] = False
-            self.classes = {b"": self.everybody} if self.classes else {}
-            keys, place = [b""] * len(keys), {b"": 0}
-
-        code, table = np.asarray([place[key] for key in keys]), np.concatenate([public[:, :p], values], axis=1)
-        for key, at in place.items():
-            if (own := code == at).any():
-                found = ColumnMoments.of(table[own], p)
-                self.classes[key] = self.classes[key] + found if key in self.classes else found
-        self.codes.append(code)
-
-    def best(self, scales: np.ndarray, rows: np.ndarray, num_examples: int) -> BlindErrors:
-        """What the guesses err by, and in words the best over all coordinates.
-
-        Args:
-            scales: A factor for each coordinate, in which they can be compared, [d].
-            rows: The places of the examples that were read, [m].
-            num_examples: n.
-        """
-        everybody, codes = self.everybody, np.concatenate(self.codes) * (len(self.classes) > 1)
-        sizes = np.bincount(codes)
-        large = sizes >= _FEWEST
-        merged = np.where(large, np.cumsum(large) - 1, large.sum())  # the small ones share the last
-        squares = np.zeros((4, merged.max() + 1, len(scales)))
-        counts = np.zeros(squares.shape[1:])
-        for at, own in zip(merged, self.classes.values(), strict=True):
-            squares[:, at] += own.squared_errors(everybody)
-            counts[at] += np.where(everybody.count > 1, own.count, 0)[-len(scales) :]
-        of_all = np.full(num_examples, len(counts), dtype=np.int32)
-        of_all[rows] = merged[codes]
-
-        # the words of the guess that most examples get; a fit that saves less than 1 % says no more than a mean
-        best = ((squares * scales**2).sum(axis=2).T * [1, 1, 1.01, 1.01]).argmin(axis=1)
-        return BlindErrors(squares, counts, of_all, GUESSES[np.bincount(best, np.bincount(merged, sizes)).argmax()])
-
-    @property
-    def everybody(self) -> ColumnMoments:
-        """The moments of all examples."""
-        return reduce(operator.add, self.classes.values())

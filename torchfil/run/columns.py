@@ -23,9 +23,8 @@ ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, whi
 _LARGEST_FACTS = 2**22  # bytes
 _MOST_COLUMNS = 64  # attributes that have a column each
 _MOST_VALUES = 2**27  # errors of attributes in a row group
-_LIST, _DOUBLES, _STRINGS = (pa.list_(kind) for kind in (pa.float32(), pa.float64(), pa.string()))
+_LIST, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
 _OF_TEXTS = {"words": ("words", _STRINGS), "fil": ("words_fil", _LIST), "plis": ("words_plis", _LIST)}
-_OF_RECORDS = {"values": ("record", _DOUBLES), "levels": ("record_levels", _STRINGS)}
 _OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
 
 
@@ -85,9 +84,9 @@ class _Table:
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
             "pictures": None if run.pictures is None else self._pictures(run.pictures),
-            "records": self._of_some(run.records, _OF_RECORDS),
-            "texts": self._of_some(run.texts, _OF_TEXTS),
-            "baselines": None if run.baselines is None else _baselines(run.baselines),
+            "records": None if run.records is None else _facts(run.records),
+            "texts": None if run.texts is None else self._texts(run.texts),
+            "baselines": run.baselines and _facts(run.baselines, attributes=_facts(run.baselines.attributes)),
             "history": {name: values.tolist() for name, values in run.history.items()},
             "rounds": {name: values.tolist() for name, values in run.rounds.items()},
         }
@@ -168,19 +167,11 @@ class _Table:
             images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
             maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
             estimates=self._some("picture_estimates", pa.binary(), rows, estimates),
-            errors=self._some("picture_errors", _LIST, rows, pictures.errors),
         )
 
-    def _of_some(self, part: Any, columns: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
-        """Records or texts: for each field with an entry for an example, the name and the type of its column."""
-        if part is None:
-            return None
-        entries = {field: self._some(*column, part.rows, getattr(part, field)) for field, column in columns.items()}
-        return _facts(part, **entries)
-
-
-def _baselines(baselines: saved.Baselines) -> dict[str, Any]:
-    return _facts(baselines, inputs=_facts(baselines.inputs), attributes=_facts(baselines.attributes))
+    def _texts(self, texts: saved.Texts) -> dict[str, Any]:
+        columns = {part: self._some(*column, texts.rows, getattr(texts, part)) for part, column in _OF_TEXTS.items()}
+        return _facts(texts, **columns)
 
 
 def _facts(record: Any, **changes: Any) -> dict[str, Any]:
@@ -269,15 +260,15 @@ def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
         cells = b"" if name is None else b"".join(StoredArray(file, name).cells(rows, pa.binary()))
         return None if name is None else np.frombuffer(cells, np.uint8).reshape(len(rows), *of_each, *shape)
 
-    maps, errors = (_lists(file, facts[part], rows) for part in ("maps", "errors"))
-    maps, estimates = None if maps is None else maps.reshape(len(rows), *shape[:2]), images(facts["estimates"], 3)
-    return saved.Pictures(rows, images(facts["images"]), maps, estimates, errors, int(facts["typical"]))
+    maps, errors = _lists(file, facts["maps"], rows), facts["errors"]
+    maps = None if maps is None else maps.reshape(len(rows), *shape[:2])
+    errors = None if errors is None else np.asarray(errors, np.float32)
+    shown = images(facts["images"]), maps, images(facts["estimates"], 3)
+    return saved.Pictures(rows, *shown, errors, int(facts["typical"]))
 
 
-def _read_records(file: Any, facts: Mapping[str, Any]) -> saved.Records:
-    rows = np.asarray(facts["rows"], dtype=np.int64)
-    values = np.asarray(StoredArray(file, facts["values"]).cells(rows, _DOUBLES), np.float64)
-    return saved.Records(rows, values, StoredArray(file, facts["levels"]).cells(rows, _STRINGS), int(facts["typical"]))
+def _read_records(_: Any, facts: Mapping[str, Any]) -> saved.Records:
+    return saved.Records(np.asarray(facts["rows"], np.int64), np.asarray(facts["values"], np.float64))
 
 
 def _read_texts(file: Any, facts: Mapping[str, Any]) -> saved.Texts:
@@ -312,10 +303,7 @@ def _numbers(values: list[Any]) -> np.ndarray:
 
 
 def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
-    inputs, attributes = (
-        saved.Spread(**{name: np.asarray(values, dtype=np.float64) for name, values in facts[part].items()})
-        for part in ("inputs", "attributes")
-    )
-    errors, by_class = (np.asarray(facts[name], dtype=np.float64) for name in ("errors", "attribute_errors"))
-    by_class = by_class.reshape(len(by_class), len(attributes.std))
-    return saved.Baselines(facts["examples"], inputs, attributes, facts["levels"], facts["knows"], errors, by_class)
+    spread = saved.Spread(**{name: np.asarray(values, np.float64) for name, values in facts["attributes"].items()})
+    errors, by_class = (np.asarray(facts[name], np.float64) for name in ("errors", "attribute_errors"))
+    by_class = by_class.reshape(len(by_class), len(spread.std))
+    return saved.Baselines(spread, facts["levels"], facts["knows"], errors, by_class)

@@ -31,8 +31,7 @@ from torchfil._version import __version__
 from torchfil.glm.fil import Release, information_by_coordinate
 from torchfil.glm.guesses import BestGuess, guess
 from torchfil.glm.solver import tangent_basis
-from torchfil.run.baselines import values_and_levels
-from torchfil.run.blind_guess import BlindErrors, BlindGuess
+from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
@@ -126,7 +125,7 @@ def linear_run(
         names[target] = list(range(width, coordinates))
     private = sorted({column for own in names.values() for column in own})
     guess_of_private, values = _blind_guess(X, y, coordinates, private)
-    spread = _scales(scales, values.std)
+    spread = _scales(scales, values[1])
 
     # everybody's numbers, a few rows at a time: I_jj of a long table would take as much memory as the table
     n = len(parts[0].sensitivity.X)
@@ -143,7 +142,7 @@ def linear_run(
         columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
         columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
 
-    blind = guess_of_private.best(1 / spread[private], np.arange(n), n)
+    blind = guess_of_private.judged(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
     for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
         count = n if given is None else len(given)
@@ -163,7 +162,7 @@ def linear_run(
         groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
         baselines=_baselines(values, spread, private, names, blind),
-        records=_records(first, X, y, columns["fil"], list(names.values()), values),
+        records=_records(X, y, columns["fil"], list(names.values())),
     )
 
 
@@ -195,8 +194,8 @@ def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> 
     return {name: model.column_numbers(part) for name, part in attributes.items()}
 
 
-def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, Spread]:
-    """What is private beside what is public, and how private coordinates are spread, the targets' last, [d + t] each.
+def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
+    """What is private beside what is public; and mean, deviation and range of private coordinates, [4, d + t].
 
     A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the deviation
     sqrt(Σ p(1 − p)/(k − 1)), and nothing else about it is told.
@@ -205,22 +204,20 @@ def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[
     width = inputs.shape[1]
     known, own, t = np.setdiff1d(np.arange(width), private), [j for j in private if j < width], coordinates - width
     is_number = t < 2 and targets.dtype.kind in "biuf"
-    if not is_number:
-        targets = np.unique(targets, return_inverse=True)[1].reshape(-1)
-    corners = None if is_number or not t else tangent_basis(t + 1).numpy()
+    labels = targets if is_number else np.unique(targets, return_inverse=True)[1].reshape(-1)
+    of_target = labels[:, None] if is_number or not t else tangent_basis(t + 1).numpy()[labels]
     for start in range(0, len(inputs), _ROWS_AT_ONCE):  # a long table takes its memory once
         rows = slice(start, start + _ROWS_AT_ONCE)
-        block, label = np.asarray(inputs[rows], dtype=float), targets[rows]
-        of_target = label[:, None] if corners is None else corners[label]
-        values = np.concatenate([block[:, own], of_target[:, :t]], axis=1)
-        guess.add(values, [] if t else [label], [block[:, known]])
+        block = np.asarray(inputs[rows], dtype=float)
+        values = np.concatenate([block[:, own], of_target[rows, :t]], axis=1)
+        guess.add(values, [] if t else [labels[rows]], [block[:, known]])
 
     spread = np.full((4, coordinates), np.nan)
     spread[:, private] = list(vars(guess.everybody.spread).values())
-    if corners is not None:
+    if t and not is_number:
         spread[1, width:] = np.sqrt(np.mean(spread[1, width:] ** 2))
         spread[[0, 2, 3], width:] = np.nan
-    return guess, Spread(*spread)
+    return guess, spread
 
 
 def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
@@ -238,42 +235,32 @@ def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
 
 
 def _baselines(
-    values: Spread, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindErrors
+    values: np.ndarray, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindGuess
 ) -> Baselines:
     """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
 
     An attribute of several columns has a deviation alone, the root mean square over its columns, as its error is.
     """
-    scaled = [np.asarray(part)[private] / scales[private] for part in vars(values).values()]
-    together = np.nanmean(scaled[0]), np.sqrt(np.mean(scaled[1] ** 2)), np.nanmin(scaled[2]), np.nanmax(scaled[3])
     by_name = np.full((4, len(names)), np.nan)
     for place, own in enumerate(names.values()):
-        by_name[1, place] = np.sqrt(np.mean(np.asarray(values.std)[own] ** 2))
+        by_name[1, place] = np.sqrt(np.mean(values[1, own] ** 2))
         if len(own) == 1:
-            by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
+            by_name[:, place] = values[:, own[0]]
     errors = blind.errors([range(len(private))], 1 / scales[private])[:, 0]
     by_attribute = blind.errors([list(map(private.index, own)) for own in names.values()], np.ones(len(private)))
-    spreads = Spread(*map(np.asarray, together)), Spread(*by_name)
-    return Baselines(len(blind.classes), *spreads, {}, blind.knows, errors, by_attribute)
+    return Baselines(Spread(*by_name), {}, blind.knows, errors, by_attribute)
 
 
-def _records(model: Any, X: Any, y: Any, fil: np.ndarray, columns: list[list[int]], spread: Spread) -> Records | None:
+def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
     """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
     if len(columns) > RECORDED_ATTRIBUTES:
         return None
-    rows, typical = most_exposed_and_typical(fil, np.ones(len(fil), dtype=bool), RECORDED_EXAMPLES)
-    inputs, targets = as_array(X)[rows], as_array(y)[rows]
-    width, of_target = inputs.shape[1], len(spread.std) - inputs.shape[1]
-    is_number = of_target == 1 and targets.dtype.kind in "biuf"
-    last = np.broadcast_to(targets[:, None] if is_number else np.nan, (len(rows), of_target))
-    table = np.hstack([np.asarray(inputs, dtype=float), last])
-    names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(width)])
-    values, levels = values_and_levels(table, columns, list(map(str, names)), spread)
-
-    # a class among several is a point of the simplex in the closed forms, and a name here
-    for row, target in zip(levels, targets.tolist(), strict=True) if columns[-1][-1] >= width and not is_number else ():
-        row[-1] = str(target)
-    return Records(rows, values, levels, typical)
+    rows, _ = most_exposed_and_typical(fil, np.ones(len(fil), dtype=bool), RECORDED_EXAMPLES)
+    targets = as_array(y)[rows]
+    last = targets if targets.dtype.kind in "biuf" else np.full(len(rows), np.nan)
+    table = np.column_stack([as_array(X)[rows], last]).astype(float)
+    values = table[:, [own[0] for own in columns]]
+    return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
 
 
 def _before(

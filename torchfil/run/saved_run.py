@@ -75,8 +75,6 @@ class Baselines:
     the column ``public_class`` has the place of each example's.
 
     Attributes:
-        examples: How many examples it was read from.
-        inputs: Of all private inputs together: the mean over them, the root of their mean variance, the whole range.
         attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
         levels: By categorical attribute, the share of each level.
         knows: What the blind guess answers, after "a blind guess answers".
@@ -84,8 +82,6 @@ class Baselines:
         attribute_errors: The same of each attribute, in its own unit, [c, k] or, the same in all classes, [1, k].
     """
 
-    examples: int
-    inputs: Spread
     attributes: Spread
     levels: dict[str, dict[str, float]]
     knows: str
@@ -172,19 +168,12 @@ class Records:
     (:attr:`Attributes.error`).
 
     Attributes:
-        rows: Places in ``ids``, [m], the most exposed first.
+        rows: Places in ``ids``, [m], the most exposed first, then some next to the median of η̄.
         values: In the attributes' own units, float64 [m, k]; NaN for categories.
-        levels: m lists of k texts: the level of a categorical attribute; "" for numbers.
-        typical: How many of the examples, the last ones, lie next to the median of η̄.
     """
 
     rows: np.ndarray
     values: np.ndarray
-    levels: list[list[str]]
-    typical: int = 0
-
-    def __post_init__(self) -> None:
-        require(all(isinstance(text, str) for own in self.levels for text in own), "levels of records must be texts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,8 +236,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, An
         value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
         number = float(value) if hasattr(value, "__float__") else math.nan
         fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
-        pairs = "must be names with finite numbers, or with (number, what it was measured on)"
-        require(fits, f"metrics={{{name!r}: {given!r}}} {pairs}")
+        require(fits, f"metrics={{{name!r}: {given!r}}} must be a finite number, or (number, what it was measured on)")
         kept[name] = {"value": number, "on": on.removeprefix("on ")}
     return kept
 
@@ -308,8 +296,6 @@ class SavedRun:
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
-            typical = getattr(part, "typical", 0)
-            require(typical in range(len(part.rows) + 1), f"{what}: {typical} of its {len(part.rows)} rows are typical")
         if self.baselines is not None:
             strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
             require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
@@ -337,12 +323,10 @@ class SavedRun:
             yield "pictures: errors", () if errors is None else errors.shape, (len(images), 3)
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
-            yield from (("records: levels", np.shape(levels), (k,)) for levels in self.records.levels)
         if self.baselines is not None:
             yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
-            classes = len(self.baselines.errors)
-            own = (classes if len(self.baselines.attribute_errors) > 1 else 1, k)
-            yield "baselines: attribute_errors", self.baselines.attribute_errors.shape, own
+            by_class, classes = self.baselines.attribute_errors, len(self.baselines.errors)
+            yield "baselines: attribute_errors", by_class.shape, (classes if len(by_class) > 1 else 1, k)
         for name, series in (("history", self.history), ("rounds", self.rounds)):
             length = max((values.size for values in series.values()), default=0)
             yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())
@@ -355,7 +339,7 @@ class SavedRun:
         if self.pictures is not None:
             yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
         if self.records is not None:
-            yield "records", self.records, ("values", "levels")
+            yield "records", self.records, ("values",)
         if self.texts is not None:
             yield "texts", self.texts, ("words", "fil", "plis")
         for attack in self.attacks:
@@ -363,8 +347,10 @@ class SavedRun:
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
-        errors = None if self.pictures is None else self.pictures.errors
-        require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
+        if self.pictures is not None:
+            count, typical, errors = len(self.pictures.rows), self.pictures.typical, self.pictures.errors
+            require(typical in range(count + 1), f"pictures: {typical} of its {count} rows are typical")
+            require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
@@ -454,14 +440,14 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged", "metrics"),
-        ("a dict", dict),
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
     ),
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
     **dict.fromkeys(("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
     **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
+    "metrics": ("a dict", dict),
     "dataset.input_range": ("two numbers", list),
 }
 

@@ -36,12 +36,12 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
-from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_spread, thumbnails
+from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
-from torchfil.run.baselines import NO_LEVEL, level_shares, values_and_levels
-from torchfil.run.blind_guess import BlindErrors
+from torchfil.run.baselines import level_shares
+from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
@@ -91,15 +91,15 @@ def build_saved_run(
     shown = words = people = None
     with preserve_rng():
         about = _about(training, accountant, leakage, delta, hash_data=hash_data)
-        spread = read_spread(passes, d, thorough=hash_data)
-        columns |= {} if spread is None else spread[1].column
-        if table is not None and spread is not None:
-            table = table.with_levels(spread[0].attributes)
+        blind = read_blind_guess(passes, d, thorough=hash_data)
+        columns |= {} if blind is None else blind.column
+        if table is not None and blind is not None:
+            table = table.with_levels(blind.everybody.spread)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, leakage, columns, pictures)
-            if table is not None and spread is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(passes, columns, spread[0].attributes)
+            if table is not None and blind is not None and attributes is not None and attributes.pixels is None:
+                people = table.records(passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -123,7 +123,7 @@ def build_saved_run(
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
-        baselines=None if spread is None else baselines(*spread, table),
+        baselines=None if blind is None else baselines(blind, table),
     )
 
 
@@ -275,6 +275,7 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
 # ------------------------------------------------------------------ attributes
 
 
+NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
 _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
@@ -381,21 +382,20 @@ class AttributeTable:
         plain = len(self.names) == len(self.coordinates)
         return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
 
-    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray], spread: Spread) -> Records | None:
+    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
         """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
 
         Args:
             passes: Reads the data set.
             columns: With η̄ ("fil") and "participations", [n] each.
-            spread: The coordinates' spread, [d] each.
         """
-        rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
+        rows, _ = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
         if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
             return None
-        table = passes.examples(rows.tolist()).values.detach().cpu().double().numpy()
-        values, levels = values_and_levels(table, self.columns, self.coordinates, spread)
         first = [own[0] for own in self.columns]
-        return Records(rows, values * self.scales[first] + self.offsets[first], levels, typical)
+        table = passes.examples(rows.tolist()).values[:, first].detach().cpu().double().numpy()
+        values = table * self.scales[first] + self.offsets[first]
+        return Records(rows, np.where([len(own) == 1 for own in self.columns], values, math.nan))
 
 
 def attribute_table(
@@ -485,16 +485,16 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     return None if reason is not None else table
 
 
-def baselines(spread: Baselines, blind: BlindErrors, table: AttributeTable | None) -> Baselines:
-    """The error of a blind guess of inputs, and of attributes if there are any, from that of the coordinates.
+def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:
+    """The error of a blind guess of inputs, and of attributes if there are any.
 
     The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels count as coordinates do.
     """
+    d = len(blind.everybody.spread.std)
+    told = blind.knows, blind.errors([range(d)], np.ones(d))[:, 0]
     if table is None:
-        return replace(spread, attributes=Spread(*np.zeros((4, 0))))
-    attributes, levels = table.spread(spread.attributes)
-    errors = blind.errors(table.columns, table.scales)
-    return replace(spread, attributes=attributes, levels=levels, attribute_errors=errors)
+        return Baselines(Spread(*np.zeros((4, 0))), {}, *told, np.zeros((1, 0)))
+    return Baselines(*table.spread(blind.everybody.spread), *told, blind.errors(table.columns, table.scales))
 
 
 def _level_shares(spread: Spread) -> np.ndarray:

@@ -26,8 +26,8 @@ from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
-from torchfil.run.blind_guess import BlindErrors, BlindGuess
-from torchfil.run.saved_run import Baselines, Pictures, Spread, Texts
+from torchfil.run.blind_guess import BlindGuess
+from torchfil.run.saved_run import Pictures, Texts
 from torchfil.run.statistics import most_exposed_and_typical
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
@@ -111,11 +111,8 @@ def _bytes(values: Tensor) -> Any:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> tuple[Baselines, BlindErrors] | None:
-    """The spread of the run's data, each coordinate an attribute, and what blind guesses err by.
-
-    None for streams, and if no coordinate has a fixed value. That of the inputs is over all coordinates, each weighted
-    by how many examples have it: mean, root mean variance, range.
+def read_blind_guess(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> BlindGuess | None:
+    """Blind guesses of the run's data; None for streams, and if no coordinate has a fixed value.
 
     If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
@@ -133,18 +130,10 @@ def read_spread(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) 
         # outputs of submodules have no values; texts may be laid out differently from batch to batch
         if part.values.shape[1] != num_coordinates or part.values.isnan().all():
             return None
-        guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *_public(part))
+        public = ([leaf.cpu().double() for leaf in leaves] for leaves in _public(part))
+        guess.add(part.values.detach().to("cpu", torch.float64).numpy(), *public)
 
-    everybody, ones = guess.everybody, np.ones(num_coordinates)
-    counts, each = everybody.count[-num_coordinates:], everybody.spread
-    known = counts > 0
-    weight = counts[known] / counts.sum()
-    mean, variance = (np.sum(part[known] * weight) for part in (each.mean, each.std**2))
-    inputs = (mean, math.sqrt(variance), np.min(each.low[known]), np.max(each.high[known]))
-    blind = guess.best(ones, rows, passes.run.ids.num_examples)
-    errors = blind.errors([range(num_coordinates)], ones)[:, 0]
-    spread = Spread(*map(np.asarray, inputs))
-    return Baselines(len(rows), spread, each, {}, blind.knows, errors, np.zeros((1, 0))), blind
+    return guess.judged(np.ones(num_coordinates), rows, passes.run.ids.num_examples)
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
@@ -235,9 +224,8 @@ def _estimates(
     class, always the same ones, and fewer if they are large; of a class of one, any others.
     """
     examples, n = passes.examples(rows.tolist()), leakage.ids.num_examples
-    values = examples.maps(examples.values).get(key)
-    private = values is not None and values.numel() == images.numel()
-    if values is None or not private or examples.num_coordinates != leakage.num_coordinates or n < 2:
+    values = examples.maps(examples.values).get(key, torch.zeros(0))
+    if values.numel() != images.numel() or examples.num_coordinates != leakage.num_coordinates or n < 2:
         return None, None
     information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
     if {"diagonal", "fim"} & leakage.ledger.sums.keys():
@@ -248,10 +236,8 @@ def _estimates(
     is_private = ~values[0].isnan().flatten().cpu()  # [pixels]; public ones stay as they are, and do not count
 
     estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3)
-    classes, most = (
-        columns.get("public_class", np.zeros(n)),
-        max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // len(is_private))),
-    )
+    classes = columns.get("public_class", np.zeros(n))
+    most = max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // len(is_private)))
     for own in np.unique(classes[rows]):
         like = np.flatnonzero(classes == own) if (classes == own).sum() > 2 else np.arange(n)
         like = like[np.linspace(0, len(like) - 1, min(len(like), most + 1)).round().astype(int)]
