@@ -262,8 +262,8 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
     Unbiased is an attacker whose guesses are right on average over repeated trainings, and who knows everything else.
-    1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
-    closer.
+    1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may
+    come closer.
     """
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
     ratios = error_ratios(asked.run, asked.policy.blind_error)
@@ -448,7 +448,7 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         worse = [label for label, level in levels.items() if not level <= limit * levels[found.least]]
         worse = [] if found.ratio == 1 and limit >= 1 else worse  # all alike, also where all are infinite
         rows = np.flatnonzero(np.isin(codes, [names.tolist().index(label) for label in worse]))
-        note = f"{found.most!r} over {found.least!r}, of groups of at least {size} measured examples"
+        note = f"{found.most} over {found.least}, of groups of at least {size} measured examples"
         yield asked.verdict(not worse, found.ratio, rows, note, grouping)
 
 
