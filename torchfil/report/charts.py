@@ -118,7 +118,7 @@ def _maps(pixels: list[AttributeSummary], summary: Summary) -> svg.Chart:
 def _groups(summary: Summary) -> dict[str, svg.Chart]:
     """Typical FIL by group, as multiples of the least exposed group's where that is a number to divide by."""
     charts: dict[str, svg.Chart] = {}
-    tones = {"more": 1, "less": 2}
+    tones = {"more": "exposed", "less": "quiet"}
 
     def note(group: GroupSummary, unit: float) -> str:
         return f"{number(group.fil / unit, 2 if summary.redacted else 3)}× ({count(group.examples)})"
@@ -127,7 +127,7 @@ def _groups(summary: Summary) -> dict[str, svg.Chart]:
         least = min((g.fil for g in grouping.groups), default=0.0)
         unit = least if 0 < least < math.inf else 1.0
         rows = [
-            svg.Row(g.name, g.fil / unit, g.low / unit, g.high / unit, tones.get(g.compared, 0), note(g, unit))
+            svg.Row(g.name, g.fil / unit, g.low / unit, g.high / unit, tones.get(g.compared, ""), note(g, unit))
             for g in grouping.groups
         ]
         if rows:

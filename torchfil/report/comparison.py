@@ -96,7 +96,6 @@ class Moves:
         after: MSE bounds after, [m].
         clearly: 1: clearly less exposed after, −1: clearly more, 0: neither, int [m].
         newly_exposed: Whether exposed after and not before, [m] booleans; None: not known.
-        no_longer: Whether exposed before and not after, [m] booleans; None: not known.
     """
 
     ids: np.ndarray
@@ -104,7 +103,6 @@ class Moves:
     after: np.ndarray
     clearly: np.ndarray
     newly_exposed: np.ndarray | None
-    no_longer: np.ndarray | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +202,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
         moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
     bounds = _numbers(before, "mse_bound"), _numbers(after, "mse_bound")
-    moves = Moves(np.asarray(before.ids), *bounds, _clearly(before, after), newly, no_longer)
+    moves = Moves(np.asarray(before.ids), *bounds, _clearly(before, after), newly)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,

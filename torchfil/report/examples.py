@@ -188,13 +188,8 @@ class TableColumn:
     kind: str = ""
 
 
-RATIO = TableColumn(
-    "ratio",
-    "error",
-    "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error",
-    narrow=True,
-    kind="times",
-)
+_BESIDE = "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error"
+RATIO = TableColumn("ratio", "error", _BESIDE, narrow=True, kind="times")
 COLUMNS = (
     TableColumn("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
     TableColumn("participations", "drawn", "how many batches held the example"),

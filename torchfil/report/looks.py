@@ -112,7 +112,7 @@ class ClosestValue:
         low, high = (f"{end:,.{digits}f}".replace("-", "−") for end in ends)
         told = f"{low} to {high} {self.unit}".rstrip() if self.ratio < 1 else "beyond a blind guess"
         value, start, end = ((min(max(each, first), last) - first) / (last - first) for each in (self.value, *ends))
-        return Row(f"{self.id}, {self.attribute}", value, start, end, 3, told)
+        return Row(f"{self.id}, {self.attribute}", value, start, end, "estimate", told)
 
 
 def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestValue]:
@@ -129,9 +129,7 @@ def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestVa
     if run is None or run.attributes is None or nearest is None:
         return []
     records, names = run.records, run.attributes.names
-    kept = (
-        {} if records is None else {int(row): values for row, values in zip(records.rows, records.values, strict=True)}
-    )
+    kept = {} if records is None else dict(zip(records.rows.tolist(), records.values, strict=True))
     rows = np.union1d(np.argsort(nearest, kind="stable")[:NEAREST], np.asarray(list(kept), dtype=np.int64))
     rows = rows[is_told(run)[rows]]
 

@@ -21,7 +21,6 @@ from torchfil.utils.text import visible
 
 FULL, WIDE, HALF, NARROW = 1060, 680, 500, 340
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
-TONES = ("", " exposed", " quiet", " estimate")
 MULTIPLES = (1, 0.5, 10, 100, 0.1, 1000, 2, 0.25, 5, 1e4, 0.01, 1e5, 1e6)  # of a blind guess's error, as room allows
 STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a map, where they end; from 1 on an estimate errs more than a blind guess
 _COLOUR = "#b35806"
@@ -59,14 +58,14 @@ def standalone(chart: Chart, style: str, label: str) -> str:
 class Row:
     """A point with an interval, beside its name.
 
-    ``tone`` picks the colour (0: plain, 1: emphasised, 2: quiet, 3: estimates).
+    ``tone`` is the class of its colour: "", "exposed", "quiet" or "estimate".
     """
 
     name: str
     value: float
     low: float
     high: float
-    tone: int = 0
+    tone: str = ""
     note: str = ""
 
 
@@ -260,8 +259,9 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str | None) -> Markup:
         ]
         if row.low != row.high:
             start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
-            drawn.append(_line(x(start), x(end), y, y, f"interval{TONES[row.tone]}"))
-        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=4 if row.tone == 3 else 5, class_=f"dot{TONES[row.tone]}"))
+            drawn.append(_line(x(start), x(end), y, y, f"interval {row.tone}".rstrip()))
+        radius = 4 if row.tone == "estimate" else 5
+        drawn.append(_tag("circle", cx=x(row.value), cy=y, r=radius, class_=f"dot {row.tone}".rstrip()))
         if row.note and (above or width != NARROW):
             drawn.append(_text(*note, row.note, "note", anchor="end"))
         parts.append(_tag("g", *drawn))
@@ -285,7 +285,7 @@ def lines(series: Sequence[Line], *, width: int, title: str, axis: str) -> Marku
     x = Scale(start, end, LEFT, width - right, False)
     y = Scale(low, high * 1.04, height - BOTTOM, TOP + 4, False)
 
-    parts = [_text(6, 14, title, "axis"), *_x_axis(x, height - BOTTOM, axis, start=LEFT), *_y_axis(y, width - right)]
+    parts = _axes(x, y, axis, title)
     ends: list[tuple[float, int, str]] = []
     for i, line in enumerate(series):
         points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b)]
@@ -316,9 +316,7 @@ def scatter(points: Sequence[tuple[float, float, bool]], *, width: int, title: s
     x = Scale(low, high, LEFT, min(width - RIGHT, LEFT + height - BOTTOM - TOP + 120), True)
     y = Scale(low, high, height - BOTTOM, TOP + 4, True)
     parts = [
-        _text(6, 14, title, "axis"),
-        *_x_axis(x, height - BOTTOM, axis, start=LEFT),
-        *_y_axis(y, x.end),
+        *_axes(x, y, axis, title),
         _line(x(low), x(high), y(low), y(high), "mark"),
         *(_tag("circle", cx=x(a), cy=y(b), r=3.5, class_="dot exposed" if c else "dot") for a, b, c in drawn),
     ]
@@ -436,9 +434,11 @@ def _x_axis(
     return parts
 
 
-def _y_axis(y: Scale, end: float) -> list[Markup]:
-    guides = [_line(LEFT, end, y(t), y(t), "guide") for t in y.ticks(5)]
-    return guides + [_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end") for t in y.ticks(5)]
+def _axes(x: Scale, y: Scale, name: str, title: str) -> list[Markup]:
+    """Both of a chart of points or curves, with its title above."""
+    guides = [_line(LEFT, x.end, y(t), y(t), "guide") for t in y.ticks(5)]
+    ticks = [_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end") for t in y.ticks(5)]
+    return [_text(6, 14, title, "axis"), *_x_axis(x, y.start, name, start=LEFT), *guides, *ticks]
 
 
 def _marked(x: float, floor: float, y: float, width: float, name: str) -> list[Markup]:
