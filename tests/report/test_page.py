@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
 def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: str) -> None:
     report = Report(summarise(made_up(), redacted=True), None, {}, [], {})
     with pytest.raises(UndefinedError):
-        block(slug, vars(context_of(report)))
+        block(slug, context_of(report))
 
 
 def attacked(bounds: list[float], **parts: object) -> SavedRun:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,6 @@ FEWEST_PIXELS = 16
 MOST_POINTS = 1000  # of an attack
 MOST_COMPARED = 2000  # of two runs
 SERIES = {"fil_max": "largest", "fil_q95": "95 % quantile", "fil_median": "median"}
-READINGS = {"replace-one": "from ε, proven", "replace_one": "from ε, proven", "paper": "from ε, as in the paper"}
 
 
 def charts_of(report: Report) -> dict[str, svg.Chart]:
@@ -97,21 +95,6 @@ def answers_of(report: Report) -> list[svg.Answer]:
         allowed = (math.exp(epsilon) + delta) / (1 + math.exp(epsilon))
         rows.append(svg.Answer("member (ε alone)", 0.5, min(allowed, 1.0)))
     return rows
-
-
-def rdp_bounds(summary: Summary) -> dict[str, float]:
-    """The MSE bounds that follow from Rényi divergence, by name."""
-    bounds = summary.bounds.get("rdp_mse_bound")
-    readings: Mapping[str, Any] = bounds if isinstance(bounds, dict) else {"replace-one": bounds}
-    return {text: float(readings[key]) for key, text in READINGS.items() if isinstance(readings.get(key), int | float)}
-
-
-def rero_points(summary: Summary) -> list[tuple[float, float]]:
-    """Success without the model and, at most, with it, ascending; none where the run holds none."""
-    curve = summary.bounds.get("rero")
-    if not isinstance(curve, dict) or not curve.get("prior") or len(curve["prior"]) != len(curve.get("success", [])):
-        return []
-    return sorted(zip(curve["prior"], curve["success"], strict=True))
 
 
 def pixels_of(summary: Summary) -> list[AttributeSummary]:

@@ -1,6 +1,6 @@
 """The page of a report, and that of two compared runs: templates over one context.
 
-A template a block, in ``templates/``; all of them see the fields of one context object and nothing else. The public
+A template a block, in ``templates/``; all of them see one context (:func:`context_of`) and nothing else. The public
 page has a smaller one, of aggregates: a block that asks for more, be it by mistake, cannot be rendered from it.
 """
 
@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,33 +23,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from torchfil.gate.gate import check, concerned, decision, default_policy, large_delta
+from torchfil.gate.gate import check, decision, default_policy, large_delta
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.report import examples, formats, looks
-from torchfil.report.charts import (
-    TONES,
-    answers_of,
-    attack_points,
-    charts_of,
-    comparison_chart,
-    options_chart,
-    rdp_bounds,
-    rero_points,
-)
+from torchfil.report import charts, examples, formats, looks
 from torchfil.report.comparison import Comparison, changes, in_short
-from torchfil.report.leaks import PriorGuess, prior_guess
+from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
-from torchfil.report.summary import AttributeSummary, Report, Summary, named_level, summarise
-from torchfil.report.svg import Answer, Chart, intervals, standalone
-from torchfil.run.baselines import (
-    BLANK_WHERE_UNKNOWN,
-    CLASSES,
-    NOT_MEASURED,
-    is_told,
-    status_of,
-)
+from torchfil.report.summary import Report, named_level, summarise
+from torchfil.report.svg import intervals, standalone
+from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
@@ -58,25 +42,7 @@ from torchfil.utils.text import visible, write_csv_parts
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MOST_ATTRIBUTES, MOST_MOVED = 24, 10
-
-
-@dataclass(frozen=True)
-class ChosenAttributes:
-    """The attributes that a table shows: all where they are few, else the most exposed where they can be compared.
-
-    Attributes:
-        shown: In the order of the table.
-        ranked: Whether they are the most exposed; otherwise the first.
-    """
-
-    shown: list[AttributeSummary]
-    ranked: bool
-
-    @property
-    def worst(self) -> AttributeSummary:
-        """The one with the smallest ratio to a blind guess's error."""
-        return min(self.shown, key=lambda a: min(a.ratio.values()))
+MOST_MOVED = 10
 
 
 @dataclass(frozen=True)
@@ -113,164 +79,57 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
-@dataclass(frozen=True)
-class PublicContext:
-    """Everything that the templates of a public page can see: aggregates, and what is made from them.
+def context_of(report: Report) -> dict[str, Any]:
+    """Everything that the templates of a page can see, by name.
 
-    Attributes:
-        report: The material; of a public page without the run.
-        summary: Aggregates.
-        charts: By name.
-        answers: Questions without and with the model.
-        chosen_attributes: Those that tables show.
-        rounds_table: How the weights of examples were chosen: a head, and a line for each training.
-        rdp_bounds: Bounds from ε, by name.
-        rero: Success without and with the model.
-        from_data: Whether the error of a blind guess is made from the data, and may be told.
+    A public page has aggregates and what is made from them alone:
+
+    * ``report``, the material, of a public page without the run, and its ``summary``;
+    * ``charts`` by name, and ``answers``, questions without and with the model.
+
+    A confidential page has besides:
+
+    * ``run``; ``ruling``, what the policy says, None where the run does not keep what its rules are about; ``options``,
+      what would keep the policy;
+    * ``most``, the most exposed examples, and ``measures``, by which examples are flagged;
+    * ``pictured``, examples as pictures, and ``shown_pictures``, those of the first screen; ``values``, attributes of
+      examples that can be estimated most closely; ``texts``, tokens text by text;
+    * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
-
-    report: Report
-    summary: Summary
-    charts: dict[str, Chart]
-    answers: list[Answer]
-    chosen_attributes: ChosenAttributes
-    rounds_table: list[list[str]]
-    rdp_bounds: dict[str, float]
-    rero: list[tuple[float, float]]
-    from_data: bool
-
-
-@dataclass(frozen=True)
-class PrivateContext(PublicContext):
-    """What the templates of a confidential page see besides.
-
-    Attributes:
-        run: The run.
-        ruling: What the policy says; None where the run does not keep what its rules are about.
-        num_breaking: How many examples a broken rule concerns.
-        options: What would keep the policy.
-        most: The most exposed examples.
-        measures: By which measures examples are flagged.
-        pictured: Examples as pictures.
-        shown_pictures: Those of the first screen.
-        values: Attributes of examples that can be estimated most closely.
-        texts: Tokens, text by text.
-        priors: Questions beside the data's own prior.
-        spread: Of attributes the smallest and largest value and the mean.
-        num_drawn: How many dots each attack's chart has.
-        table: The table of examples.
-    """
-
-    run: SavedRun
-    ruling: Ruling | None
-    num_breaking: int
-    options: Options
-    most: list[examples.Exposed]
-    measures: list[str]
-    pictured: list[looks.Pictured]
-    shown_pictures: list[looks.Pictured]
-    values: list[looks.ClosestValue]
-    texts: list[tuple[str, dict[str, list[looks.ShownToken]]]]
-    priors: dict[str, PriorGuess]
-    spread: dict[str, tuple[float, float, float]]
-    num_drawn: list[int]
-    table: examples.Table
-
-
-def context_of(report: Report) -> PublicContext:
-    """The context of a page: a :class:`PrivateContext` unless the report is redacted."""
-    summary, run = report.summary, report.run
-    public = PublicContext(
-        report=report,
-        summary=summary,
-        charts=charts_of(report),
-        answers=answers_of(report),
-        chosen_attributes=_chosen(summary.tracked),
-        rounds_table=_rounds(summary),
-        rdp_bounds=rdp_bounds(summary),
-        rero=rero_points(summary),
-        from_data=run is not None and run.baselines is not None,
-    )
+    run, verdicts, policy = report.run, report.verdicts, report.policy
+    drawn, answers = charts.charts_of(report), charts.answers_of(report)
+    public = {"report": report, "summary": report.summary, "charts": drawn, "answers": answers}
     if run is None:
         return public
 
     # who is exposed, and what that would look like
-    told, exposure, verdicts, policy = is_told(run), examples.Measures(report), report.verdicts, report.policy
+    told, exposure = baselines.is_told(run), examples.Measures(report)
     most, pictured = exposure.most(), looks.pictures_of(run, report.ratios)
     values = looks.closest_values(report, exposure.closest)
-    drawn = [value.drawn for value in values if value.drawn is not None]
-    if drawn:
-        public.charts["ranges"] = functools.partial(intervals, drawn, axis=None)
+    ranges = [value.drawn for value in values if value.drawn is not None]
+    if ranges:
+        drawn["ranges"] = functools.partial(intervals, ranges, axis=None)
 
     # what the policy says, and what would help
     ruling, options = None, Options()
     if verdicts is not None and policy is not None:
         ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
     if len(options.curve) > 1:
-        public.charts["options"] = options_chart(options)
+        drawn["options"] = charts.options_chart(options)
     priors = {question.name: prior_guess(question, told) for question in run.questions}
-    broken = [verdict for verdict in verdicts or [] if not verdict.passed and verdict.found is not None]
-    named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
-    return PrivateContext(
-        **vars(public),
-        run=run,
-        ruling=ruling,
-        num_breaking=len(concerned(broken)),
-        options=options,
-        most=most,
-        measures=list(exposure.flags),
-        pictured=pictured,
-        shown_pictures=looks.side_by_side(pictured),
-        values=values,
-        texts=looks.tokens_of(run),
-        priors={name: guess for name, guess in priors.items() if guess is not None},
-        spread=_spread(run),
-        num_drawn=[len(attack_points(attack)) for attack in run.attacks],
-        table=examples.table_of(exposure, named),
-    )
-
-
-def _chosen(tracked: list[AttributeSummary]) -> ChosenAttributes:
-    if len(tracked) > MOST_ATTRIBUTES and all(a.ratio for a in tracked):
-        return ChosenAttributes(sorted(tracked, key=lambda a: min(a.ratio.values()))[:MOST_ATTRIBUTES], True)
-    if len(tracked) > MOST_ATTRIBUTES and len({a.unit for a in tracked}) == 1 and all(a.error for a in tracked):
-        return ChosenAttributes(sorted(tracked, key=lambda a: min(a.error.values()))[:MOST_ATTRIBUTES], True)
-    return ChosenAttributes(tracked[:MOST_ATTRIBUTES], False)
-
-
-def _rounds(summary: Summary) -> list[list[str]]:
-    """A head and one line for each training; columns that no round has are left out."""
-    rounds = {} if summary.spared is None else summary.spared.rounds
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "num_spared": ("Down-weighted", formats.count),
-        "smallest_weight": ("Least ω", formats.number),
-        "worst": ("Worst", formats.number),
-        "worst_end": ("its end", formats.number),
-        "num_below": ("Short", formats.count),
-        "group_ratio": ("Groups", formats.number),
-        "score": ("Score", lambda score: formats.number(score, 4)),
-        "epsilon": ("ε", formats.number),
-        "seconds": ("Seconds", lambda seconds: f"{seconds:,.0f}"),
+    return public | {
+        "run": run,
+        "ruling": ruling,
+        "options": options,
+        "most": most,
+        "measures": list(exposure.flags),
+        "pictured": pictured,
+        "shown_pictures": looks.side_by_side(pictured),
+        "values": values,
+        "texts": looks.tokens_of(run),
+        "priors": {name: guess for name, guess in priors.items() if guess is not None},
+        "table": examples.table_of(exposure, [each.row for each in (*most, *pictured, *values)]),
     }
-    known = [
-        name
-        for name in columns
-        if any(not (isinstance(value, float) and math.isnan(value)) for value in rounds.get(name, []))
-    ]
-    fresh = rounds.get("fresh", [False] * len(rounds.get("num_spared", [])))
-    lines = [
-        [f"{place + 1}{', fresh' * bool(is_fresh)}", *(columns[name][1](rounds[name][place]) for name in known)]
-        for place, is_fresh in enumerate(fresh)
-    ]
-    return [["Training", *(columns[name][0] for name in known)], *lines]
-
-
-def _spread(run: SavedRun) -> dict[str, tuple[float, float, float]]:
-    if run.attributes is None or run.baselines is None:
-        return {}
-    spread = run.baselines.attributes
-    ends = zip(spread.low.tolist(), spread.high.tolist(), spread.mean.tolist(), strict=True)
-    return dict(zip(run.attributes.names, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -347,7 +206,7 @@ def render(report: Report) -> str:
         * It loads nothing: a content security policy forbids every connection, and only the page's own script runs.
         * Every string from the run is escaped.
     """
-    context, public = vars(context_of(report)), report.run is None
+    context, public = context_of(report), report.run is None
 
     # sections with nothing to say are left out
     sections = list[tuple[Section, Markup]]()
@@ -384,7 +243,7 @@ def render_comparison(comparison: Comparison) -> str:
         with np.errstate(divide="ignore", invalid="ignore"):
             change = np.nan_to_num(np.log(moves.after) - np.log(moves.before), nan=0.0, posinf=np.inf, neginf=-np.inf)
         down, up = np.argsort(change, kind="stable"), np.argsort(-change, kind="stable")
-        chart, drawn = comparison_chart(moves)
+        chart, drawn = charts.comparison_chart(moves)
         context |= {
             "moved": moves,
             "moved_down": [row for row in down[:MOST_MOVED] if change[row] < 0],
@@ -438,10 +297,9 @@ def _environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
-    environment.globals |= {"large_delta": large_delta, "classes": CLASSES, "tones": TONES}
+    environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
     environment.filters |= {name: getattr(formats, name) for name in formats.__all__}
     environment.filters |= {
-        "levels_in": _levels_in,
         "named_level": named_level,
         "plainly": _plainly,
         "plural": lambda some, name: f"{some:,} {name}{'' if some == 1 else 's'}",
@@ -459,12 +317,6 @@ def _plainly(sentence: str) -> str:
     """
     said = sentence.partition(": ")[0].rstrip(".")
     return "" if re.search(r"\w[(=]", said) else f"{said}."
-
-
-def _levels_in(tables: Iterable[Mapping[str, float]]) -> list[str]:
-    """The levels of exposure that some of the tables have."""
-    tables = list(tables)
-    return [level for level in ("0", "0.05", "0.5") if any(level in table for table in tables)]
 
 
 # ---------------------------------------------------------------------- the folder: complete or not there
@@ -527,17 +379,20 @@ def write_report(
 
         # charts for other documents, from what the page shows
         report = Report(summary, None if redacted else run, files, notes, shown, verdicts, policy, signature)
-        for name, chart in charts_of(report).items() if pictures else ():
+        for name, chart in charts.charts_of(report).items() if pictures else ():
             drawn = standalone(chart, asset("charts.css"), label_of(redacted))
             (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
             files[f"{name}.svg"] = "a chart of the page"
 
-        files[SUMMARY] = "the aggregates"
+        files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
+        if verdicts is not None and policy is not None:
+            rules = _json_ready([each.as_dict() for each in verdicts])
+            verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
         content = {
             "format": MARKER,
             "confidential": not redacted,
             **_json_ready(summary),
-            **({} if verdicts is None or policy is None else _verdict(verdicts, policy)),
+            **verdict,
             "signed_by": None if signature is None else signature.signer,
             "files": files,
             "notes": notes,
@@ -562,22 +417,17 @@ def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict]
         return policy, None
 
 
-def _verdict(verdicts: list[Verdict], policy: Policy) -> dict[str, Any]:
-    rules = _json_ready([verdict.as_dict() for verdict in verdicts])
-    return {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
-
-
 def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
     """The columns of leakage.csv, [n] each: id, status, the run's columns, groups, "least error of" every attribute.
 
     That is the lower end of the error's interval, or the error itself where the end is not known. What was not
     measured is NaN (an empty cell), not zero.
     """
-    status = status_of(run)
-    unknown = status == NOT_MEASURED
+    status = baselines.status_of(run)
+    unknown = status == baselines.NOT_MEASURED
     table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": _STATUS[status]}
     for name, values in run.columns.items():
-        blank = name in BLANK_WHERE_UNKNOWN
+        blank = name in baselines.BLANK_WHERE_UNKNOWN
         table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
     table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
     if run.attributes is not None:

@@ -19,37 +19,14 @@ from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
+_MECHANISM = """
+    sigma l2 releases noise_multiplier max_grad_norm clip noise sample_rate expected_batch_size steps poisson
+    stream amplification estimator num_probes probe_precision fil_rate rel_error steps_paused loss"""
 PUBLIC = {
-    "kind": None,
-    "title": None,
-    "created": None,
-    "epsilon": None,
-    "delta": None,
-    "accountant": None,
-    "exact": None,
-    "unit_of_inputs": None,
+    **dict.fromkeys(("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")),
     "model": ("class", "name", "num_parameters"),
     "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
-    "mechanism": (
-        *("sigma", "l2", "releases"),  # of a linear model
-        "noise_multiplier",
-        "max_grad_norm",
-        "clip",
-        "noise",
-        "sample_rate",
-        "expected_batch_size",
-        "steps",
-        "poisson",
-        "stream",
-        "amplification",
-        "estimator",
-        "num_probes",
-        "probe_precision",
-        "fil_rate",
-        "rel_error",
-        "steps_paused",
-        "loss",
-    ),
+    "mechanism": tuple(_MECHANISM.split()),
     "versions": ("torchfil", "torch", "opacus", "python"),
     # neither how many pilots there were nor whether their target was met: both rest on the most exposed example;
     # nothing of "equalised", whose target may be read off an example
@@ -192,6 +169,14 @@ class Summary:
         """The attributes of which something may be told."""
         return [attribute for attribute in self.attributes if attribute.error or attribute.ratio]
 
+    @property
+    def ranked(self) -> list[AttributeSummary]:
+        """The same, the most exposed first; empty where neither ratios nor errors in one unit compare them."""
+        if all(a.ratio for a in self.tracked):
+            return sorted(self.tracked, key=lambda a: min(a.ratio.values()))
+        alike = len({a.unit for a in self.tracked}) == 1 and all(a.error for a in self.tracked)
+        return sorted(self.tracked, key=lambda a: min(a.error.values())) if alike else []
+
 
 def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, policy: Policy | None = None) -> Summary:
     """The summary of a run; with ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
@@ -269,21 +254,17 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
 
 def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[ExposureLevel]:
     order = np.argsort(-fil, kind="stable")
-    rows = []
-    for level, window in stats.windows(len(fil), LEVELS, smallest).items():
-        members = order[window]
-        rows.append(
-            ExposureLevel(
-                level=level,
-                examples=len(members),
-                fil=stats.rounded(stats.geometric_mean(fil[members], smallest), smallest),
-                mse_bound=stats.rounded(stats.geometric_mean(bound[members], smallest, 2), smallest),
-                mse_bound_low=None
-                if low is None
-                else stats.rounded(stats.geometric_mean(low[members], smallest, 2), smallest),
-            )
+
+    def typical(values: np.ndarray, members: np.ndarray, power: int = 2) -> float:
+        return stats.rounded(stats.geometric_mean(values[members], smallest, power), smallest)
+
+    members = {level: order[window] for level, window in stats.windows(len(fil), LEVELS, smallest).items()}
+    return [
+        ExposureLevel(
+            level, len(own), typical(fil, own, 1), typical(bound, own), None if low is None else typical(low, own)
         )
-    return rows
+        for level, own in members.items()
+    ]
 
 
 def _beside_guess(row: ExposureLevel, blind: float, smallest: int) -> ExposureLevel:
@@ -469,12 +450,6 @@ class Report:
             if isinstance(sigma, int | float) and 0 < sigma < math.inf:
                 return float(sigma)
         return None
-
-    @property
-    def num_measured(self) -> int:
-        """How many examples were measured; in public, where that would tell of few, how many there are."""
-        unmeasured = self.summary.not_measured
-        return self.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
 
     @functools.cached_property
     def ratios(self) -> np.ndarray | None:
