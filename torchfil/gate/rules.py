@@ -262,8 +262,8 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
     Unbiased is an attacker whose guesses are right on average over repeated trainings, and who knows everything else.
-    1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may come
-    closer.
+    1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may
+    come closer.
     """
     asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
     ratios = error_ratios(asked.run, asked.policy.blind_error)
@@ -378,7 +378,7 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
             return [asked.unknown("a linear model’s release has no accountant’s ε", "take the rule out", "")]
         return [asked.unknown("the run’s ε is not known")]
     rows = np.arange(0 if epsilon <= asked.limit else len(asked.run))
-    return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}")]
+    return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}".replace("e-0", "e-"))]
 
 
 @_PRIVACY.rule("Largest individual ε, an estimate{who}", "{value}", off=4.0)
