@@ -22,22 +22,25 @@ from tests.report.six_reports import six_reports
 
 IMAGES = Path(__file__).parent / "images"
 MARGIN = 38  # pixels of white around paper
-WHOLE_BLOCKS = """for (const block of document.querySelectorAll("main > *"))
-  if (block.getBoundingClientRect().bottom > innerHeight) block.style.visibility = "hidden";"""
+BELOW = 12  # pixels below the last block
+WHOLE_BLOCKS = """
+  const bottoms = [...document.querySelectorAll("main > *")].map((block) => block.getBoundingClientRect().bottom);
+  return Math.max(...bottoms.filter((bottom) => bottom + arguments[0] <= innerHeight));
+"""
 LARGEST = 120_000  # bytes of a picture
 SHOTS: dict[str, dict[str, Any]] = {
-    "wide": {"width": 1280, "height": 1240},
-    "narrow": {"width": 400, "height": 1400},
+    "wide": {"width": 1280, "height": 1360},
+    "narrow": {"width": 400, "height": 1560},
     "dark": {"width": 1280, "height": 900, "dark": True},
     "print": {"width": 720, "height": 1018, "printed": True},  # A4 within its margins
 }
 
 
 def shot(browser: Any, margin: int) -> bytes:
-    """What is on the screen, with so many white pixels around it, as a small PNG."""
-    browser.execute_script(WHOLE_BLOCKS if margin else "")
+    """The blocks that are wholly on the screen, with so many white pixels around them, as a small PNG."""
+    end = int(browser.execute_script(WHOLE_BLOCKS, BELOW)) + BELOW
     image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-    image = ImageOps.expand(image, margin, "white")
+    image = ImageOps.expand(image.crop((0, 0, image.width, end)), margin, "white")
     for colours in (256, 128, 64, 32):
         small = io.BytesIO()
         image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
