@@ -33,15 +33,8 @@ from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
 from torchfil.report.options import options_of
 from torchfil.report.page import render_comparison, write_report
-from torchfil.run.baselines import (
-    CLASSES,
-    LOWER_BOUND,
-    NOT_MEASURED,
-    exposure_of,
-    is_told,
-    status_of,
-    typical_blind_error,
-)
+from torchfil.run import baselines
+from torchfil.run.baselines import CLASSES, LOWER_BOUND, NOT_MEASURED
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
@@ -107,11 +100,12 @@ def inspect(run: Path, top: int, out: Output) -> None:
 def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
     """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
     run.column("fil")
-    status, told = status_of(run), np.flatnonzero(is_told(run))
+    status, told = baselines.status_of(run), np.flatnonzero(baselines.is_told(run))
     fil, low = run.column("fil")[told], run.column("mse_bound_low")[told]
     order = told[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
-    exposure = exposure_of(run)
+    exposure = baselines.exposure_of(run)
+    counts = None if exposure is None else {text: int((exposure == each).sum()) for each, text in CLASSES.items()}
 
     data = {
         "about": run.about,
@@ -120,9 +114,7 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
             "not_measured": int((status == NOT_MEASURED).sum()),
             "lower_bounds_only": int((status == LOWER_BOUND).sum()),
             "spared": int(is_spared(run).sum()),
-            "exposure": None
-            if exposure is None
-            else dict(zip(CLASSES.values(), np.bincount(exposure, minlength=len(CLASSES)).tolist(), strict=True)),
+            "exposure": counts,
             "too_few_draws": len(run) - len(told),
         },
         "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
@@ -156,7 +148,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     # the rest only where there is something to tell
     if examples["exposure"] is not None:
         knows = "" if run.baselines is None else f", which answers {run.baselines.knows}"
-        lines.append(["exposure", f"beside a blind guess{knows} and errs by {number(typical_blind_error(run))}:"])
+        blind = number(baselines.typical_blind_error(run))
+        lines.append(["exposure", f"beside a blind guess{knows} and errs by {blind}:"])
         lines += [["", f"{count:,} {text}"] for text, count in examples["exposure"].items() if count]
     for kind, name, text in (
         ("too_few_draws", "too few draws", "the run tells neither leakage nor protection"),

@@ -14,16 +14,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 from torchfil.utils.errors import RunFileError
 
-__all__ = [
-    "check",
-    "concerned",
-    "decision",
-    "default_policy",
-    "in_words",
-    "large_delta",
-    "notes",
-    "template",
-]
+__all__ = ["check", "concerned", "decision", "default_policy", "in_words", "large_delta", "notes", "template"]
 
 
 def check(run: SavedRun, policy: Policy) -> list[Verdict]:

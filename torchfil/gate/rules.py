@@ -23,16 +23,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.gate.policy import Policy, PolicyError
-from torchfil.run.baselines import (
-    NOT_MEASURED,
-    blind_errors,
-    error_ratios,
-    is_told,
-    public_classes,
-    ratio_to_blind_guess,
-    status_of,
-    typical_blind_error,
-)
+from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.utils.text import nearest
@@ -103,7 +94,7 @@ class RuleCheck:
     def told(self) -> np.ndarray:
         """Which examples were drawn often enough to tell, [n] booleans."""
         self.run.column("fil")
-        return is_told(self.run)
+        return baselines.is_told(self.run)
 
     def smallest(self, values: np.ndarray, note: str = "") -> Verdict:
         """No told example's value is below the limit; [n] values."""
@@ -248,15 +239,18 @@ _BLIND_ERROR = "the error of a blind guess"
 _NO_BLIND_ERROR = "what a blind guess errs by is not known", "save_run(input_range=…) or the policy’s blind_error tells"
 
 
-def _beside(asked: RuleCheck) -> str:
-    return f"a blind guess errs by {typical_blind_error(asked.run, asked.policy.blind_error):.3g}"
+def _by_ratio(asked: RuleCheck, judge: Callable[[np.ndarray, str], Verdict]) -> list[Verdict]:
+    """What is judged of the errors over a blind guess's, [n]; here no estimate stands in for the lower end."""
+    asked.run.column("mse_bound_low")
+    ratios = baselines.error_ratios(asked.run, asked.policy.blind_error)
+    if ratios is None:
+        return [asked.unknown(*_NO_BLIND_ERROR)]
+    blind = baselines.typical_blind_error(asked.run, asked.policy.blind_error)
+    return [judge(ratios, f"a blind guess errs by {blind:.3g}")]
 
 
 @_BLIND_GUESS.rule(
-    "Least error of an unbiased estimate{who}",
-    "{value} of a blind guess’s error",
-    example=0.5,
-    baseline=_BLIND_ERROR,
+    "Least error of an unbiased estimate{who}", "{value} of a blind guess’s error", example=0.5, baseline=_BLIND_ERROR
 )
 def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
@@ -265,29 +259,16 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     1: as far off as a blind guess; 0.5: twice as close. A biased attacker, who starts from beliefs about the data, may
     come closer.
     """
-    asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
-    ratios = error_ratios(asked.run, asked.policy.blind_error)
-    if ratios is None:
-        return [asked.unknown(*_NO_BLIND_ERROR)]
-    return [asked.smallest(ratios, _beside(asked))]
+    return _by_ratio(asked, asked.smallest)
 
 
-@_BLIND_GUESS.rule(
-    "Exposed examples",
-    "{value} %",
-    example=0.05,
-    baseline=_BLIND_ERROR,
-)
+@_BLIND_GUESS.rule("Exposed examples", "{value} %", example=0.05, baseline=_BLIND_ERROR)
 def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose least error (lower end) is under a blind guess's.
 
     They are exposed: not protected against an unbiased estimate that is closer than a blind guess.
     """
-    asked.run.column("mse_bound_low")  # here no estimate stands in for the lower end
-    ratios = error_ratios(asked.run, asked.policy.blind_error)
-    if ratios is None:
-        return [asked.unknown(*_NO_BLIND_ERROR)]
-    return [asked.share(ratios < 1, _beside(asked))]
+    return _by_ratio(asked, lambda ratios, note: asked.share(ratios < 1, note))
 
 
 _BLIND_GUESS.setting(
@@ -300,10 +281,7 @@ _BLIND_GUESS.setting(
 
 
 @_BLIND_GUESS.rule(
-    "Least error for one attribute, {subject}{who}",
-    "{value} of a blind guess’s error",
-    off=0.5,
-    baseline=_BLIND_ERROR,
+    "Least error for one attribute, {subject}{who}", "{value} of a blind guess’s error", off=0.5, baseline=_BLIND_ERROR
 )
 def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess of an attribute (lower end) over that of a blind guess.
@@ -319,18 +297,18 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
             raise PolicyError(f"attribute_spread: the run has no attribute {name!r}{nearest(name, attributes.names)}")
 
     # by attribute its own spread; one without fails, for nobody knows what its error means
-    blind = blind_errors(asked.run, policy.attribute_spread, policy.blind_error)
+    blind = baselines.blind_errors(asked.run, policy.attribute_spread, policy.blind_error)
     for name, error in zip(attributes.names, blind.mean(axis=0), strict=True):
         if math.isnan(error):
             how = "attribute_spread in the policy, or save_run(input_range=…)"
             return [asked.unknown(f"the spread of “{name}” is not known", how)]
 
     least, wrong = np.full(blind.shape[1], math.inf), np.zeros(len(asked.run), dtype=bool)
-    codes = public_classes(asked.run) if len(blind) > 1 else np.zeros(len(asked.run), dtype=np.int64)
+    codes = baselines.public_classes(asked.run) if len(blind) > 1 else np.zeros(len(asked.run), dtype=np.int64)
     for start in range(0, len(asked.run), _AT_ONCE):
         known = np.flatnonzero(asked.told[start : start + _AT_ONCE])
         errors = np.asarray(attributes.error_low[start : start + _AT_ONCE], dtype=np.float64)[known]
-        shares = ratio_to_blind_guess(errors, blind[codes[known + start]])  # [rows, k]
+        shares = baselines.ratio_to_blind_guess(errors, blind[codes[known + start]])  # [rows, k]
         wrong[known + start] = ~(shares >= asked.limit).all(axis=1)
         least = np.minimum(least, shares.min(axis=0, initial=math.inf))
     worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
@@ -360,12 +338,7 @@ def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
 _PRIVACY = _Section("Differential privacy")
 
 
-@_PRIVACY.rule(
-    "ε for everybody",
-    "{value}{note}",
-    example=8.0,
-    advice="Train again with the noise that this ε takes.",
-)
+@_PRIVACY.rule("ε for everybody", "{value}{note}", example=8.0, advice="Train again with the noise that this ε takes.")
 def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The run's ε, for everybody.
 
@@ -436,7 +409,7 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         yield replace(asked.unknown("the run was saved without groups"), rows=np.arange(0))
     for grouping in run.groups:
         names, codes = run.coded_group(grouping)
-        drawn = status_of(run) != NOT_MEASURED
+        drawn = baselines.status_of(run) != baselines.NOT_MEASURED
         levels = group_levels(run.column("fil")[drawn], codes[drawn], names.tolist(), size)
         found = disparity_of(levels)
         if found is None:
@@ -523,10 +496,7 @@ def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
 
 
 @_UNTOLD.rule(
-    "Examples in steps that were not measured",
-    "{value}",
-    example=0,
-    advice="Train again and measure every step.",
+    "Examples in steps that were not measured", "{value}", example=0, advice="Train again and measure every step."
 )
 def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of examples in steps that were not measured (engine.paused): their bounds are no guarantees."""

@@ -32,7 +32,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     summary = report.summary
     charts: dict[str, svg.Chart] = {}
     axes: dict[str, Any]
-    mark: svg.Mark | None
+    mark: tuple[float, str] | None
 
     # how close an unbiased attacker comes, and what any attacker learns
     bins = summary.ratio_histogram
@@ -40,13 +40,13 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther|"
         axis += "error over a blind guess’s (log scale)"
         tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
-        mark = svg.Mark(1.0, "as good as a blind guess")
+        mark = (1.0, "as good as a blind guess")
         drawn = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
         charts["closeness"] = partial(drawn, multiples=True)
     bins = summary.mse_histogram
     if bins is not None:
         square = None if summary.blind is None else summary.blind**2
-        mark = None if square is None else svg.Mark(square, f"blind guess, {number(square)}")
+        mark = None if square is None else (square, f"blind guess, {number(square)}")
         axis = "bound on the mean squared error per input (MSE)|MSE bound per input"
         charts["mse_bounds"] = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark)
     answers = answers_of(report)
@@ -60,7 +60,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     charts |= _groups(summary)
     bins, epsilon = summary.epsilon_histogram, report.about("epsilon")
     if bins is not None:
-        mark = None if epsilon is None else svg.Mark(float(epsilon), f"ε for everybody, {number(epsilon)}")
+        mark = None if epsilon is None else (float(epsilon), f"ε for everybody, {number(epsilon)}")
         drawn = partial(svg.histogram, bins.edges, bins.counts, axis="individual ε", log=False, mark=mark)
         charts["individual_epsilon"] = drawn
 

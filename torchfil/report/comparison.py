@@ -25,16 +25,8 @@ import numpy as np
 
 from torchfil.report.formats import count, number, rate
 from torchfil.report.groups import joined, split_beside
-from torchfil.run.baselines import (
-    BELOW,
-    CLASSES,
-    NOT_MEASURED,
-    UNTOLD,
-    blind_error_of_inputs,
-    exposure_of,
-    is_told,
-    status_of,
-)
+from torchfil.run import baselines
+from torchfil.run.baselines import BELOW, CLASSES, NOT_MEASURED, UNTOLD
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.utils.errors import require
@@ -253,10 +245,10 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
 
 def _exposures(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarray] | None:
     """The classes of exposure in both runs, [m] each, where both hold the same blind guess; None otherwise."""
-    blind = blind_error_of_inputs(before), blind_error_of_inputs(after)
+    blind = baselines.blind_error_of_inputs(before), baselines.blind_error_of_inputs(after)
     if blind[0] is None or blind[1] is None or not np.allclose(blind[0], blind[1], rtol=1e-6, atol=0):
         return None
-    one, other = exposure_of(before), exposure_of(after)
+    one, other = baselines.exposure_of(before), baselines.exposure_of(after)
     return None if one is None or other is None else (one, other)
 
 
@@ -285,7 +277,7 @@ def _clearly(before: SavedRun, after: SavedRun) -> np.ndarray:
 
 
 def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
-    counts = {UNTOLD: int((~is_told(run)).sum())}
+    counts = {UNTOLD: int((~baselines.is_told(run)).sum())}
     if classes is not None:
         counts = dict(enumerate(np.bincount(classes, minlength=len(CLASSES)).tolist()))
     low_end = levels_of(_lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
@@ -462,8 +454,8 @@ def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
     ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
     unlike = " and ".join(f"{visible(str(own[0]))}, …" for own in names)
     require(len(ids) > 0, f"the runs share no ids ({unlike}): examples are matched by id")
-    one, other = (status_of(run)[rows] != NOT_MEASURED for run, rows in zip((before, after), places, strict=True))
-    known = one & other
+    one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
+    known = one[places[0]] & other[places[1]]
     require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
     return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(places[1][known])
 

@@ -116,6 +116,7 @@ def context_of(report: Report) -> dict[str, Any]:
         ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
     if len(options.curve) > 1:
         drawn["options"] = charts.options_chart(options)
+    named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
     priors = {question.name: prior_guess(question, told) for question in run.questions}
     return public | {
         "run": run,
@@ -128,7 +129,7 @@ def context_of(report: Report) -> dict[str, Any]:
         "values": values,
         "texts": looks.tokens_of(run),
         "priors": {name: guess for name, guess in priors.items() if guess is not None},
-        "table": examples.table_of(exposure, [each.row for each in (*most, *pictured, *values)]),
+        "table": examples.table_of(exposure, named),
     }
 
 

@@ -7,10 +7,10 @@ narrow screens, or by :func:`standalone` as a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -29,12 +29,7 @@ _OPACITY = (1.0, 0.78, 0.56, 0.36, 0.18, 0.0)
 _MOST_CELLS, _GAP, _TITLE, _LINE = 32, 16, 20, 20
 
 
-class Chart(Protocol):
-    """A drawing at a width: one of the functions below with its data, by ``functools.partial``."""
-
-    def __call__(self, *, width: int) -> Markup:
-        """Draw it."""
-        ...
+Chart = Callable[..., Markup]  # draws at ``width=``: one of the functions below with its data, by functools.partial
 
 
 def _tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
@@ -58,14 +53,6 @@ def standalone(chart: Chart, style: str, label: str) -> str:
     ground = _tag("rect", width="100%", height="100%", style="fill: var(--paper)")
     below = _text(WIDE - 2, height + 14, label, "axis", anchor="end")
     return _svg(WIDE, height + 20, [Markup(f"<style>{style}</style>"), ground, drawn, below])
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line at a value, with its name."""
-
-    value: float
-    name: str
 
 
 @dataclass(frozen=True)
@@ -135,7 +122,7 @@ def histogram(
     width: int,
     axis: str,
     log: bool = True,
-    mark: Mark | None = None,
+    mark: tuple[float, str] | None = None,
     tones: Sequence[str] = (),
     multiples: bool = False,
 ) -> Markup:
@@ -149,12 +136,12 @@ def histogram(
         width: Of the drawing.
         axis: The name of the values; after a | the name where there is little room.
         log: Whether x is logarithmic.
-        mark: A vertical line; outside the edges it widens the axis.
+        mark: A vertical line at a value, with its name; outside the edges it widens the axis.
         tones: The class of every bar, [k].
         multiples: Whether values are multiples of a blind guess's error, whose ticks are ¼, ½, 1×, 2× and so on.
     """
     height, right = 214, width - 46
-    points = [*edges, *([mark.value] if mark else [])]
+    points = [*edges, *([mark[0]] if mark else [])]
     low, high = min(points), max(points)
     pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
     x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 6, right, log)
@@ -180,7 +167,7 @@ def histogram(
     named = _multiples(x) if multiples else None
     parts += _x_axis(x, floor, axis, start=6, named=named)
     if mark:
-        parts += _marked(x(mark.value), floor, 12 + below, width, mark.name)
+        parts += _marked(x(mark[0]), floor, 12 + below, width, mark[1])
     return _svg(width, height, parts)
 
 
