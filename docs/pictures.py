@@ -30,7 +30,7 @@ WHOLE_BLOCKS = """
 LARGEST = 120_000  # bytes of a picture
 SHOTS: dict[str, dict[str, Any]] = {
     "wide": {"width": 1280, "height": 1360},
-    "narrow": {"width": 400, "height": 1560},
+    "narrow": {"width": 400, "height": 1640},
     "dark": {"width": 1280, "height": 900, "dark": True},
     "print": {"width": 720, "height": 1018, "printed": True},  # A4 within its margins
 }
