@@ -1,8 +1,8 @@
 """The report's pictures in docs/images: ``python -m docs.pictures``. Needs Chromium and axe-core.
 
 Six reports on made-up data, each on a wide screen, on a narrow one, in dark colours and on paper. The checks of the
-browser tests (:mod:`tests.report.page_checks`) run on every page that is shot, and no picture is kept of a page that
-has a fault.
+browser tests (:mod:`tests.report.page_checks`) run on every page that is shot, and no picture is kept if one has a
+fault.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.report.accessibility import violations
 from tests.report.in_browser import opened, screen, started
@@ -21,21 +21,29 @@ from tests.report.page_checks import layout, not_printed
 from tests.report.six_reports import six_reports
 
 IMAGES = Path(__file__).parent / "images"
+MARGIN = 38  # pixels of white around paper
+BELOW = 12  # pixels below the last block
+WHOLE_BLOCKS = """
+  const bottoms = [...document.querySelectorAll("main > *")].map((block) => block.getBoundingClientRect().bottom);
+  return Math.max(...bottoms.filter((bottom) => bottom + arguments[0] <= innerHeight));
+"""
 LARGEST = 120_000  # bytes of a picture
 SHOTS: dict[str, dict[str, Any]] = {
-    "wide": {"width": 1280, "height": 1240},
-    "narrow": {"width": 400, "height": 1400},
+    "wide": {"width": 1280, "height": 1360},
+    "narrow": {"width": 400, "height": 1640},
     "dark": {"width": 1280, "height": 900, "dark": True},
     "print": {"width": 720, "height": 1018, "printed": True},  # A4 within its margins
 }
 
 
-def shot(browser: Any) -> bytes:
-    """What is on the screen, as a small PNG."""
+def shot(browser: Any, margin: int) -> bytes:
+    """The blocks that are wholly on the screen, with so many white pixels around them, as a small PNG."""
+    end = int(browser.execute_script(WHOLE_BLOCKS, BELOW)) + BELOW
     image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-    for colours in (128, 64, 32, 16):
+    image = ImageOps.expand(image.crop((0, 0, image.width, end)), margin, "white")
+    for colours in (256, 128, 64, 32):
         small = io.BytesIO()
-        image.quantize(colours, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         if small.tell() <= LARGEST:
             break
     return small.getvalue()
@@ -53,7 +61,7 @@ def main() -> None:
                         opened(browser, page)
                         found = not_printed(browser) if how == "print" else layout(browser) + violations(browser)
                         faults += [f"{report}, {how}: {fault}" for fault in found]
-                        pictures[f"report_{report}_{how}.png"] = shot(browser)
+                        pictures[f"report_{report}_{how}.png"] = shot(browser, MARGIN * (how == "print"))
         finally:
             browser.quit()
     print(*faults, f"{len(faults)} faults on {len(pictures)} screens", sep="\n")

@@ -146,11 +146,13 @@ def test_tables_groups_averages_and_states_know_questions() -> None:
     assert engine.get_guess("member", [0, 1]).divergence.value.device.type == DEVICE
 
     # who was hardly drawn is protected by the noise alone: as if every gradient were at the threshold
-    short = train(ask({"member": Absent()}, amplification="poisson"), steps=2).engine
+    short = train(ask({"member": Absent(), "label": Label(3)}, amplification="poisson"), steps=2).engine
     guess, (noise, rate, steps) = short.get_guess("member"), short.accountant.history[0]
     square = torch.tensor([noise**-2.0])
     largest = steps * step_divergence(square, 0 * square, 0 * square, rate).item()
     assert guess.largest == pytest.approx(largest)
+    opposite = steps * step_divergence(square, square, -square, rate).item()
+    assert short.get_guess("label").largest == pytest.approx(opposite)
     assert float(guess.upper().divergence.value.max()) == pytest.approx(largest)
     assert bool(guess.divergence.interval(0.95)[1].isinf().any())
 

@@ -122,7 +122,7 @@ class Run:
         numbers["mse_bound"] = engine.get_mse_bound().value
         for name in engine.ledger.questions:
             numbers[f"D.{name}"] = engine.get_guess(name).divergence.value
-            numbers[f"D_high.{name}"] = engine.get_guess(name).upper().divergence.value
+            numbers[f"D_high.{name}"] = engine.get_guess(name).divergence.interval(0.95)[1]  # without its cap
         return {name: value.detach().cpu().double().numpy() for name, value in numbers.items()}
 
 

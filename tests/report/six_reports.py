@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.gate.gate import template
 from torchfil.gate.policy import load_policy
 from torchfil.glm import LinearRegression
 from torchfil.report import compare_runs, write_report
 from torchfil.report.page import render_comparison
 from torchfil.run.linear_run import linear_run
-from torchfil.run.saved_run import Attributes, Baselines, Pictures, QuestionRecord, SavedRun, Spread, Texts
+from torchfil.run.saved_run import Attributes, Baselines, Pictures, QuestionRecord, Records, SavedRun, Spread, Texts
 
 COUNT, STEPS = 3855, 600
 GENOTYPES, SITES = ["CC", "CT", "TT"], [f"site {k}" for k in range(1, 7)]
@@ -48,6 +51,13 @@ def patients(noise: float = 1.0) -> SavedRun:
     guess = "the mean of its label", np.asarray([1.0]), deviations[None]
     baselines = Baselines(spread, {"smokes": {"no": 0.9, "yes": 0.1}}, *guess)
 
+    # of the closest estimates, what the data say
+    rows = np.argsort((error / deviations)[:, :3].min(axis=1))[:24]
+    inside = np.percentile(ends, [25, 75], axis=0)
+    values = np.clip(np.random.default_rng(8).normal(means, deviations, size=(24, 4)), *inside)
+    values[:, 3] = np.nan
+    records = Records(rows, values, [["", "", "", "no"]] * 24)
+
     # questions: whoever leaks more is told more easily from other answers
     genotype = rng.choice(3, p=[0.37, 0.35, 0.28], size=COUNT)
     apart = fil[:, None] ** 2 * rng.uniform(0.02, 0.09, size=(COUNT, 3))
@@ -77,6 +87,7 @@ def patients(noise: float = 1.0) -> SavedRun:
         groups={"race": race, "site": rng.choice(SITES, size=COUNT)},
         questions=questions,
         baselines=baselines,
+        records=records,
         bounds={"rdp_mse_bound": {"replace_one": 0.004}, "rero": rero},
         history={"step": looks, "epsilon": epsilon * np.sqrt(looks / STEPS)},
     )
@@ -120,10 +131,23 @@ def digits() -> SavedRun:
     strange = np.square(pixels - means[labels]).mean(axis=1)
     share = rng.lognormal(1.1, 0.35, size=n) * (np.median(strange) / strange) ** 1.5
     rows = np.concatenate([np.argsort(share)[:8], np.argsort(share)[n // 2 : n // 2 + 4]])
-    images = (255 - 255 * pixels[rows].reshape(-1, 8, 8)).astype(np.uint8)
     maps = np.square(pixels - means[labels])[rows].reshape(-1, 8, 8).astype("f4")
-    groups = {"label": labels.astype(str)}
-    return of_shares("Handwritten digits", share, 0.18, pictures=Pictures(rows, images, maps), groups=groups)
+
+    # what estimates of them look like at the bound
+    drawn, errors = [], []
+    for row in rows.tolist():
+        alike = torch.from_numpy(pixels[(labels == labels[row]) & (np.arange(n) != row)])
+        variance = torch.full((64,), (0.18 * share[row]) ** 2 / 0.8, dtype=torch.float64)
+        shown, off = estimates_at_the_bound(torch.from_numpy(pixels[row]), variance, alike, row)
+        drawn.append(shown.numpy())
+        errors.append(off.numpy())
+    estimates, images = (
+        (255 - 255 * np.clip(each, 0, 1)).astype(np.uint8).reshape(*each.shape[:-1], 8, 8)
+        for each in (np.stack(drawn), pixels[rows])
+    )
+    pictures = Pictures(rows, images, maps, estimates, np.stack(errors).astype("f4"), typical=4)
+    run = of_shares("Handwritten digits", share, 0.18, pictures=pictures, groups={"label": labels.astype(str)})
+    return dataclasses.replace(run, about=run.about | {"unit_of_inputs": "grey value, 0 to 1"})
 
 
 NOTES = """patient reports gout in the left foot since March

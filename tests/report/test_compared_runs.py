@@ -18,6 +18,7 @@ from tests.test_cli import call, refused
 from torchfil.report import save
 from torchfil.report.comparison import compare_runs, in_short
 from torchfil.report.page import render_comparison
+from torchfil.run.baselines import UNTOLD, exposure_of
 from torchfil.run.saved_run import QuestionRecord, SavedRun
 
 
@@ -100,6 +101,15 @@ def test_who_crosses_the_blind_guess_and_who_is_not_compared() -> None:
     assert found.before.exposed == int((low < 1).sum())
     assert found.after.exposed == int((2.25 * low < 1).sum())
     assert (found.newly_exposed, found.no_longer) == (0, int(((low < 1) & (2.25 * low >= 1)).sum()))
+
+    # more noise and fewer draws: whom the second run does not tell of is neither newly exposed nor protected
+    after = quieter(run, 9.0)
+    after.columns["mse_bound_low"][:12] = 0.0
+    found = compare_runs(run, after)
+    rarely = np.bincount(exposure_of(run)[:12], minlength=4).tolist()
+    assert (found.newly_exposed, found.after.classes[UNTOLD], found.after.exposed) == (0, 12, 0)
+    assert [found.moved.get((each, UNTOLD), 0) for each in range(4)] == rarely
+    assert "Too few draws to tell: 0 before, 12 after." in " ".join(in_short(found))
 
     other = made_up()
     other.columns["participations"][:3] = 0  # not measured

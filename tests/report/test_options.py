@@ -271,8 +271,8 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
     mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
     about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
     run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
-    no, single = Spread(*np.zeros((4, 0))), Spread(*np.ones(4))
-    blind = Baselines(n, single, no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0)))
+    no = Spread(*np.zeros((4, 0)))
+    blind = Baselines(no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0)))
     return dataclasses.replace(run, about=about, columns=columns, questions=[asked], baselines=blind)
 
 

@@ -56,6 +56,18 @@ def found(browser: Any, text: str) -> None:
     WebDriverWait(browser, 5).until(lambda d: d.find_element("id", "found").text == text)
 
 
+def column(browser: Any, key: str) -> list[str]:
+    """The texts of a column, by its key, of the rows on screen."""
+    script = "return [...document.querySelectorAll('#head [role=columnheader]')].map((cell) => cell.dataset.key)"
+    return shown(browser, browser.execute_script(script).index(key))
+
+
+def unfolded(browser: Any, page: Path) -> None:
+    """Opened, with the table of all examples unfolded, as a reader does it."""
+    opened(browser, page)
+    browser.find_element("css selector", "#all-examples summary").click()
+
+
 def test_pages_load_without_a_word_and_run_no_script_of_the_data(browser: Any, pages: dict[str, Path]) -> None:
     for name, page in pages.items():
         opened(browser, page)
@@ -70,15 +82,16 @@ def test_pages_load_without_a_word_and_run_no_script_of_the_data(browser: Any, p
 
 
 def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["small"])
-    bounds = [float(text.replace(",", "")) for text in shown(browser, 1)]
+    unfolded(browser, pages["small"])
+    bounds = [float(text.replace(",", "")) for text in column(browser, "mse_bound")]
+    assert len(bounds) > 9
     assert bounds == sorted(bounds)
     click(browser, "#head [data-key=fil] button")
-    largest = [float(text.replace(",", "")) for text in shown(browser, 2)]
+    largest = [float(text.replace(",", "")) for text in column(browser, "fil")]
     assert largest == sorted(largest, reverse=True)
     for _ in range(2):
         browser.find_element("id", "grid").send_keys(Keys.END)
-        assert (shown(browser, 0)[-1], shown(browser, 2)[-1]) == ("Zoë 11", "not measured")
+        assert (shown(browser, 0)[-1], column(browser, "fil")[-1]) == ("Zoë 11", "not measured")
         click(browser, "#head [data-key=fil] button")
     search(browser, "Zoë 27", "11 of 300 examples")
     assert shown(browser, 0)[0] == "Zoë 27"  # the whole id first, then those that hold it
@@ -87,37 +100,48 @@ def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any
         WebDriverWait(browser, 5).until(lambda driver, written=written: shown(driver, 0) == [written])
 
 
-def test_filters_work_together_and_cards_lead_to_them(browser: Any, pages: dict[str, Path]) -> None:
+def test_filters_work_together_and_numbers_lead_to_them(browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages["image"])
-    browser.find_element("link text", "Show them in the table").click()
-    found(browser, "3 of 200 examples")
-    assert sorted(shown(browser, 0)) == ["Zoë 3", "Zoë 4", "Zoë 5"]
-    click(browser, "#clear")
-    found(browser, "200 examples")
+    three = ["Zoë 3", "Zoë 4", "Zoë 5"]
+    for address in ("#show-exposed", "#show-broken", "#show-class-0", "#show-class-0"):
+        browser.find_element("css selector", f"main a[href='{address}']").send_keys(Keys.ENTER)
+        found(browser, "3 of 200 examples")
+        assert sorted(shown(browser, 0)) == three
+        browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ENTER)  # the table has the focus
+        dialog = browser.find_element("id", "detail")
+        assert dialog.find_element("tag name", "h3").text in three
+        dialog.send_keys(Keys.ESCAPE)
+        click(browser, "#clear")
+        found(browser, "200 examples")
+    classes = browser.find_elements("css selector", ".zones a")
+    assert [link.accessible_name for link in classes] == [
+        "3 protected only to half a blind guess’s error or less: show them in the table",
+        "197 protected beyond a blind guess’s error: show them in the table",
+    ]
 
-    opened(browser, pages["small"])
+    unfolded(browser, pages["small"])
     run = strange()
     women, low = run.groups["sex"] == "f", run.columns["mse_bound"] <= 0.5
-    for name, value in (("group", "0:0"), ("limit", "0.5"), ("filter", "spared")):
-        script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
+    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
+    for name, value in (("group", "0:0"), ("column", "mse_bound"), ("limit", "0.5"), ("filter", "weighted")):
         event = "input" if name == "limit" else "change"
         browser.execute_script(script, browser.find_element("id", name), value, event)
     found(browser, f"{(women & low & (run.columns['clip_weight'] < 1)).sum()} of 300 examples")
 
 
 def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["small"])
+    unfolded(browser, pages["small"])
     view, dialog = browser.find_element("id", "grid"), browser.find_element("id", "detail")
     view.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)
     WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is not None)
     assert dialog.find_element("tag name", "h3").text == shown(browser, 0)[1]
-    assert "Number 2 of 299 by exposure" in dialog.text
+    assert "Number 2 of 299 by FIL" in dialog.text
     dialog.send_keys(Keys.ESCAPE)
     WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is None and "#" not in d.current_url)
-    click(browser, "button[data-row]")
+    click(browser, ".pictured button[data-row]")
     assert dialog.find_element("tag name", "img").get_attribute("naturalWidth") == "6"
 
-    browser.get("about:blank")
+    browser.get("about:blank")  # the table is folded away
     browser.get(pages["small"].as_uri() + "#example-Zo%C3%AB%2011")
     WebDriverWait(browser, 10).until(lambda d: d.find_element("id", "detail").get_attribute("open") is not None)
     assert "it is not safe" in text_of(browser, "#detail")
@@ -141,12 +165,15 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return six_reports(tmp_path_factory.mktemp("six"))
 
 
-def faults(browser: Any, six: dict[str, Path], check: Any, **settings: Any) -> list[str]:
-    """Of all six reports on one screen."""
+def faults(browser: Any, six: dict[str, Path], check: Any, unfold: bool = False, **settings: Any) -> list[str]:
+    """Of all six reports on one screen, as they open or with everything unfolded."""
     found = []
     with screen(browser, **settings):
         for name, page in six.items():
-            found += [f"{name}: {fault}" for fault in check(opened(browser, page))]
+            opened(browser, page)
+            if unfold:
+                browser.execute_script("for (const fold of document.querySelectorAll('details')) fold.open = true")
+            found += [f"{name}: {fault}" for fault in check(browser)]
     return found
 
 
@@ -154,12 +181,23 @@ def faults(browser: Any, six: dict[str, Path], check: Any, **settings: Any) -> l
 @pytest.mark.parametrize("name", SCREENS)
 def test_nothing_is_cut_off_or_covered(browser: Any, six: dict[str, Path], name: str) -> None:
     assert faults(browser, six, page_checks.layout, **SCREENS[name]) == []
+    assert faults(browser, six, page_checks.layout, unfold=True, **SCREENS[name]) == []
+
+
+@pytest.mark.slow
+def test_pictures_stand_side_by_side(browser: Any, six: dict[str, Path]) -> None:
+    for width in (1280, 400):
+        with screen(browser, width):
+            opened(browser, six["image"])
+            box = "const box = document.querySelector('.looks').parentElement; return box.scrollWidth - box.clientWidth"
+            assert browser.execute_script(box) <= 0, width
+            assert len(browser.find_elements("css selector", ".looks tr:first-child img")) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCREENS)
 def test_axe_finds_nothing(browser: Any, six: dict[str, Path], name: str) -> None:
-    assert faults(browser, six, violations, **SCREENS[name]) == []
+    assert faults(browser, six, violations, unfold=True, **SCREENS[name]) == []
 
 
 @pytest.mark.slow

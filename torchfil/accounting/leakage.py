@@ -345,7 +345,7 @@ class Leakage:
         ]
         found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
         # they were moved to the end, and be it one alone
-        return {name: found.pop(name)[places.cpu()] for name in list(found)} if undrawn.any() else found
+        return {name: found.pop(name)[places.cpu().numpy()] for name in list(found)} if undrawn.any() else found
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""

@@ -351,7 +351,7 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
             return [asked.unknown("a linear model’s release has no accountant’s ε", "take the rule out", "")]
         return [asked.unknown("the run’s ε is not known")]
     rows = np.arange(0 if epsilon <= asked.limit else len(asked.run))
-    return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}")]
+    return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}".replace("e-0", "e-"))]
 
 
 @_PRIVACY.rule("Largest individual ε, an estimate{who}", "{value}", off=4.0)

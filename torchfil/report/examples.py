@@ -277,6 +277,7 @@ def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         classes = baselines.classes_of_ratios(exposure.ratios)
         for each, text in baselines.CLASSES.items():
             marks[f"class-{each}"], filters[f"class-{each}"] = classes == each, text
+        marks["exposed"], filters["exposed"] = exposure.ratios < 1, "exposed: the first two together"
     else:
         marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = ~exposure.told, baselines.CLASSES[UNTOLD]
     broken = [verdict for verdict in exposure.report.verdicts or [] if not verdict.passed and len(verdict.rows)]

@@ -171,8 +171,11 @@ def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: boo
     if not rate or not steps:  # known batches, or a linear model
         return then
     largest = largest_divergences([(sigma, rate, steps)])
-    capped = [(each, _Times(each.divergence_high, 1.0, largest[not each.membership])) for each in then.questions]
-    return replace(then, questions=[replace(each, divergence_high=high) for each, high in capped])
+    asked = list[Any](then.questions)
+    most = [_Times(each.divergence_high, 1.0, largest[not each.membership]) for each in asked]
+    return replace(
+        then, questions=[replace(each, divergence_high=high) for each, high in zip(asked, most, strict=True)]
+    )
 
 
 def with_steps(run: SavedRun, steps: int) -> SavedRun:

@@ -265,18 +265,22 @@
       clear();
       if ([...byId("filter").options].some((option) => option.value === wanted)) byId("filter").value = wanted;
       refresh();
+      grid.focus({ preventScroll: true });
       return;
     }
     let id = wanted;
     try { id = decodeURIComponent(wanted); } catch { /* an address that nobody encoded */ }
     if (spec.ids.includes(id)) open(spec.ids.indexOf(id));
-    else { all.open = true; byId("found").textContent = "The table has no example of this address"; }
+    else { all.open = true; all.scrollIntoView(); byId("found").textContent = "The table has no example of this address"; }
   };
   let waiting = 0;
   for (const id of ["search", "limit"]) byId(id).addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
   for (const id of ["filter", "group", "column", "side"]) byId(id)?.addEventListener("change", refresh);
   byId("clear").addEventListener("click", () => { clear(); refresh(); byId("search").focus(); });
   addEventListener("hashchange", follow);
+  for (const link of document.querySelectorAll('a[href^="#show-"]')) {
+    link.addEventListener("click", () => { if (link.hash === location.hash) follow(); });
+  }
   addEventListener("resize", draw);
   all.addEventListener("toggle", draw);
   buildHead();
