@@ -99,7 +99,8 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     """
     where = Path(path)
     try:
-        policy = parse_policy({"name": where.stem, **tomllib.loads(where.read_text(encoding="utf-8"))})
+        name = "the policy" if where.stem == "policy" else where.stem
+        policy = parse_policy({"name": name, **tomllib.loads(where.read_text(encoding="utf-8"))})
     except FileNotFoundError as error:
         raise PolicyError(f"no policy {where}; `torchfil gate --init` writes a commented one") from error
     except PolicyError as error:
