@@ -360,7 +360,7 @@ def in_short(comparison: Comparison) -> list[str]:
     if c.is_same:
         lines.append("Nothing moved: every example has the same numbers in both.")
     elif c.nothing_moved:
-        lines.append("Nobody clearly moved: no example’s FIL differs by more than chance explains.")
+        lines.append("No single example clearly moved: no FIL differs by more than chance explains for it alone.")
     else:
         clearly = "" if c.exact else " clearly"
         more, less = ("none is" if some == 0 else f"{count(some)} are" for some in (c.more, c.less))
