@@ -56,7 +56,7 @@ def patients(noise: float = 1.0) -> SavedRun:
     inside = np.percentile(ends, [25, 75], axis=0)
     values = np.clip(np.random.default_rng(8).normal(means, deviations, size=(24, 4)), *inside)
     values[:, 3] = np.nan
-    records = Records(rows, values, [["", "", "", "no"]] * 24)
+    records = Records(rows, values)
 
     # questions: whoever leaks more is told more easily from other answers
     genotype = rng.choice(3, p=[0.37, 0.35, 0.28], size=COUNT)
