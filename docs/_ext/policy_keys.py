@@ -22,9 +22,9 @@ def as_markdown() -> str:
             lines += ["", f"**{section.partition(';')[0]}**", ""]
         text = re.sub(r"(?<![\w`])[\w.]+\((?:[^()]|\([^()]*\))*\)", r"`\g<0>`", rule.help)
         shown = "off" if rule.off else f"`{str(rule.example).lower()}`"
-        left_out = f" Left out: {'not asked for' if rule.default in (None, {}) else f'{rule.default:g}'}."
-        if rule.find is None and rule.default in (None, {}):  # its text says what stands in for it
-            left_out = ""
+        left_out = ""
+        if rule.find is not None or rule.default not in (None, {}, ""):  # else its text says what stands in for it
+            left_out = f" Left out: {'not asked for' if rule.default in (None, {}) else f'{rule.default:g}'}."
         kind = kinds[rule.key]
         measured = f" Measured against {rule.baseline}." if rule.baseline else ""
         facts = f"{kind[0].upper()}{kind[1:]}. In the template: {shown}.{left_out}{measured}"
