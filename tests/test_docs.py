@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import torchfil
+from torchfil.gate.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -75,3 +76,9 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
         if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
     ]
     assert not missing, f"{name}: not in docs/api"
+
+
+def test_the_reference_of_policies_names_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    text = importlib.import_module("policy_keys").as_markdown()
+    assert re.findall(r"^`(\w+)`$", text, flags=re.MULTILINE) == list(RULES)
