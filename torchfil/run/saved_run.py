@@ -317,6 +317,8 @@ class SavedRun:
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
+
+        # beside an image stand three estimates; a record has all attributes; a blind guess errs by public class
         if self.pictures is not None and self.pictures.estimates is not None:
             images, errors = self.pictures.images, self.pictures.errors
             yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])

@@ -210,6 +210,8 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
     parts = accounting.accumulation_steps * (1 if run.ranks is None else run.ranks.size)
     mean = optimizer.loss_reduction == "mean"
     paced = accounting.rel_error is not None  # then probes and rate change from step to step
+
+    # what a reader needs to judge the numbers, and to predict other noise or steps
     return {
         "noise_multiplier": float(optimizer.noise_multiplier),
         "noise_multiplier_default": options.default_noise,
