@@ -18,8 +18,8 @@ from tests.report.pages import table_data, text_of
 from tests.report.prepared_runs import of_kind
 from tests.report.run_cases import owned, with_baselines, with_estimates
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.owners import Owners
 from torchfil.cli import main
+from torchfil.engine.options import Accounting
 from torchfil.gate.gate import check, in_words
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
@@ -27,7 +27,6 @@ from torchfil.report.comparison import compare_runs
 from torchfil.report.page import render_comparison
 from torchfil.run.saved_run import SavedRun
 
-NAMES = ("patient", "visit")
 SUMMED = {"row_reduction": "sum", "rows_per_owner": 4}
 
 
@@ -113,18 +112,25 @@ def test_the_gate_counts_persons() -> None:
     assert in_words(broken) == "Who is bound: single visits; the policy asks for whole patients."
 
 
-def test_the_file_takes_persons_from_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit", "title"), [("owner", "4 patients"), (None, "9 examples")])
+def test_the_file_takes_persons_from_the_run(tmp_path: Path, unit: str | None, title: str) -> None:
     torch.manual_seed(0)
-    model, data = nn.Linear(3, 2), TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
-    engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=4), unit_names=NAMES)
+    data, owners = TensorDataset(torch.randn(9, 3), torch.randint(2, (9,))), [*"babcbdcab"]
+    model, engine = nn.Linear(3, 2), FILPrivacyEngine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {} if unit is None else {"owner_of": owners, "unit": unit, "unit_names": ("patient", "visit")}
+    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=4), **options)
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
-    assert (saved.unit.kind, "num_rows" in saved.columns) == ("example", False)
-    engine.training.run.owners = Owners([7, *range(8), 7, 0])
-    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
-    assert (saved.unit.one, saved.about["title"]) == ("patient", "Linear on 8 patients")
-    assert saved.columns["num_rows"].tolist() == [2, 1, 1, 1, 1, 1, 1, 3]  # in the order of the ids
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
+    assert (run.unit.kind, run.about["title"]) == (unit or "example", f"Linear on {title}")
+    rows = dict(zip(run.ids.tolist(), run.columns["num_rows"].tolist(), strict=True)) if unit == "owner" else {}
+    assert rows == ({"b": 4, "a": 2, "c": 2, "d": 1} if unit == "owner" else {})
+    assert ("num_rows" in run.columns) == (unit == "owner")
+
+
+def test_names_are_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="two words"):
+        Accounting(unit_names=("patient", "<visit>"))

@@ -169,9 +169,8 @@ def _columns(
 ) -> dict[str, np.ndarray]:
     """Numbers by example, [n] each."""
     run, columns, owners = training.run, leakage.arrays(), training.run.owners
-    if owners is not None and run.options.accounting.unit == "owner":
-        counts = dict(zip(owners.keys, owners.counts.tolist(), strict=True))
-        columns["num_rows"] = np.asarray([counts[key] for key in leakage.ids.all()], dtype=np.int64)
+    if owners is not None and run.options.accounting.by_owner:
+        columns["num_rows"] = owners.counts.numpy()
     columns["epsilon"] = epsilons(run, accountant, None, delta).value.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
@@ -227,7 +226,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
         "expected_batch_size": float(optimizer.expected_batch_size * parts) if mean else None,  # None: a sum
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
-        "unit": "example" if run.owners is None else accounting.unit,
+        "unit": "example" if accounting.owner_of is None else accounting.unit,
         **{name: getattr(accounting, name) for name in ("unit_names", "row_reduction", "rows_per_owner")},
         "poisson": options.sample_rate is not None,
         "stream": training.passes.dataset is None,
