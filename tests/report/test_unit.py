@@ -6,6 +6,7 @@ import dataclasses
 import html
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_no_sentence_speaks_of_examples(tmp_path: Path, kind: str, unit: str, wo
     [
         (
             owned(40),
-            ["The whole patient", "taken as public", "drawn from whole patients", "all visits"],
+            ["The whole patient", "taken as public", "Poisson sampling draws whole patients", "all their visits"],
         ),
         (
             owned(40, more=SUMMED),
@@ -110,6 +111,21 @@ def test_the_gate_counts_persons() -> None:
     assert "Patients with a smaller weight" in " ".join(told)
     (broken,) = [each for each in check(owned(40, "row"), Policy(unit="person")) if each.rule == "unit"]
     assert in_words(broken) == "Who is bound: single visits; the policy asks for whole patients."
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("owner", r"patient Zoë \d+, 12 visits"), ("row", r"visit Zoë \d+")])
+def test_the_head_of_a_dossier(browser: Any, tmp_path: Path, unit: str, expected: str) -> None:
+    from tests.report.in_browser import opened, screen
+    from tests.report.page_checks import layout
+
+    page = write_report(of_patients("table", unit), tmp_path / "report")
+    for width in (1280, 400):
+        with screen(browser, width=width):
+            opened(browser, page)
+            assert layout(browser) == []
+            browser.execute_script("document.querySelector('.verdict button[data-row]').click()")
+            head = browser.execute_script("return document.querySelector('dialog h3').innerText")
+            assert re.fullmatch(expected, head)
 
 
 @pytest.mark.parametrize(("unit", "title"), [("owner", "4 patients"), (None, "9 examples")])

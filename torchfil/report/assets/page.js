@@ -227,10 +227,11 @@
     });
     return button;
   };
-  // A person by id and number of rows, "patient 2217, 12 visits"; others by their ids.
+  // A person with its number of rows, "patient 2217, 12 visits"; an example by its id.
   const named = (row) => {
     const rows = columnOf.num_rows?.values[row], { one, row: each, rows: several } = spec.unit;
-    return rows === undefined ? spec.ids[row] : `${one} ${spec.ids[row]}, ${rows.toLocaleString("en")} ${rows === 1 ? each : several}`;
+    const id = one === "example" ? spec.ids[row] : `${one} ${spec.ids[row]}`;
+    return rows === undefined ? id : `${id}, ${rows.toLocaleString("en")} ${rows === 1 ? each : several}`;
   };
   const open = (row) => {
     const top = element("div", undefined, "top"), title = element("h3", named(row), "", { id: "detail-id" });
