@@ -148,7 +148,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
 
     # the rest only where there is something to tell
     if examples["exposure"] is not None:
-        knows = "" if run.baselines is None else f", which answers {run.baselines.knows}"
+        knows = "" if run.baselines is None else f", which answers {run.unit.say(run.baselines.knows)}"
         blind = number(baselines.typical_blind_error(run))
         lines.append(["exposure", f"beside a blind guess{knows} and errs by {blind}:"])
         lines += [["", f"{count:,} {text}"] for text, count in examples["exposure"].items() if count]
