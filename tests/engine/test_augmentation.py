@@ -30,9 +30,9 @@ from tests.engine.brute_force import Run, assert_true, make, train
 from tests.engine.loops import data, network
 from tests.engine.ways import LOSS, Calling, start, step
 from torchfil import Private
-from torchfil.engine.assembly import ManyViews
 from torchfil.engine.guard import how_rows_mix
 from torchfil.engine.loader import BatchTracker, plain, remembering
+from torchfil.engine.rows import many_rows
 
 DIAGONAL = {"track": ("diagonal",)}
 
@@ -239,7 +239,7 @@ def test_outside_of_training() -> None:
     run.model.eval()
     assert torch.equal(run.model(x), run.module(x)), "evaluation sees examples as they are"
     with pytest.raises(ValueError, match="views=2"):
-        ManyViews(nn.Linear(3, 2), 2)(torch.ones(4, 3, 3))
+        many_rows(nn.Linear(3, 2), 2)(torch.ones(4, 3, 3))
     for options in ({"criterion": None}, {"grad_sample_mode": "hooks"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             made(fixed_views, **options)

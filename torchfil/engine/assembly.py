@@ -1,14 +1,4 @@
-"""Assembles the parts of a private training run: each part receives what it needs when it is made.
-
-Augmentation multiplicity (De et al. 2022): K views of every example, whose mean gradient is clipped once. The loss of
-an example is the mean over its views,
-
-    ℓ_i(w) = (1/K) Σ_k ℓ(f_w(v_k(x_i)), y_i),
-
-which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly:
-through the views if a function makes them from x, or as a function of all K views if the data set draws them. The
-views' random numbers are recorded with the model's masks, and the attacker is assumed to know them.
-"""
+"""Assembles the parts of a private training run: each part receives what it needs when it is made."""
 
 from __future__ import annotations
 
@@ -24,98 +14,36 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import GrowingIds
+from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
 from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import BatchTracker, EmptySecond, FILDataLoader, FILStreamLoader, split_batch
+from torchfil.engine.loader import (
+    BatchTracker,
+    EmptySecond,
+    FILDataLoader,
+    FILStreamLoader,
+    OwnerRows,
+    is_stream,
+    split_batch,
+)
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
-from torchfil.engine.options import RunOptions, Views, example_ids, rate_and_batch_size
+from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
 from torchfil.engine.replica import Replica
+from torchfil.engine.rows import MOST_PADDING, many_rows, rows_by_owner
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.models import check_unweighted_mean
 from torchfil.private import Examples, as_call
 from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource, preserve_rng
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import map_tensors
 
 _BATCH = 256  # examples of a pass over the data set
-
-
-class ManyViews(nn.Module):
-    """A model that sees K views of every example in training, and the examples themselves in evaluation.
-
-    Args:
-        model: Takes views like examples, [batch · K, …].
-        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions (its random numbers
-            must have the batch first); or K: the batches hold K views each, [batch, K, …], which are then all private.
-
-    Example:
-        >>> model = ManyViews(nn.Linear(3, 2), lambda x: torch.stack([x, x.flip(-1)], dim=1))
-        >>> model(torch.ones(5, 3)).shape, model.eval()(torch.ones(5, 3)).shape
-        (torch.Size([5, 2, 2]), torch.Size([5, 2]))
-    """
-
-    def __init__(self, model: nn.Module, views: Views) -> None:
-        super().__init__()
-        self.model, self.views = model, views
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, [batch, K, …] each in training; other inputs than ``x`` are the same for all views."""
-        if not self.training:
-            return self.model(x, *args, **kwargs)
-        views = self.views(x) if callable(self.views) else x
-        expected = (len(x),) if callable(self.views) else (len(x), self.views)
-        fits = views.ndim >= 2 and views.shape[: len(expected)] == expected
-        shapes = f"views of shape {tuple(views.shape)} for inputs of shape {tuple(x.shape)}"
-        require(fits, f"{shapes}, views={self.views}: they must be [batch, K, …], with K of at least 1")
-        batch, count = views.shape[:2]
-        args, kwargs = map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), (args, kwargs))
-        outputs = self.model(views.flatten(0, 1), *args, **kwargs)
-        return map_tensors(lambda leaf: leaf.unflatten(0, (batch, count)), outputs)
-
-
-class MeanOverViews:
-    """A criterion for outputs by view, [batch, K, …]: the mean of the loss over an example's views.
-
-    Args:
-        criterion: The loss of single views, a mean or a sum over them.
-        loss_reduction: "mean" or "sum": how it reduces over the batch.
-
-    Example:
-        >>> MeanOverViews(nn.MSELoss(reduction="sum"), "sum")(torch.ones(2, 4, 1), torch.zeros(2, 1)).item()
-        2.0
-    """
-
-    def __init__(self, criterion: Callable[[Any, Any], Tensor], loss_reduction: str) -> None:
-        check_unweighted_mean(criterion)
-        self.criterion, self.loss_reduction = criterion, loss_reduction
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The batch's loss; targets, [batch, …], are the same for all views."""
-        count = tensors_of(outputs)[0].shape[1]
-        views = map_tensors(lambda leaf: leaf.flatten(0, 1), outputs)
-        loss = self.criterion(views, map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), targets))
-        return loss if self.loss_reduction == "mean" else loss / count
-
-    def __repr__(self) -> str:
-        return f"the mean over views of {self.criterion!r}"
-
-
-def with_views(
-    module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None, views: Views | None, loss_reduction: str
-) -> tuple[nn.Module, Callable[[Any, Any], Tensor] | None]:
-    """Model and criterion for these views; unchanged for None."""
-    if views is None:
-        return module, criterion
-    if criterion is None:
-        raise ValueError("views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()")
-    return ManyViews(module, views), MeanOverViews(criterion, loss_reduction)
 
 
 class DatasetPasses:
@@ -153,18 +81,36 @@ class DatasetPasses:
 
     def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
         """These examples with their private coordinates."""
-        options, device = self.run.options, self.replica.device
-        inputs, targets = map_tensors(lambda leaf: leaf.to(device), self._batch(rows))
-        args, kwargs = self.replica.examples_first(as_call(inputs))
-        return self.replica.lay_out(args, kwargs, targets, options.private, check_values=check_values)
+        return next(self._pieces(rows, math.inf, check_values=check_values))[1]
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
-        """The model's inputs for these examples, by position and by name, [rows, …] each."""
-        args, kwargs = as_call(self._batch(rows)[0])
+        """The model's inputs for these examples, by position and by name, [rows, …] each; an owner's are its first."""
+        owners = self._owners
+        first = rows if owners is None else [owners.rows([row])[0] for row in rows]
+        args, kwargs = as_call(self._batch(first)[0])
         return {**dict(enumerate(args)), **kwargs}
+
+    @property
+    def _owners(self) -> Owners | None:
+        return self.run.owners if self.run.options.accounting.by_owner else None
 
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
+
+    def _pieces(
+        self, rows: Sequence[int], padding: float = MOST_PADDING, *, check_values: bool = True
+    ) -> Iterator[tuple[Sequence[int], Examples]]:
+        """These examples, given by number, with their private coordinates; owners with about as many rows together."""
+        parts, owners, options = [None], self._owners, self.run.options
+        if owners is not None:
+            of_owners = owners.rows(rows, options.accounting.rows_per_owner)
+            parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners
+        inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
+        args, kwargs = self.replica.examples_first(as_call(inputs))
+        how: dict[str, Any] = {"check_values": check_values, "max_rows": self.run.max_rows}
+        for part in parts:
+            laid_out = self.replica.lay_out(args, kwargs, targets, options.private, part=part, **how)
+            yield rows if part is None else part.owners, laid_out
 
     def _batches(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ExampleGradients]]:
         loss = self.run.loss
@@ -173,9 +119,9 @@ class DatasetPasses:
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
         for start in range(0, len(rows), _BATCH):
-            part = rows[start : start + _BATCH]
-            weighted = replace(self.examples(part, check_values=True), clip_weights=self.run.weights_of(part))
-            yield part, self.replica.gradients(weighted, loss)
+            for part, examples in self._pieces(rows[start : start + _BATCH]):
+                weighted = replace(examples, clip_weights=self.run.weights_of(part))
+                yield part, self.replica.gradients(weighted, self.run.loss_of_examples(loss))
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -202,6 +148,7 @@ class PrivateTraining:
         new_noise: Makes the source of noise and Poisson draws of a rank; None: a single process.
         distributed: Whether several processes train together.
         releases: Returns the DP accountant's history: (σ, q, steps) each.
+        owners: Who owns which row, if that is known.
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         batch_first: Whether the examples lie along the first dimension of the model's inputs.
         **released: σ and C, for Opacus's optimizer.
@@ -229,26 +176,32 @@ class PrivateTraining:
         *,
         distributed: bool,
         releases: Callable[[], Sequence[tuple[float, float, int]]],
+        owners: Owners | None,
         with_hooks: Callable[[], Any] | None,
         batch_first: bool,
         **released: Any,
     ) -> None:
-        accounting, ids = options.accounting, example_ids(prepared, id_of)
+        accounting, stream, data = options.accounting, is_stream(prepared), prepared.dataset
+        ids = GrowingIds() if stream else example_ids(data, id_of if owners is None else owners.keys)
+        rows: Any = data.dataset if isinstance(data, OwnerRows) else data
+        row_ids = example_ids(rows, id_of) if isinstance(data, OwnerRows) else None
         ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
         rate, whole_batch, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         noise = new_noise(rank=None if ranks is None else ranks.rank)
-        stream, sharded, reduction = isinstance(ids, GrowingIds), is_sharded(module), options.loss_reduction
+        sharded, reduction = is_sharded(module), options.loss_reduction
         self.sample_rate = rate
-        self.replica = ShardedReplica(module) if sharded else Replica(module, batch_first=batch_first)
+        own = module
+        if accounting.views is not None or accounting.by_owner:
+            own = many_rows(module, accounting.views)
+        self.replica = ShardedReplica(own) if sharded else Replica(own, batch_first=batch_first)
         self._tracker = BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
         self._observer = Observer(self._tracker)
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
-        self.run = Run(options, loss, ids, self.replica.device, generator, releases, drawn, ranks)
-        dataset: Any = None if stream else prepared.dataset
-        self.passes = DatasetPasses(self.run, self.replica, dataset, prepared.collate_fn)
+        self.run = Run(options, loss, ids, self.replica.device, generator, releases, drawn, ranks, owners, row_ids)
+        self.passes = DatasetPasses(self.run, self.replica, None if stream else rows, prepared.collate_fn)
         graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses
         size, recorded = math.ceil(whole_batch / (1 if ranks is None else ranks.size)), options.shares is None
         executor = Executor(self.replica, size, options.max_memory, cuda_graphs=graphs, recorded=recorded)
@@ -281,7 +234,7 @@ class PrivateTraining:
         self._tracker.begin_pass()
         self._observer.check_stepped(self.run.history.steps)
         if self.passes.dataset is not None:
-            before, now = self.run.ids.num_examples, len(self.passes.dataset)
+            before, now = (self.run.row_ids or self.run.ids).num_examples, len(self.passes.dataset)
             changed = f"the data set had {before} examples when make_private was called and has {now} now"
             require(before == now, f"{changed}; the ids would shift. Make a new engine for the new data set.")
         if self.optimizer.inside_logical_batch:

@@ -25,14 +25,22 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
-from torchfil.engine.assembly import PrivateTraining, with_views
+from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import check_sampler, is_stream, most_in_a_pass, split_batch
+from torchfil.engine.loader import (
+    check_sampler,
+    is_stream,
+    loader_of_owners,
+    most_in_a_pass,
+    owners_of,
+    split_batch,
+)
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import SHORTCUTS, Accounting, check_given, check_modes, run_options, thresholds, with_rate
 from torchfil.engine.reading import Ids, check_delta
+from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -169,8 +177,15 @@ class FILPrivacyEngine(PrivacyEngine):
                 item of a tuple, nor in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
-            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps``,
-                ``clip_weights``, ``sample_rate`` and ``expected_batch_size`` of :class:`Accounting`.
+            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``owner_of`` and what
+                belongs to it, ``accumulation_steps``, ``clip_weights``, ``sample_rate`` and ``expected_batch_size`` of
+                :class:`Accounting`.
+
+        People with several rows: ``owner_of`` says whose each row is. An owner is then drawn with all of its rows (or
+        ``rows_per_owner`` of them), its gradient is the mean over them and is clipped once; ε, Fisher information,
+        questions and every reading are about owners. The loop sees rows, as before; its mean over a batch's rows
+        weights owners by their rows, and the step weights them equally. q is one over the number of the loader's
+        batches, so a batch has as many rows on average as before. How many rows an owner has counts as public.
 
         A clip threshold for each example: ``clip_weights`` gives ω_i in (0, 1], in the order of the data set, [n], or
         by id (ids that are left out have 1). The clipped gradient of example i is multiplied by ω_i, so its norm is at
@@ -184,13 +199,21 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         check_given(type(self), "make_private", shortcuts, data_loader)
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
+        if accounting.by_owner and is_stream(data_loader):
+            id_of = accounting.owner_of  # of every row of a batch
+        elif accounting.by_owner and poisson_sampling:
+            accounting = replace(accounting, sample_rate=accounting.sample_rate or 1 / len(data_loader))
         sigma = 1.0 if noise_multiplier is None else noise_multiplier
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
-        module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
+        module = without_compiler(module)
+        if accounting.views is not None:
+            require(criterion is not None, "views= needs criterion=, the loss of single views, such as nn.MSELoss()")
+            criterion = OverRows(criterion, loss_reduction, views=True)
+        several = accounting.views is not None or accounting.by_owner
         called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
-        mode = check_modes(clipping, grad_sample_mode, module, views=accounting.views is not None, **called)
+        mode = check_modes(clipping, grad_sample_mode, module, several=several, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = run_options(
@@ -208,6 +231,11 @@ class FILPrivacyEngine(PrivacyEngine):
             batch_to_inputs=batch_to_inputs,
             default_noise=noise_multiplier is None,
         )
+        owners = None
+        if accounting.owner_of is not None and not is_stream(data_loader):
+            owners = owners_of(data_loader, accounting.owner_of)
+            if accounting.by_owner:
+                data_loader = loader_of_owners(data_loader, owners, accounting.owner_of, accounting.rows_per_owner)
         if sigma == 0:
             warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
         if criterion is not None:
@@ -234,6 +262,7 @@ class FILPrivacyEngine(PrivacyEngine):
             partial(noise_source, device=next(module.parameters()).device, **sources),
             distributed=distributed,
             releases=lambda: self.accountant.history,
+            owners=owners,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
             noise_multiplier=sigma,

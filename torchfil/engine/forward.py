@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
 from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.rows import OwnedRows
 from torchfil.fisher import models
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
@@ -78,6 +79,7 @@ class ForwardPass:
             has reached it.
         loss_grads: For the place of a loss that is made from the rest, ∂loss/∂output by these outputs' places.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
+        parts: Its rows by owner, if the examples are owners; None: not known yet.
     """
 
     ids: list[int] | None
@@ -93,6 +95,7 @@ class ForwardPass:
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     whole: tuple[dict[str, Any], Any] | None = None
+    parts: list[OwnedRows] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -369,8 +372,8 @@ class LoopForward:
     Args:
         replica: The model.
         observer: Notes the pass.
-        record: Returns the examples and the forward half of the engine's pass over inputs and the current batch; None:
-            not possible now.
+        record: Returns the examples, the forward half of the engine's pass over inputs and the current batch, and its
+            outputs in the order of the batch's rows; None: not possible now.
     """
 
     def __init__(self, replica: Replica, observer: Observer, record: Callable[..., Any]) -> None:
@@ -408,8 +411,7 @@ class LoopForward:
         drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
         if result is not None:
-            examples, forward = result
-            outputs = forward.outputs
+            examples, forward, outputs = result
             if isinstance(forward, RecordedForward):
                 forward.z.register_hook(lambda _: self.observer.touched.add("a layer inside the model"))
         else:

@@ -26,6 +26,7 @@ from torchfil.engine.loader import BatchTracker, split_batch
 from torchfil.engine.losses import NO_TARGETS, WEIGHTED_BY_TOKENS, IdentifiedLoss, LossMismatchError, TokenMean
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.rows import OwnedRows
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import REDUCED, autocast_as
@@ -321,10 +322,20 @@ class Guard:
     # ------------------------------------------------------------------ what the engine computed
 
     def compare_outputs(
-        self, call: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss, *, by_opacus: bool
+        self,
+        call: ForwardPass,
+        ours: Sequence[Tensor],
+        loss: IdentifiedLoss,
+        part: OwnedRows | None = None,
+        *,
+        by_opacus: bool,
     ) -> Flag | None:
-        """Do the gradients at the outputs, ours and the loop's, agree?"""
+        """Do the gradients at the outputs, ours and the loop's, agree? With ``part``, at the rows of these owners."""
         observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
+        if part is not None:
+            reduction, rows = self.options.accounting.row_reduction, part.rows.to(observed[0].device)
+            ours, observed = [part.by_row(each, reduction) for each in ours], [each[rows] for each in observed]
+            weightings = [each[rows] if isinstance(each, Tensor) else each for each in weightings]
         tolerance = self._tolerance(next(leaf for leaf in observed if leaf.is_floating_point()), call)
         differences = losses.relative_differences(list(ours), observed, weightings)
 
@@ -342,7 +353,9 @@ class Guard:
 
         return Flag(~(differences[0] <= tolerance), error)
 
-    def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Flag:
+    def compare_losses(
+        self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None = None
+    ) -> Flag:
         """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the whole batch?
 
         The model's own loss is one number for a batch: it is compared with the mean over the examples, and if it
@@ -354,6 +367,7 @@ class Guard:
                 ours = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
             else:
                 theirs = losses_of(loss, call.outputs, self.targets(call))
+                theirs = theirs if part is None else part.over_rows(theirs, self.options.accounting.row_reduction)
         distance = _distance(ours, theirs)
 
         def error() -> Exception:
@@ -410,7 +424,15 @@ class Guard:
 
         (self._late if late else self._pending).append(Flag(~total.isfinite() | (total == 0), error))
 
-    def check_live_model(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False) -> None:
+    def check_live_model(
+        self,
+        call: ForwardPass,
+        loss: IdentifiedLoss,
+        ours: Tensor,
+        part: OwnedRows | None = None,
+        *,
+        now: bool = False,
+    ) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
         Raises:
@@ -430,7 +452,7 @@ class Guard:
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
-        self.add(self.compare_losses(call, loss, ours))
+        self.add(self.compare_losses(call, loss, ours, part))
         self.raise_if_any()
         if not loss.is_models_own and losses.check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)

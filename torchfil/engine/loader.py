@@ -36,6 +36,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchfil.accounting.ids import plain_key
+from torchfil.accounting.owners import Owners
 from torchfil.accounting.quantities import tracked
 from torchfil.engine.distributed.ranks import Ranks
 from torchfil.private import Private, as_call
@@ -51,6 +52,7 @@ OnStart = Callable[[], None]  # called when a pass over the data begins
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
 _ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
+_AT_ONCE = 1024  # rows that are read together to find their owners
 _EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
@@ -224,7 +226,9 @@ class _Gathered(list[Tensor]):
 
 
 class NotingDataset(Dataset[Any]):
-    """The user's data set, which also notes which examples were fetched last; everything else is passed through.
+    """The user's data set, which also notes which rows were fetched last; everything else is passed through.
+
+    Of owners, it fetches and notes their rows, one owner after the other.
 
     Args:
         dataset: The user's data set.
@@ -245,11 +249,14 @@ class NotingDataset(Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        samples: Any = _gathered(self.dataset, indices) if self._gathers and len(indices) else None
-        if samples is None and callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self.dataset.__getitems__(indices)
+        dataset = self.dataset
+        if isinstance(dataset, OwnerRows):
+            dataset, indices = dataset.dataset, dataset.owners.rows(indices, dataset.most)
+        samples: Any = _gathered(dataset, indices) if self._gathers and len(indices) else None
+        if samples is None and callable(getattr(dataset, "__getitems__", None)):
+            samples = dataset.__getitems__(indices)
         elif samples is None:
-            samples = [self.dataset[index] for index in indices]
+            samples = [dataset[index] for index in indices]
         self._note[:] = map(int, indices)
         return samples
 
@@ -501,6 +508,88 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
             empty_rank = f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all"
             raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
         yield empty if batch is None else batch
+
+
+# ---------------------------------------------------------------------- people with several rows
+
+
+class OwnerRows(Dataset[Any]):
+    """A data set of owners, from one of rows: an owner's item is its first row; a batch of them is read by row.
+
+    Args:
+        dataset: The user's data set.
+        owners: Who owns which row.
+        most: The largest number of rows that a drawn owner brings, drawn anew each time; None: all of its rows.
+    """
+
+    def __init__(self, dataset: Any, owners: Owners, most: int | None) -> None:
+        self.dataset, self.owners, self.most = dataset, owners, most
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __getitem__(self, owner: int) -> Any:
+        return self.dataset[self.owners.rows([owner])[0]]
+
+
+def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners:
+    """Who owns which row of the loader's data set.
+
+    Args:
+        loader: Draws from a data set with numbered rows.
+        owner_of: The owner of every row, [rows]; the name or position of the owners in a batch; or a function from a
+            batch to its owners. For the last two, every row is read once, unless the data set has columns.
+
+    Raises:
+        ValueError: There is not one owner for each row.
+    """
+    dataset: Any = loader.dataset
+    count = len(dataset)
+    if isinstance(owner_of, str) and owner_of in (getattr(dataset, "column_names", None) or ()):
+        owner_of = list(dataset[owner_of])
+    elif callable(owner_of) or isinstance(owner_of, str | int):
+        found: list[Hashable] = []
+        with preserve_rng():
+            for start in range(0, count, _AT_ONCE):
+                rows = range(start, min(start + _AT_ONCE, count))
+                found += ids_of_batch(loader.collate_fn([dataset[row] for row in rows]), owner_of)[0]
+        owner_of = found
+    owners = Owners(owner_of)
+    given = len(owners.of_row)
+    require(given == count, f"owner_of gives owners of {given} rows, and the data set has {count}; give one for each")
+    return owners
+
+
+def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, most: int | None) -> DataLoader[Any]:
+    """The loader, which draws owners instead of rows; a pass has as many batches as before.
+
+    Args:
+        loader: The user's loader.
+        owners: Who owns which row.
+        owner_of: As the user gave it; a part of the batch that holds the owners is taken out of it.
+        most: The largest number of rows that a drawn owner brings; None: all of its rows.
+    """
+    dataset = OwnerRows(loader.dataset, owners, most)
+    inner: Any = getattr(loader.batch_sampler, "sampler", None)
+    sampler: Any = None
+    if isinstance(inner, data.DistributedSampler):
+        same = {name: getattr(inner, name) for name in ("num_replicas", "rank", "shuffle", "seed", "drop_last")}
+        sampler = data.DistributedSampler(dataset, **same)
+    collate_fn: Any = loader.collate_fn
+    if isinstance(owner_of, str | int):
+        collate_fn = partial(_without_owners, collate_fn, owner_of)
+    return DataLoader(
+        dataset,
+        batch_size=-(-len(owners) // len(loader)),
+        shuffle=isinstance(inner, data.RandomSampler) if sampler is None else None,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        **worker_options(loader),
+    )
+
+
+def _without_owners(collate_fn: Callable[[list[Any]], Any], owner_of: str | int, samples: list[Any]) -> Any:
+    return ids_of_batch(collate_fn(samples), owner_of)[1]
 
 
 # ---------------------------------------------------------------------- what batches hold, and how they are drawn

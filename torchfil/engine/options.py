@@ -20,7 +20,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import ExampleIds, GrowingIds
+from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
@@ -29,6 +29,7 @@ from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import is_in_training
 from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
+from torchfil.engine.rows import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -43,11 +44,11 @@ from torchfil.utils.text import most_alike
 _USUAL_PROBES = 3
 SHORTCUTS = (  # options of Accounting that make_private takes directly
     *("num_probes", "questions", "rel_error", "track", "views"),
+    *("owner_of", "rows_per_owner", "row_reduction", "unit", "unit_names"),
     *("accumulation_steps", "clip_weights", "sample_rate", "expected_batch_size"),
 )
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
-Views = int | Callable[[Tensor], Tensor]
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
@@ -137,7 +138,17 @@ class Accounting:
             measure everybody. For long runs with one probe; 0: nobody.
         views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
             or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
-            ``criterion``, the loss of single views. See :mod:`torchfil.engine.assembly`.
+            ``criterion``, the loss of single views. See :mod:`torchfil.engine.rows`.
+        owner_of: Who owns which row, if a person has several: the owner of every row, [rows]; the name or position of
+            the owners in a batch, which the loop then does not see; or a function from a batch to its owners. How many
+            rows a person has counts as public.
+        rows_per_owner: The largest number of rows that a drawn owner brings, drawn anew each time; the choice counts as
+            known to the attacker. None: all of its rows.
+        row_reduction: "mean" or "sum": how the gradients of an owner's rows become one, which is clipped once.
+        unit: With ``owner_of``, whose privacy is accounted for. "owner": Poisson sampling draws owners, and ε, Fisher
+            information and questions are about whole persons. "row": rows are drawn and clipped one by one, and
+            readings with ``by="owner"`` say what that means for a person.
+        unit_names: What reports call an owner and a row, for example ("patient", "visit").
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
             sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.
@@ -169,6 +180,11 @@ class Accounting:
     execution: Execution = field(default_factory=Execution)
     extra_probes: int = 0
     views: Views | None = None
+    owner_of: Any = field(default=None, compare=False)
+    rows_per_owner: int | None = None
+    row_reduction: str = "mean"
+    unit: str = "owner"
+    unit_names: tuple[str, str] = ("person", "row")
     accumulation_steps: int = 1
     sample_rate: float | None = None
     expected_batch_size: float | None = None
@@ -178,7 +194,7 @@ class Accounting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", _named(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
-        for name in ("num_probes", "sketch_rank", "norm_refresh", "accumulation_steps"):
+        for name in ("num_probes", "sketch_rank", "norm_refresh", "accumulation_steps", "rows_per_owner"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1")
         for name, meaning in (("fil_rate", "measuring a step"), ("sample_rate", "drawing an example")):
@@ -191,6 +207,14 @@ class Accounting:
         require(place, f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
 
         # what must fit together
+        for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
+            value = getattr(self, name)
+            require(value in values, f"{name}={value!r} must be one of {values}")
+        about_rows = (self.rows_per_owner, self.row_reduction, self.unit)
+        known = self.owner_of is not None or about_rows == (None, "mean", "owner")
+        require(known, "rows_per_owner, row_reduction and unit need owner_of=, which says whose rows they are")
+        both = "views= and owner_of= both give an example several rows; make the views in the data set, as more rows"
+        require(self.views is None or self.owner_of is None, both)
         if self.amplification is not None:
             get_amplification(self.amplification)
         self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
@@ -215,6 +239,11 @@ class Accounting:
         if self.rows_at is None:
             return device
         return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
+
+    @property
+    def by_owner(self) -> bool:
+        """Whether owners are drawn and clipped, each with all of its rows."""
+        return self.owner_of is not None and self.unit == "owner"
 
     @property
     def needs(self) -> Needs:
@@ -382,7 +411,7 @@ def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_l
 
 
 def check_modes(
-    clipping: str, grad_sample_mode: str, module: nn.Module, *, views: bool, batch_first: bool, wrap_model: bool
+    clipping: str, grad_sample_mode: str, module: nn.Module, *, several: bool, batch_first: bool, wrap_model: bool
 ) -> str:
     """The mode to use, "auto" or "hooks"; raise for options whose release the accounting would not describe."""
     adaptive = "'adaptive' adapts C by counting factors below 1, and a smooth clip has only such factors"
@@ -391,9 +420,9 @@ def check_modes(
     require(grad_sample_mode in ("auto", "ghost", *_HOOKS), f"grad_sample_mode={grad_sample_mode!r} {known}")
     mode = "hooks" if grad_sample_mode in _HOOKS or not wrap_model else "auto"
 
-    # Hooks form one gradient for each view, not for each example, and of all weights.
+    # Hooks form one gradient for each row or view, not for each example, and of all weights.
     recorded = mode == "auto" and batch_first
-    for name, given in (("views=", views), ("a sharded model", is_sharded(module))):
+    for name, given in (("owner_of= or views=", several), ("a sharded model", is_sharded(module))):
         require(recorded or not given, f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True")
 
     # Opacus's hooks give the padding row a gradient that torch does not.
@@ -512,11 +541,9 @@ def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
     return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
 
 
-def example_ids(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
-    """The examples' ids; a stream has none yet."""
-    if is_stream(data_loader):
-        return GrowingIds()
-    count = len(data_loader.dataset)  # type: ignore[arg-type]
+def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
+    """The examples' ids."""
+    count = len(dataset)
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
 
 

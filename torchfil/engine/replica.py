@@ -20,13 +20,14 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
+from torchfil.engine.rows import OwnedRows
 from torchfil.fisher import models
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
 from torchfil.fisher.rules.recurrent import run_recurrent
 from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
-from torchfil.private.batches import named_inputs
+from torchfil.private.batches import ROWS, as_rows, named_inputs
 from torchfil.private.choice import floating_inputs
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
@@ -120,9 +121,18 @@ class Replica:
         private: Private | None,
         *,
         check_values: bool = True,
+        part: OwnedRows | None = None,
+        max_rows: int | None = None,
     ) -> Examples:
-        """These examples with their private coordinates; batches of one form share their layout."""
-        public = (args, dict(kwargs), targets)
+        """These examples with their private coordinates; batches of one form share their layout.
+
+        With ``part``, inputs and targets are by row, and the examples are the owners of these rows; z then has room for
+        ``max_rows`` (None: as many as the part's largest owner has).
+        """
+        public: Any = (args, dict(kwargs), targets)
+        if part is not None:
+            args, kwargs, targets = part.grouped(public)
+            public = (args, {**kwargs, ROWS: part.numbers.to(self.device, non_blocking=True)}, targets)
         batch = num_examples(*public)  # before the model is called with one example
         if check_values:
             check_finite(*public)
@@ -130,7 +140,7 @@ class Replica:
         kind = (form, *[live.training for live, _ in self._pairs])
         chosen, layout = self._layouts.get(kind, (None, None))
         if layout is None or chosen is not private:
-            layout = self._layout(public, private)
+            layout = self._layout(public, private, max_rows)
             if len(self._layouts) >= _MOST_SHAPES:
                 self._layouts.clear()
             if batch:
@@ -139,16 +149,16 @@ class Replica:
         vars(examples)["form"] = form  # known already
         return examples
 
-    def _layout(self, public: Any, private: Private | None) -> Layout:
+    def _layout(self, public: Any, private: Private | None, max_rows: int | None) -> Layout:
         """The layout of a batch; which places hold one tensor is decided once, since a few numbers may be equal."""
-        args, kwargs, targets = public
+        args, kwargs, targets = as_rows(*public) if ROWS in public[1] else public
         if private is None or not (private.submodules or private.target or private.inputs is not None):
             private = self._with_embeddings(private or Private(), args, kwargs)
         names = (*named_inputs(args, kwargs), *named_inputs((), {"target": targets}))
         if names in self._same:
             private = replace(private, same=self._same[names])
         with self.random_state_kept():
-            layout = Layout.of(public, private, self.live)
+            layout = Layout.of(public, private, self.live, max_rows)
         if len(tensors_of(public)[0]):
             self._same[names] = layout.same
         self._log_private(layout)
@@ -192,9 +202,9 @@ class Replica:
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def masks_by_example(
-        self, masks: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, masks: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any], groups: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Masks that a batch of these inputs has drawn, [batch, …] each; see :class:`MaskLayouts`."""
+        """Masks that a batch of these inputs has drawn, [batch, …] each; see :meth:`MaskLayouts.by_example`."""
         if not masks:
             return ()
         inputs = (args, dict(kwargs))
@@ -207,7 +217,7 @@ class Replica:
                 models.call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
         return self._mask_layouts.by_example(
-            masks, len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key), run_first
+            masks, len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key), run_first, groups
         )
 
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,9 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.owners import Owners
 from torchfil.accounting.pace import exposed_rows
-from torchfil.accounting.quantities import Conditions
+from torchfil.accounting.quantities import Conditions, tracked
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
 from torchfil.engine.executor import StepValues
@@ -36,6 +37,7 @@ from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
+from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
 
@@ -76,6 +78,8 @@ class Run:
         releases: Returns the DP accountant's history: (σ, q, steps) each.
         expected_batch: The mean batch size, of all ranks together.
         ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
+        owners: Who owns which row, if that is known.
+        row_ids: The rows' ids, if the examples are owners.
 
     Attributes:
         staged: The physical batches since the last release, in order.
@@ -92,8 +96,11 @@ class Run:
         releases: Callable[[], Sequence[tuple[float, float, int]]],
         expected_batch: int,
         ranks: Ranks | None = None,
+        owners: Owners | None = None,
+        row_ids: ExampleIds | None = None,
     ) -> None:
         self.options, self.loss, self.ids = options, loss, ids
+        self.owners, self.row_ids = owners, row_ids
         self.device, self.generator, self.ranks = device, generator, ranks
         self._place = options.accounting.rows_place(device)
         self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
@@ -114,6 +121,9 @@ class Run:
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
         self.test_matrix: Tensor | None = None
+        if owners is not None:  # those that were seen so far, without shared ones
+            self._coordinates_of_rows = torch.zeros(len(owners.of_row), dtype=torch.long, device=device)
+            self._coordinates_of_owners = torch.zeros(len(owners), dtype=torch.long, device=device)
         self.pace = options.accounting.pace()
         self.paused = False
 
@@ -204,7 +214,9 @@ class Run:
             remedy = "Call the model once per batch; examples come first in outputs (and in inputs: batch_first=False)."
             raise RuntimeError(f"{counts}. {remedy}")
 
-        # one noise covers each example once
+        # one noise covers each example once, with all of its rows
+        if self.options.accounting.by_owner:
+            ids = [owner for call in calls for part in self.by_owner(call) for owner in part.owners]
         staged = self._staged_ids
         together = {*ids, *staged}
         if len(together) < len(ids) + len(staged):
@@ -214,6 +226,43 @@ class Run:
             n = self.ids.num_examples + self.ids.count_new(together)
             self._check_memory(n * self.ledger.bytes_per_example + NormHistory.bytes_needed(n))
         return ids
+
+    def by_owner(self, call: ForwardPass) -> list[OwnedRows]:
+        """The rows of a call by owner, in parts in which owners have about as many."""
+        if call.parts is None:
+            most = self.options.accounting.rows_per_owner
+            largest = None if self.owners is None else int(self.owners.counts.max())
+            largest = min(filter(None, (largest, most)), default=None)
+            call.parts = rows_by_owner(call.ids or (), self.owners, largest)
+        return call.parts
+
+    def loss_of_examples(self, loss: IdentifiedLoss) -> IdentifiedLoss:
+        """The loss of an example; of its rows together, if it is an owner."""
+        if not self.options.accounting.by_owner:
+            return loss
+        over_rows = OverRows(loss, row_reduction=self.options.accounting.row_reduction)
+        return IdentifiedLoss(repr(over_rows), over_rows)
+
+    def coordinates_of(self, call: ForwardPass, examples: Examples, part: OwnedRows | None) -> Tensor | int:
+        """How many private coordinates each example has, [batch], or one number for all.
+
+        If an owner brings only some of its rows, these are the coordinates of all rows that it has brought so far.
+        """
+        accounting = self.options.accounting
+        if part is None or self.owners is None or accounting.rows_per_owner is None:
+            return examples.own_coordinates
+        by_row, shared = examples.coordinates_by_row
+        own, numbers = part.own.to(self.device), torch.tensor(call.ids)[part.rows].to(self.device)
+        owners, known = self.owners.of_row.to(self.device)[numbers], self._coordinates_of_rows[numbers]
+        self._coordinates_of_owners.index_add_(0, owners, by_row[own] - known)
+        self._coordinates_of_rows[numbers] = by_row[own]
+        return self._coordinates_of_owners[torch.tensor(part.owners).to(self.device)] + shared
+
+    @cached_property
+    def max_rows(self) -> int | None:
+        """How many rows z has room for, if owners' coordinates are summed one by one."""
+        summed = any(quantity.by_coordinate for quantity in tracked(tuple(self.options.accounting.track)))
+        return int(self.owners.counts.max()) if self.owners is not None and summed else None
 
     def participants(self) -> list[Hashable]:
         """Who takes part in this step, on all ranks; they exchange it once (collective, unless draws are Poisson).

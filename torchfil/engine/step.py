@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torchfil.engine.loader import is_target_name, make_current, plain, split_ba
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.rows import OwnedRows
 from torchfil.engine.run import Run
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
@@ -32,11 +33,25 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
+from torchfil.private.batches import ROWS, as_rows
 from torchfil.questions import Alternative, Question
 from torchfil.utils.errors import require
-from torchfil.utils.trees import tensors_of
+from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
+
+
+class _Piece(NamedTuple):
+    """The examples of a call that one pass takes, with their ids.
+
+    ``part`` are the rows of these examples, if they are owners; ``is_first`` says if it is the call's first piece.
+    """
+
+    call: ForwardPass
+    ids: list[Any]
+    examples: Examples
+    part: OwnedRows | None
+    is_first: bool
 
 
 class Step:
@@ -145,7 +160,8 @@ class Step:
                 return None
 
             # what the batches are, and which loss the loop uses
-            calls, examples, loss = self._batches_and_loss(calls, loss, summed=norms is None)
+            pieces, loss = self._batches_and_loss(calls, loss, summed=norms is None)
+            calls, examples = [piece.call for piece in pieces], [piece.examples for piece in pieces]
             if run.ledger is None:
                 guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
@@ -162,11 +178,11 @@ class Step:
                 accounting, omega = self.options.accounting, test_matrix if measures else None
                 track, rate = tuple(accounting.track), run.pace.rate
                 wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
-                mechanism, on_gpu, by_call = self._mechanism_with(*noise), self.replica.device.type == "cuda", []
-                for call, part in zip(calls, examples, strict=True):
-                    found = self._values(call, part, loss, mechanism, wanted, measures)
-                    by_call.append(found.kept(sums=len(calls) > 1) if on_gpu else found)  # from the next replay
-                values = joined(by_call)
+                mechanism, on_gpu, found = self._mechanism_with(*noise), self.replica.device.type == "cuda", []
+                for piece in pieces:
+                    each = self._values(piece, loss, mechanism, wanted, measures)
+                    found.append(each.kept(sums=len(pieces) > 1) if on_gpu else each)  # from the next replay
+                values = joined(found)
             elif loss is not None and not run.paused:
                 for call in calls:
                     guard.check_loss(call, loss, by_opacus=True)
@@ -183,47 +199,46 @@ class Step:
         if run.loss is None and loss is not None:
             logger.info("the training loop's loss was identified as %s", loss.name)
         run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
-        run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(examples))
+        run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(pieces, run))
         self.observer.forget_finished()
         return values
 
     def _batches_and_loss(
         self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, *, summed: bool
-    ) -> tuple[list[ForwardPass], list[Examples], IdentifiedLoss | None]:
-        """The calls with examples, their private examples with masks, and the loss."""
+    ) -> tuple[list[_Piece], IdentifiedLoss | None]:
+        """The private examples of the calls with masks, and the loss (of a row, if examples have several)."""
         run, guard = self.run, self.guard
         calls = [call for call in calls if call.ids]  # a part of a draw may be empty
         if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
             guard.undo_division(calls, loss, self.backward_passes)
-        examples = []
+        pieces: list[_Piece] = []
         for call in calls:
             if call.outputs is None:
                 guard.add(guard.check_batch(call))
             guard.check_rows(call)
-            examples.append(self._examples(call))
+            pieces += self._pieces(call)
             if run.ledger is not None:  # the first step has looked at once
-                guard.add(guard.check_inputs(call, examples[-1].public[2]))
+                guard.add(guard.check_inputs(call, self._targets(call)))
         if loss is None and (summed or not run.paused):
             loss = guard.identified_loss(calls[0])
         if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
             calls = [call.with_labels() for call in calls]  # its labels are inputs
-            examples = [self._examples(call) for call in calls]
+            pieces = [piece for call in calls for piece in self._pieces(call)]
+        own = "the model's loss is not made from its outputs alone, so the rows of an owner have no losses of their own"
+        single = loss is None or not loss.is_models_own or pieces[0].part is None
+        require(single, f"{own}: return what it is made from, and pass criterion= to make_private")
         if loss is not None and calls[0].outputs is None:
-            guard.add(guard.check_weights(loss, examples[0].public[2]))
-        return calls, examples, loss
+            guard.add(guard.check_weights(loss, self._targets(calls[0])))
+        return pieces, loss
 
     def _values(
-        self,
-        call: ForwardPass,
-        examples: Examples,
-        loss: IdentifiedLoss,
-        mechanism: Mechanism,
-        wanted: Wanted,
-        measures: bool,
+        self, piece: _Piece, row_loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool
     ) -> StepValues:
-        """The values of one call, with its checks."""
+        """The values of one piece, with its checks."""
+        call, part, ids, examples = piece.call, piece.part, piece.ids, piece.examples
         run, guard, from_loop = self.run, self.guard, call.outputs is not None
-        weights = run.weights_of(call.ids or ())
+        loss = run.loss_of_examples(row_loss)
+        weights = run.weights_of(ids)
         examples = examples if weights is None else replace(examples, clip_weights=weights)
         if measures:
             wanted = replace(wanted, seeds=Draws.seeds_from(run.num_probes, run.generator))
@@ -235,30 +250,31 @@ class Step:
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
         plan = self.executor.known(gradients)
         if plan is None and from_loop:
-            guard.check_loss(call, loss, by_opacus=not wanted.summed)
+            guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
         plan = plan or self.executor.plan(gradients)
         with differentiable_twice() if measures else contextlib.nullcontext():
             values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
         if measures:
-            values = self._measured_again(gradients, mechanism, values, wanted, call.ids or [])
+            values = self._measured_again(gradients, mechanism, values, wanted, ids)
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
         mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
         if from_loop and not mapped:
-            guard.add(guard.compare_outputs(call, values.output_gradients or (), loss, by_opacus=not wanted.summed))
+            ours = values.output_gradients or ()
+            guard.add(guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed))
         elif from_loop:
-            guard.check_loss(call, loss, by_opacus=not wanted.summed)
-            guard.add(guard.compare_losses(call, loss, values.losses))
+            guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
+            guard.add(guard.compare_losses(call, row_loss, values.losses, part))
         else:
             guard.raise_if_any()
-            guard.check_live_model(call, loss, values.losses, now=mapped)
+            guard.check_live_model(call, row_loss, values.losses, part, now=mapped)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses)
-        if not from_loop and self.replica.written:
+        if not from_loop and self.replica.written and piece.is_first:
             guard.raise_if_any()
             self._write_buffers(call, gradients, plan)
-        return values
+        return replace(values, output_gradients=None)  # of another shape in every piece
 
     def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
         return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
@@ -276,54 +292,70 @@ class Step:
         anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
         return values.measured_anew(rows, anew.additions or {})
 
-    def _examples(self, call: ForwardPass) -> Examples:
-        """The examples of a call, with their private coordinates and masks."""
-        examples = call.examples
-        if examples is None:
-            targets = call.targets if call.outputs is None else self.guard.targets(call)
-            private = private_without_labels(self.options.private, call.args, call.kwargs)
-            first = self.run.ledger is None
-            examples = self.replica.lay_out(call.args, call.kwargs, targets, private, check_values=first)
+    def _targets(self, call: ForwardPass) -> Any:
+        """The targets of a call's rows."""
+        return call.targets if call.outputs is None else self.guard.targets(call)
+
+    def _pieces(self, call: ForwardPass) -> list[_Piece]:
+        """The examples of a call, with their private coordinates and masks; owners with about as many rows together."""
+        inputs: tuple[Any, dict[str, Any]] = (call.args, call.kwargs)
         if call.outputs is None and (self.replica.drops_now() or self.replica.key != self._drew_nothing_at):
-            again = self.replica.masks_again(call.args, call.kwargs)
+            again = self.replica.masks_again(*inputs)
             call.masks = self._fresh_masks(call) if again is None else again
-        masks = self.replica.masks_by_example(call.masks, call.args, call.kwargs)
-        return replace(examples, masks=masks) if masks else examples
+        parts = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
+        pieces = []
+        for part in parts:
+            examples, groups = call.examples, None
+            if examples is None:
+                groups = None if part is None else part.index
+                private, first = private_without_labels(self.options.private, *inputs), self.run.ledger is None
+                laid_out: dict[str, Any] = {"check_values": first, "part": part, "max_rows": self.run.max_rows}
+                examples = self.replica.lay_out(*inputs, self._targets(call), private, **laid_out)
+            elif part is not None:  # a pass over owners has drawn the masks
+                inputs = examples.public[:2]
+            masks = self.replica.masks_by_example(call.masks, *inputs, groups)
+            examples = replace(examples, masks=masks) if masks else examples
+            pieces.append(_Piece(call, call.ids or [] if part is None else part.owners, examples, part, not pieces))
+        return pieces
 
     # ------------------------------------------------------------------ the loop's forward pass
 
     def begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
-    ) -> tuple[Examples, RecordedForward | StartedGraph] | None:
-        """The forward half of the pass over the loop's inputs; None if the loop must run a plain pass.
+    ) -> tuple[Examples, RecordedForward | StartedGraph, Any] | None:
+        """The forward half of the pass over the loop's inputs, with its outputs; None: the loop runs a plain pass.
 
         It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn without the model.
         """
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # there was no trial yet
             return None
+        ids = self.observer.tracker.ids
         try:
-            examples = self._examples(ForwardPass(None, batch, args, kwargs, ()))
+            pieces = self._pieces(ForwardPass(ids, batch, args, kwargs, ()))
         except (ValueError, TypeError):  # reported at the step, where the loop expects it
             return None
+        if len(pieces) != 1:  # owners with many rows, and some with few
+            return None
+        examples, part, loss = pieces[0].examples, pieces[0].part, self.run.loss_of_examples(loss)
 
         # on a CPU the live model's own pass is recorded
         gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
         recorded = self.executor.begin_live(gradients)
         if recorded is not None:
-            return examples, recorded
+            return examples, recorded, _by_row(recorded.outputs, part)
         if self.replica.device.type != "cuda":
             return None
 
         # on a GPU a graph is replayed, which needs masks and weights beforehand
-        drawn = self.replica.masks_again(args, kwargs) if self.replica.drops_now() else ()
-        ids = self.observer.tracker.ids
-        if drawn is None or ids is None or len(ids) != len(examples):  # reported at the step
+        drawn = self.replica.masks_again(*examples.public[:2]) if self.replica.drops_now() else ()
+        if drawn is None or ids is None or len(pieces[0].ids) != len(examples):  # reported at the step
             return None
-        masks, weights = self.replica.masks_by_example(drawn, args, kwargs), self.run.weights_of(ids)
+        masks = self.replica.masks_by_example(drawn, *examples.public[:2])
+        weights = self.run.weights_of(pieces[0].ids)
         masked = replace(examples, masks=masks, clip_weights=weights)
         begun = self.executor.begin_graph(self._in_precision(self.replica.gradients(masked, loss), gradients.autocast))
-        return None if begun is None else (examples, begun)
+        return None if begun is None else (examples, begun, _by_row(begun.outputs, part))
 
     # ------------------------------------------------------------------ a call instead of the loop's
 
@@ -378,7 +410,7 @@ class Step:
 
     def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients, plan: Plan) -> None:
         """Update the model's buffers as its forward pass would, once, however the passes were cut."""
-        if not self.executor.runs_in_pieces(len(gradients), plan):
+        if not (self.executor.runs_in_pieces(len(gradients), plan) or self.options.accounting.by_owner):
             self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(call.masks):
@@ -427,11 +459,26 @@ def private_without_labels(private: Private | None, args: tuple[Any, ...], kwarg
     return Private(inputs=others) if others and others != floating else None
 
 
-def _own_coordinates(parts: Sequence[Examples]) -> Tensor | int:
+def _by_row(outputs: Any, part: OwnedRows | None) -> Any:
+    """A pass's outputs in the order of the batch's rows."""
+    if part is None:
+        return outputs
+
+    def in_order(leaf: Tensor) -> Tensor:
+        rows = leaf.new_empty(len(part.rows), *leaf.shape[2:])
+        rows[part.rows.to(leaf.device)] = leaf.detach()[part.own.to(leaf.device)]
+        return rows
+
+    return map_tensors(in_order, outputs)
+
+
+def _own_coordinates(pieces: Sequence[_Piece], run: Run) -> Tensor | int:
     """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
-    if len(parts) == 1:
-        return parts[0].own_coordinates
-    return torch.cat([torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts])
+    counts = [run.coordinates_of(piece.call, piece.examples, piece.part) for piece in pieces]
+    if len(pieces) == 1:
+        return counts[0]
+    parts = [(torch.as_tensor(count), len(piece.examples)) for count, piece in zip(counts, pieces, strict=True)]
+    return torch.cat([count.to(pieces[0].examples.z.device).expand(size) for count, size in parts])
 
 
 def _latest(calls: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
@@ -455,7 +502,7 @@ def with_alternatives(
     Raises:
         ValueError: An alternative has another form or shape than the batch, or is not finite.
     """
-    args, kwargs, targets = examples.public
+    args, kwargs, targets = as_rows(*examples.public) if ROWS in examples.public[1] else examples.public
     inputs = as_given(args, kwargs)
     alternatives: list[Examples] = []
     places: list[tuple[str, tuple[int | None, ...]]] = []
@@ -476,7 +523,11 @@ def with_alternatives(
 def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
     args, kwargs = as_call(other.inputs)
     positions = sorted(key for key in kwargs if isinstance(key, int))  # as_given names positional inputs by place
-    public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    public: Any = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    rows = examples.public[1].get(ROWS)
+    if rows is not None:  # questions are about all rows of an owner
+        args, kwargs, targets = map_tensors(lambda leaf: leaf.unflatten(0, rows.shape), public)
+        public = (args, {**kwargs, ROWS: rows}, targets)
     given, true = tensors_of(public), tensors_of(examples.public)
     shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
     apart = f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"

@@ -144,11 +144,14 @@ class _Layout:
     shape: torch.Size
     dim: int | None
 
-    def by_example(self, mask: Tensor, batch: int) -> Tensor:
-        """A batch's mask as [batch, …], where … is the shape that a single example draws."""
+    def by_example(self, mask: Tensor, batch: int, groups: Tensor | None = None) -> Tensor:
+        """A batch's mask as [batch, …], where … is the shape that a single example, or group of rows, draws."""
         if self.dim is None:
-            return mask.expand(batch, *mask.shape)
-        return mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
+            return mask.expand(batch if groups is None else len(groups), *mask.shape)
+        by_row = mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
+        if groups is None:
+            return by_row
+        return by_row[groups].movedim(1, 1 + self.dim).flatten(1 + self.dim, 2 + self.dim)
 
     def of_batch(self, batch: int) -> torch.Size:
         """The shape of a mask for this many examples."""
@@ -180,7 +183,12 @@ class MaskLayouts:
         return DrawnMasks.of(drawn, draws)
 
     def by_example(
-        self, masks: Sequence[Tensor], batch: int, kind: Hashable, run_first: Callable[[], Any]
+        self,
+        masks: Sequence[Tensor],
+        batch: int,
+        kind: Hashable,
+        run_first: Callable[[], Any],
+        groups: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The masks by example.
 
@@ -189,11 +197,12 @@ class MaskLayouts:
             batch: The number of examples.
             kind: Batches of one kind have the same layouts, except for their size.
             run_first: Runs the model on the first example alone.
+            groups: If several rows are one example, which these are, [examples, K]; ``batch`` counts rows then.
 
         Raises:
             UnsupportedModuleError: Alone, an example draws something else.
         """
-        if batch == 1:
+        if batch == 1 and groups is None:
             return tuple(mask[None] for mask in masks)
         layouts, before, times = self._seen.get(kind, ((), (), 0))
         if [layout.of_batch(batch) for layout in layouts] != [mask.shape for mask in masks]:
@@ -213,7 +222,7 @@ class MaskLayouts:
                 self._seen.clear()
         draws = getattr(masks, "draws", ())
         self._seen[kind] = layouts, draws, times + 1 if draws == before else 1
-        return tuple(layout.by_example(mask, batch) for layout, mask in zip(layouts, masks, strict=True))
+        return tuple(layout.by_example(mask, batch, groups) for layout, mask in zip(layouts, masks, strict=True))
 
 
 @contextlib.contextmanager

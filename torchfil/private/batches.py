@@ -17,6 +17,8 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
 Path = tuple[Any, ...]
 
+ROWS = "rows_of_owner"  # the input that says which of its owner's rows each row is, [batch, K]; −1: padding
+
 
 def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A call's inputs in the form of a batch; a dict by position and name if the call has both.
@@ -86,6 +88,13 @@ def is_mask(name: str) -> bool:
         [True, True, False, False]
     """
     return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
+
+
+def as_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> tuple[tuple[Any, ...], Any, Any]:
+    """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …], without ``ROWS``."""
+    others = {key: value for key, value in kwargs.items() if key != ROWS}
+    flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, others, targets))
+    return flat
 
 
 def first_example(tree: Any) -> Any:

@@ -56,10 +56,13 @@ class Private:
             places. None: those that share memory, or whose floating-point numbers are equal in the first batch,
             whatever their shapes. Any other function of an input as a target cannot be recognised: it counts as known
             to the attacker, or with ``target=True`` as independent of the input.
+        shared: With ``owner_of``, what all rows of a person have in common: names of private inputs, "target" or
+            submodules, or a dict {input: coordinates}. It is one secret of the person and counts once in d; the
+            Jacobians of its rows add up before they are squared.
 
     Example:
-        >>> Private(coordinates=[0, 2], target=True)
-        Private(inputs=None, coordinates=[0, 2], target=True, submodule=None, lengths=None, max_length=None, same=None)
+        >>> Private(coordinates=[0, 2], target=True).submodules
+        ()
     """
 
     inputs: Key | Sequence[Key] | None = None
@@ -69,6 +72,7 @@ class Private:
     lengths: Lengths | Mapping[Key, Lengths] | None = None
     max_length: int | None = None
     same: Sequence[Sequence[Key]] | None = None
+    shared: Key | Sequence[Key] | Mapping[Key, Coordinates | None] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.submodules)) < len(self.submodules):
@@ -80,6 +84,13 @@ class Private:
         if self.submodule is None:
             return ()
         return (self.submodule,) if isinstance(self.submodule, str) else tuple(self.submodule)
+
+    @property
+    def shared_coordinates(self) -> Mapping[Key, Coordinates | None]:
+        """What a person's rows share: by name, the coordinates, None for all."""
+        if self.shared is None or isinstance(self.shared, Mapping):
+            return self.shared or {}
+        return dict.fromkeys([self.shared] if isinstance(self.shared, str | Integral) else self.shared)  # type: ignore[list-item]
 
 
 def superpixel(segments: Tensor, label: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.private.batches import Input, Inputs, Key, Path, check_finite, named_inputs
+from torchfil.private.batches import ROWS, Input, Inputs, Key, Path, as_rows, check_finite, named_inputs
 from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
 from torchfil.private.submodules import Offsets, SubmoduleOutput, outputs_of_one_example
 from torchfil.utils.errors import require
@@ -56,19 +56,22 @@ class _Slot:
         """The shape of one example in this batch."""
         return self.shape if self.length is None else torch.Size((self.length, *self.shape[1:]))
 
-    def select(self, batched: Tensor) -> Tensor:
+    @property
+    def padded(self) -> bool:
+        """Whether some of its coordinates may be padding."""
+        return self.own is not None or self.length is not None
+
+    def select(self, batched: Tensor, public: Public = None) -> Tensor:
         """The private coordinates, [batch, size]."""
         flat = self._laid_out(batched, 1).reshape(batched.shape[0], self.shape.numel())
         return flat if self.index is None else flat[:, self.index]
 
-    def fill(self, base: Tensor, part: Tensor, own: Tensor | None) -> Tensor:
-        """A tensor with its private coordinates replaced by ``part``, for one example or a batch.
+    def restored(self, base: Tensor, part: Tensor, public: Public) -> Tensor:
+        """A tensor of the true shape with its private coordinates replaced by ``part``, [size] or [batch, size]."""
+        return self.fill(base, part, self.own_mask(public, batched=part.ndim > 1))
 
-        Args:
-            base: A tensor of the true shape.
-            part: [size], or [batch, size].
-            own: The result of :meth:`own_mask`; other positions stay as they are.
-        """
+    def fill(self, base: Tensor, part: Tensor, own: Tensor | None) -> Tensor:
+        """The same, if only the positions ``own`` (from :meth:`own_mask`) are replaced; others stay as they are."""
         part = part.to(base.dtype)
         batch = part.shape[:-1]
         if self.index is not None:
@@ -90,6 +93,12 @@ class _Slot:
             own = torch.ones(batch, *self.true_shape[:1], dtype=torch.bool, device=tensors_of(public)[0].device)
         return self.select(_expanded(own, len(self.shape) + 1).expand(batch, *self.true_shape))
 
+    def map(self, values: Tensor) -> Tensor:
+        """Values by coordinate, [batch, size], in the tensor's shape, [batch, …]; NaN where it is public."""
+        full = values.new_full((len(values), self.shape.numel()), float("nan"))
+        full[:, slice(None) if self.index is None else self.index] = values
+        return full.reshape(len(values), *self.shape)
+
     def _laid_out(self, value: Tensor, dim: int) -> Tensor:
         """The value with as many positions as z has along this dimension; added positions are 0."""
         if self.length is None:
@@ -106,6 +115,98 @@ class _Slot:
         return f"{what}, {size}" + (f", without {self.own}" if self.own is not None else "")
 
 
+@dataclass(frozen=True, eq=False)
+class _RowsSlot:
+    """A private tensor of every row of an owner, [batch, K, …]; padded rows belong to nobody.
+
+    Attributes:
+        row: The tensor in one row.
+        rows: K, the number of rows of each owner in this batch, including padding.
+        laid_out: The number of rows that z has room for, each at the place of its number; None: K, in their order.
+        shared: Whether all rows have the same values, which are one secret and lie once in z.
+    """
+
+    row: _Slot
+    rows: int
+    laid_out: int | None = None
+    shared: bool = False
+
+    key = property(lambda self: self.row.key)
+    place = property(lambda self: self.row.place)
+    dtype = property(lambda self: self.row.dtype)
+    copies = property(lambda self: self.row.copies)
+    own = property(lambda self: self.row.own)
+    padded = property(lambda self: not self.shared)
+
+    @property
+    def size(self) -> int:
+        return self.row.size * (1 if self.shared else self.laid_out or self.rows)
+
+    @property
+    def true_shape(self) -> torch.Size:
+        return torch.Size((self.rows, *self.row.true_shape))
+
+    def select(self, batched: Tensor, public: Public) -> Tensor:
+        """The private coordinates, [batch, size].
+
+        Raises:
+            ValueError: Rows of one owner differ in what they should share.
+        """
+        by_row = self.row.select(batched.flatten(0, 1)).unflatten(0, batched.shape[:2])
+        if self.shared:
+            differ = f"rows of one person have different values of {self.key!r}, which Private(shared=…) says is shared"
+            same = (by_row == by_row[:, :1]) | (public[1][ROWS] < 0)[..., None]
+            require(bool(same.all()), f"{differ}; correct the data, or leave it out of shared=")
+        return self._in_z(by_row, public)
+
+    def _in_z(self, by_row: Tensor, public: Public) -> Tensor:
+        """What belongs to the coordinates of each row, [batch, K, size of a row], as it lies in z, [batch, size]."""
+        if self.shared:
+            return by_row[:, 0]
+        if self.laid_out is None:
+            return by_row.flatten(1)
+        room = by_row.new_zeros(len(by_row), self.laid_out + 1, self.row.size)  # the last place is for padding
+        numbers = public[1][ROWS]
+        places = torch.where(numbers < 0, self.laid_out, numbers)[..., None].expand_as(by_row)
+        return room.scatter(1, places, by_row)[:, :-1].flatten(1)
+
+    def restored(self, base: Tensor, part: Tensor, public: Public) -> Tensor:
+        """The rows with their private coordinates replaced, [K, …] or [batch, K, …]; see :meth:`_Slot.restored`."""
+        batch, numbers = part.shape[:-1], public[1][ROWS]
+        if self.shared:
+            by_row = part.unsqueeze(-2).expand(*batch, self.rows, self.row.size)
+        else:
+            by_row = part.unflatten(-1, (self.laid_out or self.rows, self.row.size))
+            if self.laid_out is not None:
+                by_row = by_row.take_along_dim(numbers.clamp(min=0)[..., None], dim=-2)
+        return self.row.fill(base, by_row, self._own(public, batched=len(batch) > 0))
+
+    def is_own(self, public: Public, batch: int) -> Tensor:
+        """Whether a coordinate is an owner's own, [batch, size]."""
+        own = self.row.is_own(as_rows(*public), batch * self.rows).unflatten(0, (batch, self.rows))
+        return self._in_z(own & (public[1][ROWS] >= 0)[..., None], public)
+
+    def map(self, values: Tensor) -> Tensor:
+        """Values by coordinate, [batch, size], as [batch, K, …], or [batch, …] if they are shared."""
+        if self.shared:
+            return self.row.map(values)
+        by_row = values.unflatten(1, (-1, self.row.size))
+        return self.row.map(by_row.flatten(0, 1)).unflatten(0, by_row.shape[:2])
+
+    def _own(self, public: Public, *, batched: bool) -> Tensor | None:
+        """True at the rows' own positions, [batch, K, T, …] or [K, T, …]; padded rows keep what they have."""
+        if self.row.own is None:
+            return None
+        if not batched:
+            public = map_tensors(lambda leaf: leaf[None], public)
+        own = self.row.own_mask(as_rows(*public), batched=True)
+        assert own is not None
+        return own.unflatten(0, (-1, self.rows)) if batched else own
+
+    def __str__(self) -> str:
+        return f"{self.row}, {'the same in all rows' if self.shared else 'in every row'} of its owner"
+
+
 def _expanded(mask: Tensor, ndim: int) -> Tensor:
     """The mask with dimensions of size 1 added at the end."""
     return mask.reshape(mask.shape + (1,) * (ndim - mask.ndim))
@@ -118,18 +219,24 @@ class Layout:
     It is the same for all batches of one form, ``form_of(public, shapes=True)``.
     """
 
-    slots: tuple[_Slot, ...] = ()
+    slots: tuple[_Slot | _RowsSlot, ...] = ()
 
     @classmethod
-    def of(cls, public: Public, private: Private, model: nn.Module | None = None) -> Layout:
+    def of(
+        cls, public: Public, private: Private, model: nn.Module | None = None, max_rows: int | None = None
+    ) -> Layout:
         """The layout of a batch.
 
         Args:
-            public: Positional inputs, keyword inputs and targets.
+            public: Positional inputs, keyword inputs and targets; with the input ``ROWS``, all are [batch, K, …].
             private: What is private.
             model: Needed if ``private.submodule`` is given: a pass over one example reads the submodule's output.
+            max_rows: With ``ROWS``, how many rows z has room for; None: as many as the batch has.
         """
         args, kwargs, targets = public
+        if ROWS in kwargs:
+            of_row = cls.of(as_rows(*public), private, model)
+            return cls(_of_owners(of_row.slots, kwargs[ROWS], max_rows, private))
         named = named_inputs(args, kwargs, model)
         chosen = private_inputs(named, targets, private)
         outputs: tuple[SubmoduleOutput, ...] = ()
@@ -181,12 +288,13 @@ class Layout:
     @cached_property
     def padded(self) -> bool:
         """Whether some coordinates may be padding."""
-        return any(slot.own is not None or slot.length is not None for slot in self.slots)
+        return any(slot.padded for slot in self.slots)
 
     @property
     def inputs_without_mask(self) -> dict[Key, torch.Size]:
         """By name, the shapes of the private tensors for which nothing shows which positions are padding."""
-        return {slot.key: slot.true_shape for slot in self.slots if slot.own is None}
+        of_rows = [slot.row if isinstance(slot, _RowsSlot) else slot for slot in self.slots]
+        return {slot.key: slot.true_shape for slot in of_rows if slot.own is None}
 
     @property
     def same(self) -> tuple[tuple[Key, ...], ...]:
@@ -206,7 +314,7 @@ class Layout:
                 parts.append(torch.zeros(len(batch), slot.size, dtype=slot.dtype, device=batch.device))
                 continue
             value = reduce(getitem, slot.place, public)
-            parts.append(slot.select(value.detach()))
+            parts.append(slot.select(value.detach(), public))
             for key, path in slot.copies:
                 if not _equal(value, reduce(getitem, path, public)):
                     differ = f"{slot.key!r} and {key!r} hold different numbers in this batch, but count as one tensor"
@@ -268,7 +376,7 @@ class Examples:
             if isinstance(slot.place, str):
                 continue
             value = reduce(getitem, slot.place, public)
-            z[:, span] = slot.select(value)
+            z[:, span] = slot.select(value, public)
             for key, path in slot.copies:
                 copy = reduce(getitem, path, public)
                 if not (torch.equal(copy, reduce(getitem, path, self.public)) or _equal(copy, value)):
@@ -294,6 +402,15 @@ class Examples:
     def own_coordinates(self) -> Tensor | int:
         """How many coordinates are an example's own: [batch], or one number for all."""
         return self.z.shape[1] if self.is_own is None else self.is_own.sum(dim=1)
+
+    @property
+    def coordinates_by_row(self) -> tuple[Tensor, int]:
+        """How many coordinates each row of an owner has of its own, [batch, K], and how many its rows share."""
+        rows = self.public[1][ROWS]
+        slots = [slot for slot in self.layout.slots if isinstance(slot, _RowsSlot)]
+        own = [slot.row.is_own(as_rows(*self.public), rows.numel()).sum(dim=1) for slot in slots if not slot.shared]
+        counts = torch.stack([torch.zeros_like(rows).flatten(), *own]).sum(dim=0).reshape(rows.shape)
+        return counts, sum(slot.size for slot in slots if slot.shared)
 
     @property
     def values(self) -> Tensor:
@@ -345,7 +462,8 @@ class Examples:
     def restore(self, z: Tensor, public: Public) -> tuple[tuple[Any, ...], dict[str, Any], Any, Offsets]:
         """Positional and keyword inputs, target and the submodules' offsets from z, for one example or a batch.
 
-        Offsets come by submodule, one for each of its calls. The values of z at padding are not used.
+        Offsets come by submodule, one for each of its calls. The values of z at padding are not used. If an example has
+        several rows, the target is (targets by row, ``ROWS``).
 
         Args:
             z: [d], or [batch, d].
@@ -355,17 +473,17 @@ class Examples:
         offsets: dict[str, tuple[Tensor, ...]] = {}
         for slot, span in self.layout.spans:
             part = z[..., span]
-            own = slot.own_mask(public, batched=z.ndim > 1)
             if isinstance(slot.place, str):
-                offset = slot.fill(part.new_zeros(*part.shape[:-1], *slot.true_shape), part, own)
+                offset = slot.restored(part.new_zeros(*part.shape[:-1], *slot.true_shape), part, public)
                 offsets[slot.place] = (*offsets.get(slot.place, ()), offset)
                 continue
-            value = slot.fill(reduce(getitem, slot.place, public), part, own)
+            value = slot.restored(reduce(getitem, slot.place, filled), part, public)
             filled = _with_value_at(filled, slot.place, value)
             for _, path in slot.copies:
                 there = reduce(getitem, path, public)
                 filled = _with_value_at(filled, path, value.reshape(there.shape).to(there.dtype))
-        return (*filled, offsets)
+        args, kwargs, targets = filled
+        return args, kwargs, (targets, public[1][ROWS]) if ROWS in kwargs else targets, offsets
 
     def maps(self, values: Tensor) -> dict[Hashable, Tensor]:
         """Values per coordinate, [batch, d], in the shapes of the private tensors; NaN where public or padding.
@@ -377,9 +495,7 @@ class Examples:
         if self.is_own is not None:
             values = values.masked_fill(~self.is_own, float("nan"))
         for slot, span in self.layout.spans:
-            full = values.new_full((len(values), slot.shape.numel()), float("nan"))
-            full[:, slice(None) if slot.index is None else slot.index] = values[:, span]
-            result[slot.key] = full.reshape(len(values), *slot.shape)
+            result[slot.key if slot.key not in result else f"{slot.key} (shared)"] = slot.map(values[:, span])
         return result
 
 
@@ -415,6 +531,27 @@ def _slot(private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit
         more["length"], shape = shape[0], torch.Size((limit, *shape[1:]))
     index = flat_index(for_names(private.coordinates, keys), keys[0], shape, like.device)
     return _Slot(keys[0], place, shape, like.dtype, index, **more)
+
+
+def _of_owners(slots: Sequence[Any], rows: Tensor, max_rows: int | None, private: Private) -> tuple[_RowsSlot, ...]:
+    """The private tensors of owners with rows [batch, K], from those of one row; what rows share lies once in z."""
+    shared, found = private.shared_coordinates, list[_RowsSlot]()
+    unknown = [key for key in shared if key not in {slot.key for slot in slots}]
+    require(not unknown, f"Private(shared=…) names {unknown}, and private are {[slot.key for slot in slots]}")
+    for slot in slots:
+        everything = torch.arange(slot.shape.numel(), device=rows.device) if slot.index is None else slot.index
+        common = everything[:0]
+        if slot.key in shared:
+            chosen = flat_index(shared[slot.key], slot.key, slot.shape, rows.device)
+            common = everything if chosen is None else everything[torch.isin(everything, chosen)]
+        apart = everything[~torch.isin(everything, common)]
+        whole = not (len(apart) and len(common)) or not isinstance(slot.place, str)
+        require(whole, f"shared={{{slot.key!r}: …}} must name the whole output of a submodule, without coordinates")
+        for index, is_shared in ((apart, False), (common, True)):
+            if len(index):
+                part = slot if len(index) == len(everything) else replace(slot, index=index)
+                found.append(_RowsSlot(part, rows.shape[1], max_rows, is_shared))
+    return tuple(found)
 
 
 def _nothing_private(named: Mapping[Key, Input], model: nn.Module | None) -> ValueError:

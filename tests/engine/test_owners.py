@@ -1,0 +1,141 @@
+"""People with several rows: a person's gradient is clipped once, and the ledger is that of brute force over its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev
+from torch.utils.data import TensorDataset
+
+from tests.cases import DEVICE, relative_error
+from tests.engine.brute_force import Run, assert_released, make, plain_kernels, train
+from tests.engine.loops import data, network
+from tests.engine.ways import LOSS
+from torchfil import Private
+from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.fisher import reference
+from torchfil.fisher.mechanism import step_divergence
+from torchfil.questions import Absent, Change, Label
+
+OWNERS = torch.tensor([3, 1, 1, 0, 3, 2, 1, 4, 1, 0, 5, 1, 1, 3])  # six people, with one to six rows
+SHARED = [0, 3]  # columns that are the same in all rows of a person
+QUESTIONS = {
+    "member": Absent(),
+    "darker": Change(lambda x, y: (0.5 * x, y)),
+    "label": Label(3),
+}
+
+
+def visits() -> TensorDataset:
+    """Rows of five numbers; two of them belong to the person."""
+    x, y = data(len(OWNERS)).tensors
+    x = x.clone()
+    x[:, SHARED] = torch.randn(6, 2, generator=torch.Generator().manual_seed(1), dtype=x.dtype)[OWNERS]
+    return TensorDataset(x, y)
+
+
+class Truth:
+    """Sums over a run by jacrev of a person's clipped gradient, in float64; persons in the order of their first rows.
+
+    Attributes:
+        fim: [persons, d, d], with room for six rows of each, then what they share.
+        divergences: By question, [persons, answers].
+        sums: Σ g̃ of every step.
+        seen: The rows that each person has brought.
+    """
+
+    def __init__(self, run: Run, shared: bool = False, reduction: str = "mean") -> None:
+        keys = list(dict.fromkeys(OWNERS.tolist()))
+        own = [column for column in range(5) if not (shared and column in SHARED)]
+        room = int(OWNERS.bincount().max())
+        d, s, q = room * len(own) + (5 - len(own)), run.noise_std, run.private.sample_rate
+        q = q if run.options.get("amplification") is None and q is not None else None
+        self.fim = torch.zeros(len(keys), d, d).double()
+        self.divergences = {name: torch.zeros(len(keys), len(ask.answers)).double() for name, ask in QUESTIONS.items()}
+        self.sums, self.seen = list[Tensor](), [set[int]() for _ in keys]
+        clip, limit = get_clip(DEFAULT_CLIP), run.options["max_grad_norm"]
+        weights = run.options.get("clip_weights", torch.ones(len(keys)))
+
+        for passes, released in zip(run.passes, run.released, strict=True):
+            total = torch.zeros_like(released)
+            for begun in passes:
+                for person in dict.fromkeys(OWNERS[begun.ids].tolist()):
+                    chosen = [place for place, row in enumerate(begun.ids) if int(OWNERS[row]) == person]
+                    k, rows = keys.index(person), (OWNERS == person).nonzero().flatten().tolist()
+                    numbers = [rows.index(begun.ids[place]) for place in chosen]
+                    self.seen[k] |= set(numbers)
+                    x, y = begun.x[chosen], begun.y[chosen]
+
+                    def clipped(x: Tensor, y: Tensor, k: int = k, begun: Any = begun) -> Tensor:
+                        def loss(parameters: dict[str, Tensor]) -> Tensor:
+                            return F.cross_entropy(functional_call(run.plain, parameters, (x,)), y, reduction=reduction)
+
+                        g = torch.cat([part.flatten() for part in grad(loss)(begun.weights).values()])
+                        return float(weights[k]) * g / clip.c(g.norm() / clip.threshold(limit))
+
+                    def placed(z: Tensor, x: Tensor = x, numbers: Any = numbers) -> Tensor:
+                        by_row = z[: room * len(own)].reshape(room, len(own))
+                        x = x.index_copy(1, torch.tensor(own, device=x.device), by_row[numbers])
+                        common = z[room * len(own) :].expand(len(x), -1)
+                        return x.index_copy(1, torch.tensor(SHARED, device=x.device), common) if shared else x
+
+                    z = torch.zeros(d, dtype=x.dtype, device=x.device)
+                    z[: room * len(own)].reshape(room, len(own))[numbers] = x[:, own]
+                    if shared:
+                        z[room * len(own) :] = x[0, SHARED]
+                    with plain_kernels():
+                        jacobian = jacrev(lambda z: clipped(placed(z), y))(z)  # noqa: B023
+                        g = clipped(x, y).detach()
+                        others = {name: ask.alternatives(x, y) for name, ask in QUESTIONS.items()}
+                        moved = {
+                            name: [
+                                torch.zeros_like(g) if each is None else clipped(each.inputs, each.targets)
+                                for each in of
+                            ]
+                            for name, of in others.items()
+                        }
+                    one = jacobian[None], g[None]
+                    fim = one[0].mT @ one[0] / s**2 if q is None else reference.poisson_fim(*one, s, q)
+                    self.fim[k] += fim[0].detach().cpu()
+                    for name, alternatives in moved.items():
+                        for answer, v in enumerate(alternatives):
+                            products = [(a * b).sum()[None] / s**2 for a, b in ((g, g), (v, v), (g, v))]
+                            self.divergences[name][k, answer] += (step_divergence(*products, q) / (q or 1)).item()
+                    total += g
+            self.sums.append(total)
+
+
+RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, "auto"),
+    ({"criterion": LOSS}, {}, "train_step"),
+    ({"rows_per_owner": 2}, {}, "auto"),
+    ({"row_reduction": "sum", "clip_weights": torch.linspace(0.3, 1, 6).double()}, {"physical": 2}, "auto"),
+    ({"private": Private(shared={0: SHARED}), "criterion": LOSS}, {}, "train_step"),
+    ({"private": Private(shared={0: SHARED}), "rows_per_owner": 3}, {"physical": 1}, "auto"),
+    ({"poisson_sampling": False}, {}, "auto"),
+]
+
+
+@pytest.mark.parametrize(("options", "how", "way"), RUNS)
+def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], way: str) -> None:
+    given = {"noise_multiplier": 0.9, "amplification": None, "track": ("fim",), "questions": QUESTIONS, **options}
+    run = train(make(network(), visits(), batch_size=7, owner_of=OWNERS, **given), steps=4, way=way, **how)
+    shared, engine = "private" in options, run.engine
+    truth = Truth(run, shared, options.get("row_reduction", "mean"))
+    assert_released(run, truth.sums)
+    assert run.engine.ledger.num_examples == 6
+
+    ledger = engine.ledger
+    assert ledger is not None
+    assert relative_error(ledger.sums["fim"], truth.fim) < 5e-6
+    own = torch.tensor([len(seen) * (3 if shared else 5) + 2 * (shared and bool(seen)) for seen in truth.seen])
+    assert torch.equal(ledger.sums["num_coordinates"].cpu().long(), own)
+    trace = truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)
+    assert relative_error(engine.get_fil().value, (trace / own.clamp(min=1)).sqrt()) < 5e-6
+    for name, divergences in truth.divergences.items():
+        value = engine.get_guess(name).divergence.value.reshape(divergences.shape)
+        assert relative_error(value, divergences) < 5e-6, name

@@ -1,0 +1,206 @@
+"""Several rows of one example: the rows of a person, or the views of an example. Their gradient is clipped once.
+
+The loss of an example is the mean (or the sum) over its rows,
+
+    ℓ_o(w) = (1/|R_o|) Σ_{r ∈ R_o} ℓ(f_w(x_r), y_r),
+
+which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly.
+
+* **Owners** (``owner_of=``): the loop sees rows, [rows, …], as before. The engine's passes see owners, [batch, K, …],
+  filled up with copies of their first row, which have weight 0 in the loss and no coordinates in z.
+* **Views** (``views=``; De et al. 2022): a function makes K views of every example inside the model, and derivatives
+  pass through them; or the data set draws K views, which are then all private. Random numbers of the views are recorded
+  with the model's masks, and the attacker is assumed to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.accounting.owners import Owners
+from torchfil.engine.losses import IdentifiedLoss
+from torchfil.fisher.models import check_unweighted_mean
+from torchfil.fisher.recording import losses_of
+from torchfil.private.batches import ROWS
+from torchfil.utils.errors import require
+from torchfil.utils.trees import map_tensors, tensors_of
+
+Views = int | Callable[[Tensor], Tensor]
+MOST_PADDING = 1.5  # rows of a pass, with padding, for each row of the batch
+
+
+def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
+    """The module, which also takes several rows of each example, [batch, K, …], and returns outputs [batch, K, …].
+
+    Both have the same weights, attributes, hooks and children.
+
+    Args:
+        module: Takes rows, [rows, …].
+        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions (its random numbers
+            must have the batch first), or K if batches hold K views each. In training, an example's views are its
+            rows, and other inputs are the same for all. None: an example has several rows if there is the input
+            ``ROWS``.
+
+    Example:
+        >>> module = many_rows(nn.Linear(3, 2), lambda x: torch.stack([x, x.flip(-1)], dim=1))
+        >>> module(torch.ones(5, 3)).shape, module.eval()(torch.ones(5, 3)).shape
+        (torch.Size([5, 2, 2]), torch.Size([5, 2]))
+    """
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = kwargs.pop(ROWS, None)
+        if views is not None and self.training:
+            x = views(args[0]) if callable(views) else args[0]
+            given = (*args[0].shape[:1], *(() if callable(views) else (views,)))
+            shapes = f"views of shape {tuple(x.shape)} for inputs of shape {tuple(args[0].shape)}"
+            fits = x.ndim >= 2 and x.shape[: len(given)] == given
+            require(fits, f"{shapes}, views={views}: they must be [batch, K, …], with K of at least 1")
+            others = map_tensors(lambda leaf: leaf[:, None].expand(-1, x.shape[1], *leaf.shape[1:]), (args[1:], kwargs))
+            rows, args, kwargs = x, (x, *others[0]), others[1]
+        if rows is None:
+            return kind.__call__(self, *args, **kwargs)
+        args, kwargs = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, kwargs))
+        outputs = kind.__call__(self, *args, **kwargs)
+        return map_tensors(lambda leaf: leaf.unflatten(0, rows.shape[:2]) if leaf.ndim else leaf, outputs)
+
+    alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
+    object.__setattr__(alias, "__dict__", module.__dict__)
+    return alias
+
+
+class OverRows:
+    """The loss of examples with several rows, [batch, K, …]: the mean or the sum of the rows' losses.
+
+    Args:
+        criterion: The loss of single rows.
+        loss_reduction: "mean" or "sum", over the batch.
+        row_reduction: "mean" or "sum", over an example's rows.
+        views: Whether targets are [batch, …], the same for all views; False: (those of each row, ``ROWS``).
+
+    Example:
+        >>> loss = OverRows(nn.MSELoss(reduction="sum"), "sum", views=True)
+        >>> loss(torch.ones(2, 4, 1), torch.zeros(2, 1)).item()
+        2.0
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[[Any, Any], Tensor],
+        loss_reduction: str = "mean",
+        row_reduction: str = "mean",
+        *,
+        views: bool = False,
+    ) -> None:
+        check_unweighted_mean(criterion)
+        self.criterion, self.views = criterion, views
+        self.loss_reduction, self.row_reduction = loss_reduction, row_reduction
+        self._of_row = criterion if isinstance(criterion, IdentifiedLoss) else IdentifiedLoss.of(criterion)
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The batch's loss."""
+        batch, count = tensors_of(outputs)[0].shape[:2]
+        own = torch.ones(batch, count, dtype=torch.bool, device=tensors_of(outputs)[0].device)
+        if self.views:
+            targets = map_tensors(lambda leaf: leaf[:, None].expand(-1, count, *leaf.shape[1:]), targets)
+        else:
+            targets, own = targets[0], targets[1] >= 0
+        flat = map_tensors(lambda leaf: leaf.flatten(0, 1), (outputs, targets))
+        by_row = losses_of(self._of_row, *flat).unflatten(0, (batch, count))
+        losses = torch.where(own, by_row, 0.0).sum(dim=1)
+        losses = losses / own.sum(dim=1) if self.row_reduction == "mean" else losses
+        return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+
+    def __repr__(self) -> str:
+        return f"the {self.row_reduction} over an example's rows of {self.criterion!r}"
+
+
+@dataclass(frozen=True)
+class OwnedRows:
+    """Some of a batch's rows by owner.
+
+    Attributes:
+        owners: The owners: their numbers, or keys in a stream, [batch].
+        index: Where each owner's rows lie in the batch, [batch, K]; at padding, its first row.
+        numbers: Which of its owner's rows each one is, [batch, K]; −1: padding.
+    """
+
+    owners: list[Any]
+    index: Tensor
+    numbers: Tensor
+
+    @cached_property
+    def own(self) -> Tensor:
+        """True at rows, False at padding, [batch, K]."""
+        return self.numbers >= 0
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The places of these rows in the batch, owner by owner."""
+        return self.index[self.own]
+
+    def grouped(self, tree: Any) -> Any:
+        """The owners' rows, [batch, K, …], from tensors by row, [rows, …]."""
+        return map_tensors(lambda leaf: leaf[self.index.to(leaf.device, non_blocking=True)], tree)
+
+    def by_row(self, leaf: Tensor, reduction: str) -> Tensor:
+        """∂ℓ_r of each row, in the order of :attr:`rows`, from ∂ℓ_o of the owners, [batch, K, …]."""
+        own = self.own.to(leaf.device)
+        size = own.sum(dim=1).repeat_interleave(own.sum(dim=1)) if reduction == "mean" else own.new_ones(())
+        return leaf[own] * size.to(leaf).reshape(-1, *(1,) * (leaf.ndim - 2))
+
+    def over_rows(self, losses: Tensor, reduction: str) -> Tensor:
+        """ℓ_o of the owners, [batch], from ℓ_r of all rows of the batch."""
+        own = self.own.to(losses.device)
+        total = torch.where(own, self.grouped(losses), 0.0).sum(dim=1)
+        return total / own.sum(dim=1) if reduction == "mean" else total
+
+
+def rows_by_owner(
+    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, padding: float = MOST_PADDING
+) -> list[OwnedRows]:
+    """The rows of a batch by owner, in parts in which owners have about as many rows, so that little is padding.
+
+    A few sizes serve all batches: each has to be tried before it is used, and captured on a GPU.
+
+    Args:
+        ids: The rows' numbers, or in a stream their owners' keys, [rows].
+        owners: Who owns which row; None: a stream.
+        largest: The largest number of rows that an owner brings; None: not known.
+        padding: How many rows a part may have, including padding, for each row of its owners.
+    """
+    names = list(ids) if owners is None else owners.of_row[torch.tensor(ids, dtype=torch.long)].tolist()
+    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    code = torch.tensor([codes[name] for name in names], dtype=torch.long)
+    counts = torch.bincount(code)
+    order, starts = code.argsort(stable=True), counts.cumsum(0) - counts
+    places = torch.arange(len(names)) - starts[code[order]] if owners is None else owners.place[list(ids)][order]
+
+    parts: list[OwnedRows] = []
+    by_size = counts.argsort(descending=True, stable=True).tolist()
+    keys, sizes = list(codes), counts.tolist()
+    while by_size:
+        room = _usual_size(sizes[by_size[0]])
+        room = room if largest is None else min(room, largest)
+        total, count = sizes[by_size[0]], 1
+        while count < len(by_size) and room * (count + 1) <= padding * (total + sizes[by_size[count]]):
+            total, count = total + sizes[by_size[count]], count + 1
+        chosen, by_size = torch.tensor(sorted(by_size[:count])), by_size[count:]
+        column = torch.arange(room).expand(count, room)
+        own = column < counts[chosen, None]
+        place = starts[chosen, None] + column.where(own, 0)
+        numbers = torch.where(own, places[place], -1)
+        parts.append(OwnedRows([keys[each] for each in chosen.tolist()], order[place], numbers))
+    return parts
+
+
+def _usual_size(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power > 2 and count <= power * 3 // 4 else power
