@@ -92,12 +92,11 @@ def _on_two_lines(norm: Tensor, other: Tensor, inner: Tensor, rate: float) -> Te
     norm = torch.maximum(norm, (other / ratio[:, None]).nan_to_num(0))
     cosine = (inner / (ratio[:, None] * norm.square())).nan_to_num(1, posinf=1).amin(dim=1).clamp(-1, 1)
     step = norm.amax(dim=1) / _STEPS
-    changed = bool(ratio.any())
-    weights, beyond = _sums(norm / step[:, None], rate, up=changed)
+    weights, beyond = _sums(norm / step[:, None], rate, ratio[:, None] > 0)
 
     # what lies beyond the grid counts as known to the attacker, by convexity
     one, mass = torch.ones_like(ratio), weights.sum(dim=1)
-    log_other = _mean_log(weights, step, cosine, ratio) if changed else torch.special.xlogy(mass, mass)
+    log_other = _mean_log(weights, step, cosine, ratio) if ratio.any() else torch.special.xlogy(mass, mass)
     beyond = beyond * step.square() * (1 + ratio.square() - 2 * ratio * cosine) / 2
     return _mean_log(weights, step, one, one) - log_other + beyond
 
@@ -115,13 +114,13 @@ def _mean_log(weights: Tensor, step: Tensor, cosine: Tensor, ratio: Tensor) -> T
     return (density * exponents.logsumexp(dim=1)).sum(dim=1) * (high - low) / count
 
 
-def _sums(norm: Tensor, rate: float, *, up: bool) -> tuple[Tensor, Tensor]:
+def _sums(norm: Tensor, rate: float, up: Tensor) -> tuple[Tensor, Tensor]:
     """The law of Σ_r n_r Bernoulli(q) on 0, 1, …, each n_r rounded up, or at random with the same mean.
 
     Returns:
         The weights, with those beyond the grid left out, [persons, atoms]; the second moment of these, [persons].
     """
-    below = (norm - 1e-9).ceil() if up else norm.floor()
+    below = torch.where(up, (norm - 1e-9).ceil(), norm.floor())
     share = (norm - below).clamp(min=0)  # how often n_r is rounded up
     places = torch.arange(min(_ATOMS, (_STEPS + 1) * norm.shape[1] + 1), device=norm.device)
     weights = (places == 0).to(norm.dtype).expand(len(norm), -1)
@@ -146,14 +145,14 @@ def person_rdp(rows: int, sample_rate: float, noise_multiplier: float, orders: S
     Args:
         rows: k ≥ 1.
         sample_rate: q in (0, 1].
-        noise_multiplier: σ > 0.
+        noise_multiplier: σ ≥ 0.
         orders: α > 1 each, as a tuple.
 
     Example:
         >>> person_rdp(3, 1.0, 2.0, (2.0,)), person_rdp(3, 0.01, 2.0, (2.0,)).round(6)
         (array([2.25]), array([0.000257]))
     """
-    alpha, shift = np.asarray(orders, dtype=float), rows / noise_multiplier
+    alpha, shift = np.asarray(orders, dtype=float), rows / noise_multiplier if noise_multiplier else math.inf
     if sample_rate == 1 or max(shift, rows / 4) > _FARTHEST:
         return alpha * shift**2 / 2
     drawn = np.arange(rows + 1.0)
