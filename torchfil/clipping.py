@@ -163,12 +163,12 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
     require(bool(growth <= 1.001), "t / c(t) grows without bound: c(t) must grow at least linearly in t to clip")
 
     bracket = _RATIO_GRID[max(top - 1, 0)], _RATIO_GRID[min(top + 1, len(_RATIO_GRID) - 1)]
-    refined = optimize.minimize_scalar(
-        lambda t: -t / float(c(torch.tensor(t, dtype=torch.float64))),
-        bounds=bracket,
-        method="bounded",
-        options={"xatol": 1e-7 * (bracket[1] - bracket[0])},
-    )
+
+    def negative(t: float) -> float:
+        return -t / float(c(torch.tensor(t, dtype=torch.float64)))
+
+    precision = {"xatol": 1e-7 * (bracket[1] - bracket[0])}
+    refined = optimize.minimize_scalar(negative, bounds=bracket, method="bounded", options=precision)
     return max(float(ratio[top]), -float(refined.fun))
 
 

@@ -1,4 +1,4 @@
-"""People with several rows: a person's gradient is clipped once, and the ledger is that of brute force over its rows."""
+"""People with several rows: a person's gradient is clipped once; the ledger is that of brute force over its rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from opacus import GradSampleModule
+from opacus.accountants import RDPAccountant
+from opacus.optimizers import DPOptimizer
+from torch import Tensor
 from torch.func import functional_call, grad, jacrev
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
@@ -65,7 +69,7 @@ class Truth:
             for begun in passes:
                 for person in dict.fromkeys(OWNERS[begun.ids].tolist()):
                     chosen = [place for place, row in enumerate(begun.ids) if int(OWNERS[row]) == person]
-                    k, rows = keys.index(person), (OWNERS == person).nonzero().flatten().tolist()
+                    k, rows = keys.index(person), (person == OWNERS).nonzero().flatten().tolist()
                     numbers = [rows.index(begun.ids[place]) for place in chosen]
                     self.seen[k] |= set(numbers)
                     x, y = begun.x[chosen], begun.y[chosen]
@@ -117,6 +121,7 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"private": Private(shared={0: SHARED}), "criterion": LOSS}, {}, "train_step"),
     ({"private": Private(shared={0: SHARED}), "rows_per_owner": 3}, {"physical": 1}, "auto"),
     ({"poisson_sampling": False}, {}, "auto"),
+    ({"private": Private(shared={0: SHARED}), "max_memory": 4096}, {}, "auto"),  # rows of a person, a few at a time
 ]
 
 
@@ -139,3 +144,73 @@ def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], w
     for name, divergences in truth.divergences.items():
         value = engine.get_guess(name).divergence.value.reshape(divergences.shape)
         assert relative_error(value, divergences) < 5e-6, name
+
+
+def weights_after(run: Run) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in run.module.parameters()])
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_people_with_one_row_each_are_the_rows(way: str) -> None:
+    """Bit for bit: weights, ledger, divergences, ε."""
+    options = {"noise_multiplier": 0.9, "amplification": None, "estimator": "weight-probes", "questions": QUESTIONS}
+    found = []
+    for owner_of in (None, torch.arange(20).flip(0)):
+        run = make(network(), data(20), criterion=LOSS, owner_of=owner_of, track=("diagonal",), **options)
+        train(run, steps=6, way=way)
+        sums = run.engine.ledger.sums
+        found.append((weights_after(run), {name: sums[name] for name in sums}, run.engine.get_epsilon(1e-5)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    assert found[0][2] == found[1][2]
+
+
+def test_opacus_on_people_releases_the_same() -> None:
+    """ε and sums without noise are those of Opacus on a data set whose examples are the people."""
+    x, y = visits().tensors
+    keys = list(dict.fromkeys(OWNERS.tolist()))
+    rows = [OWNERS.eq(key).nonzero().flatten() for key in keys]
+    given = {"clip": "hard", "sample_rate": 0.5, "noise_multiplier": 0.9, "amplification": None}
+    run = train(make(network(), visits(), batch_size=7, owner_of=OWNERS, **given), steps=5)
+    accountant = RDPAccountant()
+    for passes, released in zip(run.passes, run.released, strict=True):
+        model = GradSampleModule(network(), loss_reduction="sum")
+        model._module.load_state_dict(passes[0].weights)
+        people = [keys.index(key) for key in dict.fromkeys(OWNERS[passes[0].ids].tolist())]
+        own = pad_sequence([torch.ones(len(rows[k])) / len(rows[k]) for k in people], batch_first=True).to(x)
+        padded = pad_sequence([x[rows[k]] for k in people], batch_first=True).to(DEVICE)
+        labels = pad_sequence([y[rows[k]] for k in people], batch_first=True).to(DEVICE)
+        losses = F.cross_entropy(model(padded).flatten(0, 1), labels.flatten(), reduction="none")
+        options = {"max_grad_norm": run.options["max_grad_norm"], "expected_batch_size": 1, "loss_reduction": "sum"}
+        optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, **options)
+        (losses * own.to(DEVICE).flatten()).sum().backward()
+        optimizer.clip_and_accumulate()
+        total = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
+        assert float((released - total).norm()) < 1e-5 * float(total.norm())  # Opacus divides by ‖g‖ + 1e-6
+        accountant.step(noise_multiplier=0.9, sample_rate=0.5)
+    assert run.engine.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"owner_of": OWNERS[:3]}, "3 rows.*14"),
+    ({"owner_of": [None, *OWNERS.tolist()[1:]]}, "row 0 has no owner"),
+    ({"owner_of": [(1, 2), *OWNERS.tolist()[1:]]}, "row 0 has several owners"),
+    ({"owner_of": "patient"}, "patient"),
+    ({"owner_of": OWNERS, "unit": "person"}, "unit='person'"),
+    ({"owner_of": OWNERS, "views": 2, "criterion": LOSS}, "views="),
+    ({"owner_of": OWNERS, "grad_sample_mode": "hooks"}, "grad_sample_mode='auto'"),
+    ({"rows_per_owner": 2}, "owner_of="),
+    ({"owner_of": OWNERS, "rows_per_owner": 0}, "rows_per_owner=0"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED)
+def test_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make(network(), visits(), **options)
+
+
+def test_rows_that_should_share_and_do_not() -> None:
+    run = make(network(), visits(), batch_size=7, owner_of=OWNERS, private=Private(shared=0))
+    with pytest.raises(ValueError, match="different values of 0"):
+        train(run, steps=4)

@@ -46,6 +46,8 @@ _MOST_GRAPHS = 48
 _GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
+_ROWS_TO_TRY = 64  # of an owner
+_MORE_WHEN_MAPPED = 4  # times the memory of a recorded pass
 _DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)  # of a Poisson draw's size from its mean, in standard deviations
 
 
@@ -146,34 +148,40 @@ class Executor:
 
     def known(self, gradients: ExampleGradients) -> Plan | None:
         """The plan of such examples; None: not tried yet."""
-        return self._plans.get(self._key(gradients))
+        found = self._plans.get(self._key(gradients))
+        return None if found is None else _of_rows(found, gradients.examples.num_rows)
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples.
 
         Texts come in many lengths: a length between two that were tried needs no separate trial.
         """
-        key = self._key(gradients)
+        key, rows = self._key(gradients), gradients.examples.num_rows
+        all_rows = rows
         if key in self._plans:
-            return self._plans[key]
+            return _of_rows(self._plans[key], rows)
         fitting = self._fitting.setdefault(self._key_without_length(gradients), {})
-        if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
+        if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates // rows < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
-            return self._plans[key]
+            return _of_rows(self._plans[key], rows)
+        if rows > _ROWS_TO_TRY and not gradients.examples.masks:  # so many show how the rest behaves
+            rows, some = _ROWS_TO_TRY, next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY))
+            gradients = replace(gradients, examples=some)
         constants = gradients.own_constants()  # with copies of buffers, which show what a pass writes into
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
             found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0, facts=found.facts)
+        found = replace(found, bytes_per_example=-(-found.bytes_per_example // rows))
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._fitting.clear()
             self._plans[key] = found
             if found.fits:
-                fitting[gradients.num_coordinates] = found
+                fitting[gradients.num_coordinates // rows] = found
             _log_plan(found, gradients.autocast)
-        return found
+        return _of_rows(found, all_rows)
 
     def run(
         self,
@@ -201,6 +209,11 @@ class Executor:
         Raises:
             torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
         """
+        rows, masks = gradients.examples.num_rows, gradients.examples.masks
+        if rows > 1 and tried.bytes_per_example > self.memory_limit and not masks:
+            at_once = max(1, self.memory_limit // (_MORE_WHEN_MAPPED * (tried.bytes_per_example // rows)))
+            gradients = replace(gradients, examples=gradients.examples.by_place, rows_at_once=at_once)
+            tried, forward = Plan("an owner's rows do not fit into memory together", 0, facts=tried.facts), None
         if wanted.questions:  # an alternative has a pass in addition to the examples' own
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
         batch, before = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried), self.memory_limit
@@ -350,13 +363,18 @@ class Executor:
         return max(1, self.memory_limit // max(1, tried.bytes_per_example))
 
     def _key(self, gradients: ExampleGradients) -> Hashable:
-        return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
+        return gradients.examples.kind, self.replica.key, tuple(gradients.parameters), gradients.autocast
 
     def _key_without_length(self, gradients: ExampleGradients) -> Hashable:
         """A key that is equal for examples that differ only in length."""
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
+
+
+def _of_rows(found: Plan, rows: int) -> Plan:
+    """The plan of examples with this many rows, from that of a row."""
+    return found if rows == 1 else replace(found, bytes_per_example=rows * found.bytes_per_example)
 
 
 def values_of(
@@ -405,7 +423,9 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
     if len(parts) == 1:
         return parts[0]
     sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
-    parts = [replace(part, sums={}) for part in parts]
+    names = list(parts[0].additions or ())  # a mapped pass has them in another order than a recorded one
+    added = [None if part.additions is None else {name: part.additions[name] for name in names} for part in parts]
+    parts = [replace(part, sums={}, additions=each) for part, each in zip(parts, added, strict=True)]
     if any(part.output_gradients is None for part in parts):
         parts = [replace(part, output_gradients=None) for part in parts]
     result: StepValues = concatenated(parts)

@@ -27,6 +27,7 @@ from torchfil.accounting.owners import Owners
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.fisher.recording import losses_of
+from torchfil.private import Examples
 from torchfil.private.batches import ROWS
 from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -114,8 +115,13 @@ class OverRows:
         flat = map_tensors(lambda leaf: leaf.flatten(0, 1), (outputs, targets))
         by_row = losses_of(self._of_row, *flat).unflatten(0, (batch, count))
         losses = torch.where(own, by_row, 0.0).sum(dim=1)
-        losses = losses / own.sum(dim=1) if self.row_reduction == "mean" else losses
+        losses = losses / own.sum(dim=1).clamp(min=1) if self.row_reduction == "mean" else losses
         return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+
+    def share(self, part: Examples, whole: Examples) -> Tensor:
+        """By what the loss of some rows is multiplied before it is added to that of others, [batch]."""
+        some, all_rows = ((each.public[1][ROWS] >= 0).sum(dim=1) for each in (part, whole))
+        return some / all_rows if self.row_reduction == "mean" else torch.ones_like(some)
 
     def __repr__(self) -> str:
         return f"the {self.row_reduction} over an example's rows of {self.criterion!r}"

@@ -242,12 +242,10 @@ class Run:
             call.parts = rows_by_owner(call.ids or (), self.owners, largest)
         return call.parts
 
-    def loss_of_examples(self, loss: IdentifiedLoss) -> IdentifiedLoss:
+    def loss_of_examples(self, loss: IdentifiedLoss) -> IdentifiedLoss | OverRows:
         """The loss of an example; of its rows together, if it is an owner."""
-        if not self.options.accounting.by_owner:
-            return loss
-        over_rows = OverRows(loss, row_reduction=self.options.accounting.row_reduction)
-        return IdentifiedLoss(repr(over_rows), over_rows)
+        accounting = self.options.accounting
+        return OverRows(loss, row_reduction=accounting.row_reduction) if accounting.by_owner else loss
 
     def coordinates_of(self, call: ForwardPass, examples: Examples, part: OwnedRows | None) -> Tensor | int:
         """How many private coordinates each example has, [batch], or one number for all.

@@ -90,12 +90,9 @@ class Measurement:
         def limit(value: Tensor) -> Tensor:
             return torch.where(value == 0, value, value.sign() * math.inf)
 
-        return Measurement(
-            {quantity: Estimate.exact(limit(estimate.value)) for quantity, estimate in self.estimates.items()},
-            self.norm,
-            None if self.products is None else limit(self.products),
-            None if self.susceptibility is None else limit(self.susceptibility),
-        )
+        estimates = {name: Estimate.exact(limit(estimate.value)) for name, estimate in self.estimates.items()}
+        others = (None if each is None else limit(each) for each in (self.products, self.susceptibility))
+        return Measurement(estimates, self.norm, *others)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class ExampleGradients:
             as everything else.
         twice: Whether passes will be differentiated twice; if not, fused attention kernels may be used.
         facts: What earlier passes over the model have shown.
+        rows_at_once: How many rows of an owner a mapped pass takes; None: all. Everything here is linear in the loss,
+            so it is added up over the rows.
     """
 
     model: nn.Module
@@ -91,6 +93,7 @@ class ExampleGradients:
     probe_precision: models.ProbePrecision | None = None
     twice: bool = True
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
+    rows_at_once: int | None = None
 
     @classmethod
     def build(
@@ -309,6 +312,13 @@ class ExampleGradients:
         It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
         An empty batch gives an empty tensor of that trailing shape.
         """
+        if self.rows_at_once is not None:
+            total = torch.zeros(len(self), *shape, dtype=self.dtype, device=self.device)
+            for part in self.examples.in_rows(self.rows_at_once):
+                share: Tensor = self.loss_fn.share(part, self.examples).to(total)  # type: ignore[attr-defined]
+                found = replace(self, examples=part, rows_at_once=None)._map(one, extra, shape)
+                total += share.reshape(-1, *(1,) * len(shape)) * found
+            return total
         examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
         if len(examples) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)

@@ -475,9 +475,7 @@ def _coordinates(distances: np.ndarray) -> Tensor:
 
 def _normal_points(dimensions: int) -> Tensor:
     """Scrambled Sobol points, always the same, as normal numbers, [scrambles, points, dimensions]."""
-    drawn = [
-        torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed).draw(_POINTS, dtype=torch.float64)
-        for seed in range(_SCRAMBLES)
-    ]
+    sources = [torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed) for seed in range(_SCRAMBLES)]
+    drawn = [source.draw(_POINTS, dtype=torch.float64) for source in sources]
     # the middle of a point's cell, so none is 0
     return torch.special.ndtri((torch.stack(drawn) + 2.0**-33).clamp(max=1 - 2.0**-33))

@@ -171,14 +171,8 @@ class FILCallback(pl.Callback):
 
         # one batch of the loader is then the batch of one step, and the trainer does not accumulate
         trainer.accumulate_grad_batches = 1
-        return DataLoader(
-            loader.dataset,
-            batch_size=size * loader.batch_size,
-            sampler=loader.sampler,
-            collate_fn=loader.collate_fn,
-            drop_last=loader.drop_last,
-            **worker_options(loader),
-        )
+        kept: Any = {"sampler": loader.sampler, "collate_fn": loader.collate_fn, "drop_last": loader.drop_last}
+        return DataLoader(loader.dataset, batch_size=size * loader.batch_size, **kept, **worker_options(loader))
 
 
 def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:

@@ -66,8 +66,9 @@ class _Slot:
         flat = self._laid_out(batched, 1).reshape(batched.shape[0], self.shape.numel())
         return flat if self.index is None else flat[:, self.index]
 
-    def restored(self, base: Tensor, part: Tensor, public: Public) -> Tensor:
-        """A tensor of the true shape with its private coordinates replaced by ``part``, [size] or [batch, size]."""
+    def restored(self, base: Tensor | None, part: Tensor, public: Public) -> Tensor:
+        """A tensor of the true shape (None: zeros) with its private coordinates replaced by [size] or [batch, size]."""
+        base = part.new_zeros(*part.shape[:-1], *self.true_shape) if base is None else base
         return self.fill(base, part, self.own_mask(public, batched=part.ndim > 1))
 
     def fill(self, base: Tensor, part: Tensor, own: Tensor | None) -> Tensor:
@@ -121,14 +122,14 @@ class _RowsSlot:
 
     Attributes:
         row: The tensor in one row.
-        rows: K, the number of rows of each owner in this batch, including padding.
-        laid_out: The number of rows that z has room for, each at the place of its number; None: K, in their order.
+        laid_out: How many rows z has room for.
+        in_order: Whether rows lie in z in the order of the batch, rather than each at the place of its number.
         shared: Whether all rows have the same values, which are one secret and lie once in z.
     """
 
     row: _Slot
-    rows: int
-    laid_out: int | None = None
+    laid_out: int
+    in_order: bool
     shared: bool = False
 
     key = property(lambda self: self.row.key)
@@ -140,11 +141,7 @@ class _RowsSlot:
 
     @property
     def size(self) -> int:
-        return self.row.size * (1 if self.shared else self.laid_out or self.rows)
-
-    @property
-    def true_shape(self) -> torch.Size:
-        return torch.Size((self.rows, *self.row.true_shape))
+        return self.row.size * (1 if self.shared else self.laid_out)
 
     def select(self, batched: Tensor, public: Public) -> Tensor:
         """The private coordinates, [batch, size].
@@ -163,28 +160,30 @@ class _RowsSlot:
         """What belongs to the coordinates of each row, [batch, K, size of a row], as it lies in z, [batch, size]."""
         if self.shared:
             return by_row[:, 0]
-        if self.laid_out is None:
+        if self.in_order:
             return by_row.flatten(1)
         room = by_row.new_zeros(len(by_row), self.laid_out + 1, self.row.size)  # the last place is for padding
         numbers = public[1][ROWS]
         places = torch.where(numbers < 0, self.laid_out, numbers)[..., None].expand_as(by_row)
         return room.scatter(1, places, by_row)[:, :-1].flatten(1)
 
-    def restored(self, base: Tensor, part: Tensor, public: Public) -> Tensor:
+    def restored(self, base: Tensor | None, part: Tensor, public: Public) -> Tensor:
         """The rows with their private coordinates replaced, [K, …] or [batch, K, …]; see :meth:`_Slot.restored`."""
-        batch, numbers = part.shape[:-1], public[1][ROWS]
+        batched, numbers = part.ndim > 1, public[1][ROWS]
         if self.shared:
-            by_row = part.unsqueeze(-2).expand(*batch, self.rows, self.row.size)
+            by_row = part.unsqueeze(-2).expand(*numbers.shape, self.row.size)
         else:
-            by_row = part.unflatten(-1, (self.laid_out or self.rows, self.row.size))
-            if self.laid_out is not None:
+            by_row = part.unflatten(-1, (self.laid_out, self.row.size))
+            if not self.in_order:
                 by_row = by_row.take_along_dim(numbers.clamp(min=0)[..., None], dim=-2)
-        return self.row.fill(base, by_row, self._own(public, batched=len(batch) > 0))
+        base = by_row.new_zeros(*numbers.shape, *self.row.true_shape) if base is None else base
+        return self.row.fill(base, by_row, self._own(public, batched=batched))
 
     def is_own(self, public: Public, batch: int) -> Tensor:
         """Whether a coordinate is an owner's own, [batch, size]."""
-        own = self.row.is_own(as_rows(*public), batch * self.rows).unflatten(0, (batch, self.rows))
-        return self._in_z(own & (public[1][ROWS] >= 0)[..., None], public)
+        numbers = public[1][ROWS]
+        own = self.row.is_own(as_rows(*public), numbers.numel()).unflatten(0, numbers.shape)
+        return self._in_z(own & (numbers >= 0)[..., None], public)
 
     def map(self, values: Tensor) -> Tensor:
         """Values by coordinate, [batch, size], as [batch, K, …], or [batch, …] if they are shared."""
@@ -201,7 +200,7 @@ class _RowsSlot:
             public = map_tensors(lambda leaf: leaf[None], public)
         own = self.row.own_mask(as_rows(*public), batched=True)
         assert own is not None
-        return own.unflatten(0, (-1, self.rows)) if batched else own
+        return own.unflatten(0, public[1][ROWS].shape) if batched else own
 
     def __str__(self) -> str:
         return f"{self.row}, {'the same in all rows' if self.shared else 'in every row'} of its owner"
@@ -428,6 +427,18 @@ class Examples:
         weights = () if self.clip_weights is None else (self.clip_weights,)
         return (*tensors_of(self.public), *self.masks, *weights, *others)
 
+    @property
+    def num_rows(self) -> int:
+        """K, how many rows each example has, including padding."""
+        return self.public[1][ROWS].shape[1] if ROWS in self.public[1] else 1
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """The form; of owners that of a row, and whether they have more than one: passes differ in nothing else."""
+        if ROWS not in self.public[1]:
+            return self.form
+        return form_of(as_rows(*self.public), shapes=True), self.num_rows > 1
+
     @cached_property
     def form(self) -> Hashable:
         """Shapes (without the batch's size) and dtypes of the tensors of ``public``, and everything else in it."""
@@ -459,6 +470,24 @@ class Examples:
             rows = slice(start, min(start + size, len(self)))
             yield rows, self if size >= len(self) else self[rows]
 
+    @property
+    def by_place(self) -> Examples:
+        """The same owners; their rows are found in z by ``ROWS``, so that some of them can be taken."""
+        args, kwargs, targets = self.public
+        rows, slots = kwargs[ROWS], [slot for slot in self.layout.slots if isinstance(slot, _RowsSlot)]
+        if any(slot.in_order for slot in slots):
+            rows = torch.arange(rows.shape[1], device=rows.device).where(rows >= 0, -1)
+        layout = Layout(tuple(replace(slot, in_order=False) for slot in slots))
+        alternatives = tuple(other.by_place for other in self.alternatives)
+        public = (args, {**kwargs, ROWS: rows}, targets)
+        return replace(self, public=public, layout=layout, alternatives=alternatives)
+
+    def in_rows(self, size: int) -> Iterator[Examples]:
+        """The owners of :attr:`by_place` with some of their rows, at most ``size`` at a time; z stays as it is."""
+        for start in range(0, self.num_rows, size):
+            part = slice(start, start + size)
+            yield replace(self, public=map_tensors(lambda leaf: leaf[:, part], self.public))  # noqa: B023
+
     def restore(self, z: Tensor, public: Public) -> tuple[tuple[Any, ...], dict[str, Any], Any, Offsets]:
         """Positional and keyword inputs, target and the submodules' offsets from z, for one example or a batch.
 
@@ -474,7 +503,7 @@ class Examples:
         for slot, span in self.layout.spans:
             part = z[..., span]
             if isinstance(slot.place, str):
-                offset = slot.restored(part.new_zeros(*part.shape[:-1], *slot.true_shape), part, public)
+                offset = slot.restored(None, part, public)
                 offsets[slot.place] = (*offsets.get(slot.place, ()), offset)
                 continue
             value = slot.restored(reduce(getitem, slot.place, filled), part, public)
@@ -550,7 +579,7 @@ def _of_owners(slots: Sequence[Any], rows: Tensor, max_rows: int | None, private
         for index, is_shared in ((apart, False), (common, True)):
             if len(index):
                 part = slot if len(index) == len(everything) else replace(slot, index=index)
-                found.append(_RowsSlot(part, rows.shape[1], max_rows, is_shared))
+                found.append(_RowsSlot(part, max_rows or rows.shape[1], max_rows is None, is_shared))
     return tuple(found)
 
 

@@ -298,13 +298,10 @@ def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: s
 
     colours = _colours(mode, scale)
     ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
-    bar = figure.colorbar(
-        ScalarMappable(Normalize(colours["vmin"], colours["vmax"]), colours["cmap"]),
-        ax=axes,
-        extend=ends[bool((heat < -scale).any()), bool((heat > scale).any())],
-        label=name if scale else f"{name} (zero everywhere)",
-        ticks=None if scale else [0.0],
-    )
+    extend = ends[bool((heat < -scale).any()), bool((heat > scale).any())]
+    label, ticks = (name, None) if scale else (f"{name} (zero everywhere)", [0.0])
+    drawn = ScalarMappable(Normalize(colours["vmin"], colours["vmax"]), colours["cmap"])
+    bar = figure.colorbar(drawn, ax=axes, extend=extend, label=label, ticks=ticks)
     bar.ax.set_label("colour bar")
 
 

@@ -380,14 +380,10 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
         below = [key for key in (*gradients.parameters, *gradients.constants) if key.startswith(prefix)]
         constants = {key[len(prefix) :]: key for key in below if key[len(prefix) :] not in parameters}
         by_module[module] = _Layer(names[module], rule_for(module), parameters, constants)
-    return _Layers(
-        by_module,
-        tuple(hooked),
-        frozenset(module for module in hooked if names[module] not in facts.whole),
-        frozenset(module for module in plain if not isinstance(module, nn.MultiheadAttention)),
-        tuple(watched),
-        next((name for module, name in names.items() if has_active_dropout(module)), None),
-    )
+    expected = frozenset(module for module in hooked if names[module] not in facts.whole)
+    without = frozenset(module for module in plain if not isinstance(module, nn.MultiheadAttention))
+    dropout = next((name for module, name in names.items() if has_active_dropout(module)), None)
+    return _Layers(by_module, tuple(hooked), expected, without, tuple(watched), dropout)
 
 
 def _is_whole(module: nn.Module, seen_whole: bool) -> bool:

@@ -115,10 +115,8 @@ def _run_layer(
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
     cell, backwards = CELLS[mode], suffix.endswith("_reverse")
-    names = {
-        part: {kind: f"{kind}_{part}_{suffix}" for kind in ("weight", "bias")[: 2 if module.bias else 1]}
-        for part in ("ih", "hh")
-    }
+    kinds = ("weight", "bias") if module.bias else ("weight",)
+    names = {part: {kind: f"{kind}_{part}_{suffix}" for kind in kinds} for part in ("ih", "hh")}
     weights = {part: [getattr(module, name) for name in names[part].values()] for part in names}
 
     def turned(values: Tensor) -> Tensor:
