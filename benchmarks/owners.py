@@ -36,7 +36,7 @@ def mlp() -> nn.Module:
 
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "table, MLP": (mlp, (32,)),
-    "MNIST, CNN": (zoo.mnist_cnn if hasattr(zoo, "mnist_cnn") else mlp, (1, 28, 28)),
+    "MNIST, CNN": (zoo.mnist_cnn, (1, 28, 28)),
 }
 PEOPLE = {"1 row": (1, 1), "4 rows": (4, 4), "12 rows": (12, 12), "ragged": (1, 20)}
 

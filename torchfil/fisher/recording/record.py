@@ -410,6 +410,8 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
     """
     if getattr(loss_fn, "is_models_own", False):
         raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
+    if hasattr(loss_fn, "by_example"):  # of several rows, which it maps over itself
+        return wide(loss_fn.by_example(outputs, targets))
     pair = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
     first = outputs if pair else tensors_of(outputs)[0]
     if autocast_now(first.device) is not None:
