@@ -20,8 +20,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.leakage import Leakage, as_table
+from torchfil.accounting.leakage import FILKind, Leakage, as_table
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.persons import Persons
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
@@ -667,9 +668,41 @@ class FILPrivacyEngine(PrivacyEngine):
         lines = readings.summary(self._made, self.accountant.mechanism())
         return html_table(f"{type(self).__name__} (confidential)", lines)
 
-    def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
-        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
-        return self.totals.get_fil(example_ids, kind=kind)
+    def _by(self, by: str | None) -> Leakage:
+        """What is read by example, or by owner in a run by row."""
+        run = self._training.run
+        if by is None or (by == "owner" and run.options.accounting.by_owner):
+            return self.totals
+        if by != "owner" or run.persons is None:
+            raise ValueError(f"by={by!r} must be 'owner', which needs owner_of=, numbered rows and a single process")
+        return run.persons
+
+    def get_epsilon(self, delta: float, *, by: str | None = None) -> float:
+        """The accountant's ε at δ, a guarantee for every example.
+
+        Args:
+            delta: δ.
+            by: "owner", in a run with ``unit="row"``: ε of the owner with the most rows, k, who is in the data with all
+                of them or absent; a guarantee for every owner. A step is a mixture of Gaussians with sensitivities
+                0, C, …, kC and binomial weights; its Rényi divergences in both directions are composed.
+        """
+        history = self.accountant.history
+        if by is None or not history or not isinstance(persons := self._by(by), Persons):
+            return float(super().get_epsilon(delta))
+        check_delta(delta)
+        return float(readings.epsilon_over_time(history, [torch.inf], delta, int(persons.owners.counts.max()))[0])
+
+    def get_fil(self, example_ids: Ids = None, *, kind: FILKind = "trace", by: str | None = None) -> Estimate:
+        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`.
+
+        Args:
+            example_ids: None: all. An id given twice appears twice.
+            kind: "trace" for η̄, "spectral" for η.
+            by: "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound. The Fisher information about all
+                private coordinates of an owner's rows is at most the sum of the rows'. It is estimated from one run,
+                and its error is given as NaN.
+        """
+        return self._by(by).get_fil(example_ids, kind=kind)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run measured an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
@@ -683,13 +716,25 @@ class FILPrivacyEngine(PrivacyEngine):
         """The smallest bound, and an end for all examples together; see :meth:`Leakage.get_smallest_mse_bound`."""
         return self.totals.get_smallest_mse_bound(confidence, of)
 
-    def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
-        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
-        return self.totals.get_attribute_fil(example_ids)
+    def get_attribute_fil(self, example_ids: Ids = None, *, by: str | None = None) -> Estimate:
+        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end.
 
-    def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
-        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`."""
-        return self.totals.get_guess(question, example_ids)
+        With ``by="owner"``, in a run with ``unit="row"``, it is an upper bound for an attribute that has the same value
+        in all rows of an owner: the sum of the rows' sqrt(I_jj), estimated from one run.
+        """
+        return self._by(by).get_attribute_fil(example_ids)
+
+    def get_guess(self, question: str, example_ids: Ids = None, *, by: str | None = None) -> Guess:
+        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`.
+
+        Args:
+            question: Its name.
+            example_ids: None: all. An id given twice appears twice.
+            by: "owner", in a run with ``unit="row"``: the alternative is that all rows of the owner are absent, or that
+                all are changed. D is an upper bound, estimated from one run: gradients count as if they had one
+                direction, and between a row's participations as they were at the last one.
+        """
+        return self._by(by).get_guess(question, example_ids)
 
     def get_plis(self, example_ids: Ids = None) -> Tensor:
         """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""

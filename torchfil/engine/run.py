@@ -29,6 +29,7 @@ from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.owners import Owners
 from torchfil.accounting.pace import exposed_rows
+from torchfil.accounting.persons import PRODUCTS, Persons
 from torchfil.accounting.quantities import Conditions, tracked
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
@@ -126,6 +127,11 @@ class Run:
             self._coordinates_of_owners = torch.zeros(len(owners), dtype=torch.long, device=device)
         self.pace = options.accounting.pace()
         self.paused = False
+        self.persons: Persons | None = None
+        if owners is not None and not options.accounting.by_owner and ranks is None:
+            rate = options.sample_rate if options.amplification.secret_batches else None
+            how = Conditions(sample_rate=rate, skipping=options.accounting.skips_steps)
+            self.persons = Persons(owners, options.accounting.asked, lambda: self.leakage, how, self.clip_weights)
 
         # the current step
         self._releases = releases
@@ -370,6 +376,7 @@ class Run:
         """Book the released logical batch: enter what was staged."""
         self._enter_ids()
         contributions = [staged.contribution for staged in self.staged]
+        products = [each.additions.pop(PRODUCTS) for each in contributions if PRODUCTS in each.additions]
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
@@ -385,6 +392,8 @@ class Run:
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         rate = float(self._releases()[-1][1]) if self._releases() else 1.0
         self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
+        if self.persons is not None and products:
+            self.persons.book(torch.cat(rows), torch.cat(products), float(optimizer.noise_multiplier), self.pace.rate)
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:
@@ -466,6 +475,7 @@ class Run:
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "ranks": None if self._whole is None else dict(self._whole.parts),
+            "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
         return {**state, "keys": self.ids.all()} if self._grows else state
 
@@ -488,6 +498,9 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline = timeline
+        if self.persons is not None:
+            self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
+            self.persons.last = state["persons"][1].clone()
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
