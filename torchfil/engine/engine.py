@@ -39,7 +39,16 @@ from torchfil.engine.loader import (
     split_batch,
 )
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import SHORTCUTS, Accounting, check_given, check_modes, run_options, thresholds, with_rate
+from torchfil.engine.options import (
+    SHORTCUTS,
+    Accounting,
+    check_given,
+    check_modes,
+    run_options,
+    thresholds,
+    with_owners,
+    with_rate,
+)
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run
@@ -200,10 +209,8 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         check_given(type(self), "make_private", shortcuts, data_loader)
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
-        if accounting.by_owner and is_stream(data_loader):
-            id_of = accounting.owner_of  # of every row of a batch
-        elif accounting.by_owner and poisson_sampling:
-            accounting = replace(accounting, sample_rate=accounting.sample_rate or 1 / len(data_loader))
+        if accounting.by_owner:
+            accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
         sigma = 1.0 if noise_multiplier is None else noise_multiplier
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
@@ -211,9 +218,8 @@ class FILPrivacyEngine(PrivacyEngine):
         module = without_compiler(module)
         if accounting.views is not None:
             criterion = OverRows(criterion, loss_reduction, views=True)
-        several = accounting.views is not None or accounting.by_owner
         called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
-        mode = check_modes(clipping, grad_sample_mode, module, several=several, **called)
+        mode = check_modes(clipping, grad_sample_mode, module, accounting, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = run_options(
@@ -242,9 +248,8 @@ class FILPrivacyEngine(PrivacyEngine):
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
-            prepared = self._prepare_data_loader(
-                data_loader, distributed=distributed, poisson_sampling=True, rand_on_empty=rand_on_empty
-            )
+            how: dict[str, Any] = {"distributed": distributed, "rand_on_empty": rand_on_empty}
+            prepared = self._prepare_data_loader(data_loader, poisson_sampling=True, **how)
         options = with_rate(options, prepared)
         options.mechanism(sigma, limit)  # raises for invalid numbers
         sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
