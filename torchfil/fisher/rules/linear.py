@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil.fisher.models import probe_dtype, probe_inputs
+from torchfil.fisher.models import probe_inputs
 from torchfil.fisher.rules.base import Call, LinearInWeightsRule, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import batched_product, gram
 
@@ -22,13 +22,11 @@ class LinearRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aUᵀ + b."""
-        factors = call.input, direction["weight"], direction.get("bias")
-        return F.linear(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
+        return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
-        factors = delta, direction["weight"]
-        return torch.matmul(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
+        return torch.matmul(*probe_inputs(delta, direction["weight"]))
 
     def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
         """One product over examples and positions."""
