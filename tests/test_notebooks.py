@@ -1,7 +1,5 @@
 """Every tutorial runs from top to bottom, with smaller settings than on the site and without the site's packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bounds beside attacks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Informed reconstruction: exact without noise to speak of, and at the Cramér–Rao bound where noise is small."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Membership inference where the answer is known: perfect, blind, and Gaussian with a closed form."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

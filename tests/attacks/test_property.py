@@ -1,7 +1,5 @@
 """Property inference with a planted property, and where the AUC is known."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

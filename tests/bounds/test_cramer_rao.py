@@ -1,7 +1,5 @@
 """Cramér–Rao against algebra, closed forms, and attackers that come as close as a bound allows; Rényi likewise."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
