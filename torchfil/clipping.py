@@ -163,12 +163,12 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
     require(bool(growth <= 1.001), "t / c(t) grows without bound: c(t) must grow at least linearly in t to clip")
 
     bracket = _RATIO_GRID[max(top - 1, 0)], _RATIO_GRID[min(top + 1, len(_RATIO_GRID) - 1)]
-    refined = optimize.minimize_scalar(
-        lambda t: -t / float(c(torch.tensor(t, dtype=torch.float64))),
-        bounds=bracket,
-        method="bounded",
-        options={"xatol": 1e-7 * (bracket[1] - bracket[0])},
-    )
+
+    def negative(t: float) -> float:
+        return -t / float(c(torch.tensor(t, dtype=torch.float64)))
+
+    precision = {"xatol": 1e-7 * (bracket[1] - bracket[0])}
+    refined = optimize.minimize_scalar(negative, bounds=bracket, method="bounded", options=precision)
     return max(float(ratio[top]), -float(refined.fun))
 
 
@@ -269,7 +269,5 @@ def _gelu_derivative(t: Tensor) -> Tensor:
 register_clip("smooth", _smooth, derivative=_smooth_derivative, norm_bound=1.0)
 register_clip("gelu", _gelu, derivative=_gelu_derivative)
 register_clip("gelu-paper", _gelu, derivative=_gelu_derivative, norm_bound=1.11522, calibrated=False)
-register_clip(
-    "hard", lambda t: t.clamp(min=1.0), derivative=lambda t: (t > 1).to(t.dtype), norm_bound=1.0, smooth=False
-)
+register_clip("hard", lambda t: t.clamp(min=1), derivative=lambda t: (t > 1).to(t.dtype), norm_bound=1.0, smooth=False)
 register_clip("rsqrt", lambda t: torch.sqrt(1 + t * t), derivative=lambda t: t / torch.sqrt(1 + t * t), norm_bound=1.0)

@@ -338,11 +338,10 @@ def autocast_as(dtype: torch.dtype | None, device: torch.device) -> contextlib.A
     Casts of weights are not cached: if the whole loop runs inside one autocast, they would outlive an update of the
     weights, and they would keep the graph of a recorded pass.
     """
-    if not torch.amp.is_autocast_available(device.type) or (
-        dtype is None and not torch.is_autocast_enabled(device.type)
-    ):
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or (dtype is None and not torch.is_autocast_enabled(kind)):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

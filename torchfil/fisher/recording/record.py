@@ -177,9 +177,8 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
                 losses = losses_of(gradients.loss_fn, forward.outputs, targets)
             again = _learn_overwritten(forward)
             if not again:
-                to_all = torch.autograd.grad(
-                    losses.sum(), [*places, *ends, *leaves.values()], create_graph=differentiable, allow_unused=True
-                )
+                all_of_them = [*places, *ends, *leaves.values()]
+                to_all = torch.autograd.grad(losses.sum(), all_of_them, create_graph=differentiable, allow_unused=True)
                 # A gradient that still reaches a watched parameter comes from a use that was not seen.
                 to_leaves = to_all[len(places) + len(ends) :]
                 missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
@@ -380,14 +379,10 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
         below = [key for key in (*gradients.parameters, *gradients.constants) if key.startswith(prefix)]
         constants = {key[len(prefix) :]: key for key in below if key[len(prefix) :] not in parameters}
         by_module[module] = _Layer(names[module], rule_for(module), parameters, constants)
-    return _Layers(
-        by_module,
-        tuple(hooked),
-        frozenset(module for module in hooked if names[module] not in facts.whole),
-        frozenset(module for module in plain if not isinstance(module, nn.MultiheadAttention)),
-        tuple(watched),
-        next((name for module, name in names.items() if has_active_dropout(module)), None),
-    )
+    expected = frozenset(module for module in hooked if names[module] not in facts.whole)
+    without = frozenset(module for module in plain if not isinstance(module, nn.MultiheadAttention))
+    dropout = next((name for module, name in names.items() if has_active_dropout(module)), None)
+    return _Layers(by_module, tuple(hooked), expected, without, tuple(watched), dropout)
 
 
 def _is_whole(module: nn.Module, seen_whole: bool) -> bool:
@@ -400,9 +395,7 @@ def _is_whole(module: nn.Module, seen_whole: bool) -> bool:
 def _holders_of(model: nn.Module, names: Collection[str]) -> list[str]:
     """The modules that hold these parameters, under whatever name."""
     wanted = {id(value) for name, value in model.named_parameters() if name in names}
-    return [
-        name for name, m in model.named_modules() if any(id(value) in wanted for value in m.parameters(recurse=False))
-    ]
+    return [name for name, m in model.named_modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:

@@ -188,7 +188,7 @@ def _dropped(value: Tensor, keep: Tensor | None, constants: _Constants) -> Tenso
 
 def _second(
     p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, constants: _Constants
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """dS, A and E, for d = γc_vᵀ; all [rows, T, T]."""
     kernels = kernels_for(p)
     if kernels is not None:

@@ -93,10 +93,8 @@ class Call:
             return self
         with torch.enable_grad():
             args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
-        parameters, constants = map_tensors(wide, (self.parameters, self.constants))
-        return replace(
-            self, args=args, kwargs=kwargs, delta=delta, parameters=parameters, constants=constants, narrow=self
-        )
+        own, fixed = map_tensors(wide, (self.parameters, self.constants))
+        return replace(self, args=args, kwargs=kwargs, delta=delta, parameters=own, constants=fixed, narrow=self)
 
     def origin(self, leaf: Tensor) -> Tensor:
         """The recorded tensor whose wide form this tensor of the call is."""

@@ -93,10 +93,10 @@ class EmbeddingRule(LinearInWeightsRule):
     def products(self, call: Call, other: Call) -> Tensor:
         """As in :class:`LayerRule`: no table per example is formed."""
         own, others = self._layout(call), self._layout(other)
-        pairs = ((own, own), (others, others), (own, others))
-        return torch.stack(
-            [(batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs]
-        )
+        found = []
+        for (t, d), (s, e) in ((own, own), (others, others), (own, others)):
+            found.append((batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)))
+        return torch.stack(found)
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """The rows of U, 0 for the padding token, whose row gets no gradient."""

@@ -47,8 +47,7 @@ class GenericRule(LayerRule):
                 named = {name: x[None] if of_kwargs[name] == 0 else x for name, x in kwargs.items()}
                 weights = {f"module.{name}": value for name, value in (parameters | call.constants).items()}
                 result = functional_call(module, weights, single, named)
-                first: Tensor = result[0] if isinstance(result, tuple) else result
-                return first
+                return result[0] if isinstance(result, tuple) else result
 
             return vjp(output, call.parameters)[1](delta.unsqueeze(0))[0]
 
@@ -176,14 +175,10 @@ def _at_leaves(
     values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor], by_example: bool = True
 ) -> dict[str, Tensor]:
     """Gradients at θ from those at θ′; with ``by_example``, both are [batch, …]."""
-    by_leaf = torch.autograd.grad(
-        [values[name] for name in gradients],
-        list(leaves.values()),
-        [gradient.to(values[name].dtype) for name, gradient in gradients.items()],
-        retain_graph=True,
-        create_graph=by_example and torch.is_grad_enabled(),
-        is_grads_batched=by_example,
-    )
+    made = [values[name] for name in gradients]
+    given = [gradient.to(values[name].dtype) for name, gradient in gradients.items()]
+    options = {"create_graph": by_example and torch.is_grad_enabled(), "is_grads_batched": by_example}
+    by_leaf = torch.autograd.grad(made, list(leaves.values()), given, retain_graph=True, **options)
     return dict(zip(leaves, map(wide, by_leaf), strict=True))
 
 
