@@ -121,17 +121,11 @@ class BoundComparison:
         attacked = [plain_key(key) for key in self.attack.ids]
         unknown = [key for key in attacked if key not in rows]
         require(not unknown, f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids")
-        return AttackRecord(
-            self.attack.name,
-            self.attack.threat_model,
-            np.asarray([rows[key] for key in attacked], dtype=np.int64),
-            self.predicted.astype(np.float64),
-            self.attack.achieved.astype(np.float64),
-            self.violated,
-            self.testable,
-            self.attack.untestable,
-            None if self.attack.blind is None else self.attack.blind.astype(np.float64),
-        )
+        places, attack = np.asarray([rows[key] for key in attacked], dtype=np.int64), self.attack
+        predicted, achieved = self.predicted.astype(np.float64), attack.achieved.astype(np.float64)
+        blind = None if attack.blind is None else attack.blind.astype(np.float64)
+        verdict = self.violated, self.testable, attack.untestable
+        return AttackRecord(attack.name, attack.threat_model, places, predicted, achieved, *verdict, blind)
 
     def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
         """Achieved error over bound, one dot per example, as in Guo et al. 2022, Figure 3; needs matplotlib.
@@ -214,9 +208,7 @@ def compare_with_bounds(
     return BoundComparison(attack, predicted, predicted_low, predicted_high, low, high, violated, confidence)
 
 
-def _bounds(
-    source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
     """The bounds of the attacked examples and the ends of their intervals, [m] each."""
     if hasattr(source, "mse_bound"):
         values = _of_linear_model(source, attack, dict(options))

@@ -694,9 +694,8 @@ def iteratively_reweighted_fil(
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
     n = len(y)
-    labels = as_array(
-        y if isinstance(groups, str) and groups == "class" else np.arange(n) if groups is None else groups
-    )
+    by_class = isinstance(groups, str) and groups == "class"
+    labels = as_array(y if by_class else np.arange(n) if groups is None else groups)
     require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
     member = np.array([numbers[label] for label in labels.tolist()])
