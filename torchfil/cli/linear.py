@@ -212,10 +212,8 @@ def _exposure(
 ) -> tuple[str, dict[str, list[Any] | dict[str, Any]]]:
     """The most exposed rows and a summary of all, as text and as data."""
     order = np.argsort(-columns["fil"], kind="stable")[:top]
-    summary = {
-        name: dict(zip(("min", "median", "max"), np.quantile(values, [0, 0.5, 1]).tolist(), strict=True))
-        for name, values in columns.items()
-    }
+    quantiles = {name: np.quantile(values, [0, 0.5, 1]).tolist() for name, values in columns.items()}
+    summary = {name: dict(zip(("min", "median", "max"), own, strict=True)) for name, own in quantiles.items()}
     lines = [[str(ids[row]), *(number(float(values[row])) for values in columns.values())] for row in order]
     parts = ("max", "median", "min")
     lines += [[f"({part} of {len(ids):,})", *(number(own[part]) for own in summary.values())] for part in parts]

@@ -134,15 +134,9 @@ class FILTrainer(Trainer):
 
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
-        _, optimizer, private_loader = getattr(self.engine, prepare)(
-            shared_by(self.args.world_size, self.model),
-            self.create_optimizer(),
-            loader,
-            max_grad_norm=self.args.max_grad_norm,
-            criterion=self.loss,
-            batch_to_inputs=self._split,
-            **self.privacy,
-        )
+        parts = shared_by(self.args.world_size, self.model), self.create_optimizer(), loader
+        given = {"max_grad_norm": self.args.max_grad_norm, "criterion": self.loss, "batch_to_inputs": self._split}
+        _, optimizer, private_loader = getattr(self.engine, prepare)(*parts, **given, **self.privacy)
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
 

@@ -138,13 +138,8 @@ class ModelLoss:
 
     def _by_token(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, a mean over each example's labels that are not −100: logits [batch, …, classes]."""
-        losses = F.cross_entropy(
-            logits.movedim(-1, 1),
-            labels.long(),
-            reduction="none",
-            ignore_index=_IGNORED,
-            label_smoothing=self.label_smoothing,
-        )
+        options: Any = {"ignore_index": _IGNORED, "label_smoothing": self.label_smoothing}
+        losses = F.cross_entropy(logits.movedim(-1, 1), labels.long(), reduction="none", **options)
         counted = (labels != _IGNORED).reshape(len(labels), -1).sum(dim=1)
         return losses.reshape(len(labels), -1).sum(dim=1) / counted.clamp(min=1)
 

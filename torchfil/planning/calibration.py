@@ -317,10 +317,8 @@ class NoiseChoice:
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
-        lines += [
-            f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}: {pilot.check.headroom:.3g} of the target"
-            for pilot in self.pilots
-        ]
+        for sigma, check in ((pilot.noise_multiplier, pilot.check) for pilot in self.pilots):
+            lines.append(f"  σ = {sigma:<6.4g} {check.measured}: {check.headroom:.3g} of the target")
         lines += [
             f"  The search aimed at {1 + self.search.margin:g} of the target (margin), on a public grid, the powers of "
             f"{self.search.grid:.4g}: σ depends on the data, and the run's bound takes it as given.",
