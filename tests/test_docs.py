@@ -1,7 +1,5 @@
 """The site is complete and its links lead somewhere; Sphinx is not needed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil
@@ -16,12 +14,8 @@ from torchfil.gate.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [
-    *ROOT.glob("*.md"),
-    *DOCS.rglob("*.md"),
-    *(ROOT / "examples").glob("*.md"),
-    *(ROOT / "benchmarks").glob("*.md"),
-]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES += [*(ROOT / "benchmarks").glob("*.md")]
 NOT_INSTALLED = ("lightning", "huggingface")  # integrations, described without what they integrate
 DIRECTIVE = re.compile(r"^\.\. automodule:: (\S+)\n((?:   :.*\n)*)", flags=re.MULTILINE)
 

@@ -1,7 +1,5 @@
 """Property inference with a planted property, and where the AUC is known."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -82,10 +80,9 @@ def test_gradients_a_known_distance_apart_give_the_aucs_closed_form() -> None:
 
 
 def test_refusals() -> None:
-    all_refused(
-        {
-            "all examples have the": lambda: Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3)),
-            "entries": lambda: Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3)),
-            "rounds=1 must be at least 4": lambda: seen(0.0, 1),
-        }
-    )
+    refused = {
+        "all examples have the": lambda: Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3)),
+        "entries": lambda: Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3)),
+        "rounds=1 must be at least 4": lambda: seen(0.0, 1),
+    }
+    all_refused(refused)

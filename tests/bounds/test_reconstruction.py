@@ -1,7 +1,5 @@
 """Reconstruction robustness against closed forms, integrals and sampled runs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Divergences in the ledger against brute force: every way of training, models without derivatives, several answers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -22,12 +20,8 @@ from torchfil.questions import Absent, Change, Label, Question, Region, Token
 
 SIGMA = 0.9
 TOP = torch.tensor([[True] * 4] * 2 + [[False] * 4] * 2)
-OF_IMAGES: dict[str, Question] = {
-    "member": Absent(),
-    "label": Label(3),
-    "top": Region(TOP, 0.5),
-    "negative": Change(lambda inputs, targets: (-inputs, targets)),
-}
+OF_IMAGES: dict[str, Question] = {"member": Absent(), "label": Label(3), "top": Region(TOP, 0.5)}
+OF_IMAGES |= {"negative": Change(lambda inputs, targets: (-inputs, targets))}
 
 
 class Rectified(nn.Module):

@@ -1,7 +1,5 @@
 """Stopping and resuming, all or nothing; pausing, tables and groups; the statistics of a probed run."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

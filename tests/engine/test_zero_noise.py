@@ -1,7 +1,5 @@
 """noise_multiplier=0: the run trains, as people debug so, and says that nothing is private."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Subsampling factors against integration, the paper's formula, and a simulation of the real step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

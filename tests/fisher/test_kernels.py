@@ -1,7 +1,5 @@
 """The GPU kernels against torch in double precision; without a GPU under the interpreter, where Triton is at hand."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

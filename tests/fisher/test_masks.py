@@ -1,7 +1,5 @@
 """Random numbers of a forward pass: recorded once, the same in every later pass, whatever its shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +144,6 @@ class TestLayouts:
         torch.manual_seed(3)
         again = layouts.again("kind", 9, CPU)
         torch.manual_seed(3)
-        assert again is not None
         for ours, models in zip(again, drawn(torch.ones(9, 4)), strict=True):
             assert torch.equal(ours, models)
 

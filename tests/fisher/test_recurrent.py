@@ -1,7 +1,5 @@
 """Recurrent layers in a recorded pass: against torch's own double backward passes, one example at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,15 +18,9 @@ from torchfil.fisher.recording import forward_pass, plan
 
 BATCH, TIME, WIDTH, HIDDEN = 3, 4, 3, 4
 LENGTHS = torch.tensor([2, 4, 1])
-KINDS: dict[str, Callable[..., nn.Module]] = {
-    "LSTM": nn.LSTM,
-    "GRU": nn.GRU,
-    "RNN": nn.RNN,
-    "RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
-    "DPLSTM": DPLSTM,
-    "DPGRU": DPGRU,
-    "DPRNN": DPRNN,
-}
+KINDS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+KINDS |= {"RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options), "DPLSTM": DPLSTM}
+KINDS |= {"DPGRU": DPGRU, "DPRNN": DPRNN}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch first": {"batch_first": True},

@@ -1,7 +1,5 @@
 """The benchmark's large models, built tiny, take steps by every method of torchfil's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

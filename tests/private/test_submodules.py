@@ -1,7 +1,5 @@
 """Several private embeddings, and tables that are called several times: against offsets as inputs, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -268,8 +268,7 @@ class FILPrivacyEngine(PrivacyEngine):
             owners=owners,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
-            noise_multiplier=sigma,
-            max_grad_norm=limit,
+            **{"noise_multiplier": sigma, "max_grad_norm": limit},
         )
         self._begin(training, poisson_sampling=poisson_sampling)
         return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader

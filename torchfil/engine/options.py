@@ -539,7 +539,7 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
 def with_owners(
     accounting: Accounting, id_of: Any, loader: DataLoader[Any], *, poisson_sampling: bool
 ) -> tuple[Accounting, Any]:
-    """How to account for owners: they are drawn at the rate of the loader's rows; a stream names them in its batches."""
+    """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
     if is_stream(loader):
         return accounting, accounting.owner_of
     rate = accounting.sample_rate or (1 / len(loader) if poisson_sampling else None)

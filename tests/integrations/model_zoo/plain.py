@@ -1,7 +1,5 @@
 """torch's and Opacus's own modules, as people put them together."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
