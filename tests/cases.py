@@ -3,6 +3,8 @@
 With TORCHFIL_TEST_DEVICE=cuda in the environment the same tests run on a GPU.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Callable

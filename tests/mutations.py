@@ -5,6 +5,8 @@ off-by-one. The script prints what survived and exits with 1 if something did; `
 ``--check`` only looks whether every place is still there.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Small files in the formats of the papers' data sets, the real ones where they are at hand, and small stand-ins."""
 
+from __future__ import annotations
+
 import gzip
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Refusals as a table: each call raises, and its message holds the noun before it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

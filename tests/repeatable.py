@@ -1,5 +1,7 @@
 """The one noise source that tests inject: noise and draws from torch's generators, so that runs can be repeated."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations

@@ -1,5 +1,7 @@
 """The benchmark's parts: what is timed is what it says, failures are told, and the page holds everything."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The command line: results, JSON, exit codes, and one line for every mistake."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import sys

@@ -1,5 +1,7 @@
 """``torchfil glm``: numbers as the library gives them, tables as people write them, one line for every mistake."""
 
+from __future__ import annotations
+
 import csv
 import gzip
 import json

@@ -1,5 +1,7 @@
 """The command line's promise, over inputs that nobody would think of: an exit code, one line, never a traceback."""
 
+from __future__ import annotations
+
 import tempfile
 from pathlib import Path
 from typing import Any

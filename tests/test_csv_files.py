@@ -1,5 +1,7 @@
 """CSV files: what is read back is what was written, and no cell is a formula."""
 
+from __future__ import annotations
+
 import csv
 import math
 from pathlib import Path

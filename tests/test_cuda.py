@@ -1,5 +1,7 @@
 """What only a GPU can show: memory ceilings as the allocator sees them, and agreement with the CPU."""
 
+from __future__ import annotations
+
 import copy
 import gc
 import itertools

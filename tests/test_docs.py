@@ -1,5 +1,7 @@
 """The site is complete and its links lead somewhere; Sphinx is not needed."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import pkgutil

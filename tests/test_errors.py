@@ -1,5 +1,7 @@
 """What newcomers are told about the likeliest mistakes, and refusals that Opacus's users know how to catch."""
 
+from __future__ import annotations
+
 import logging
 import warnings
 from pathlib import Path

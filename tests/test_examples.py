@@ -1,5 +1,7 @@
 """Examples run from end to end: every one without any data, some on small files with what they print looked at."""
 
+from __future__ import annotations
+
 import json
 import re
 import runpy

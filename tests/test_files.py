@@ -1,5 +1,7 @@
 """Files and folders on a full disk, of processes that were killed, and of several that write at once."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import resource

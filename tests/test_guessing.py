@@ -1,5 +1,7 @@
 """What a divergence means for attackers: closed forms, properties, and attackers of simulated transcripts."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

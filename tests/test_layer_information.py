@@ -1,5 +1,7 @@
 """What classifiers learn from a layer's gradients: nothing from noise, the entropy from a copy; their intervals."""
 
+from __future__ import annotations
+
 import math
 import sys
 

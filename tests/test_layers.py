@@ -1,5 +1,7 @@
 """Gradients by layer, how each moves with the input against the full Jacobian, and the table of a number for each."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Every tutorial runs from top to bottom, with smaller settings than on the site and without the site's packages."""
 
+from __future__ import annotations
+
 import re
 import runpy
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What is installed, and that the functional core stands without Opacus."""
 
+from __future__ import annotations
+
 import configparser
 import re
 import subprocess

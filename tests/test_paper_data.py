@@ -1,5 +1,7 @@
 """The papers' data: exact arrays from small files, published counts from the real ones, stand-ins of the same shape."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """PLIS against brute force, finite differences and the accounting's own direction a."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -5,6 +5,8 @@ docs/api documents) and the command line had them when the list was frozen. A li
 that the changelog names. ``python -m tests.test_public_names`` prints today's names in the same form.
 """
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import pkgutil

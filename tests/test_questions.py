@@ -1,5 +1,7 @@
 """Ready-made questions: what they make of a batch, in every form of inputs."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """The code of the README and of the pages in docs runs as it stands; the README's diff is two lines."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

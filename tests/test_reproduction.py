@@ -1,5 +1,7 @@
 """The reproduction page: the registry is complete, rows run, and the page is what the records give."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter

@@ -1,5 +1,7 @@
 """The code's shape: imports point one way, without cycles; only the engine knows Opacus; no function is long."""
 
+from __future__ import annotations
+
 import ast
 from collections import Counter
 from collections.abc import Iterator

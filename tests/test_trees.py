@@ -1,5 +1,7 @@
 """Walking through nested batches gives what torch's pytrees give."""
 
+from __future__ import annotations
+
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any

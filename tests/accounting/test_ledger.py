@@ -1,5 +1,7 @@
 """The ledger: steps booked together or one by one, by one process or in parts, in memory or in files; coordinates."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """How far one run can be off: followed from participation to participation, and never told too small."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """What a run keeps per example: registered, measured, summed, read."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

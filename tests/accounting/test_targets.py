@@ -1,5 +1,7 @@
 """Targets, exposures and clip weights: checked when they are made, on the grid, never above 1 nor below the floor."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Bounds beside attacks."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

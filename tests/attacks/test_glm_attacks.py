@@ -1,5 +1,7 @@
 """Attacks on linear models, on cases whose answer is known."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """D of a ledger is KL of whole runs, and no attacker, not even the best, does better than D allows."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

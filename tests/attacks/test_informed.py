@@ -1,5 +1,7 @@
 """Informed reconstruction: exact without noise to speak of, and at the Cramér–Rao bound where noise is small."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """Gradient inversion where the answer is known."""
 
+from __future__ import annotations
+
 import math
 import sys
 from typing import Any

@@ -1,5 +1,7 @@
 """Membership inference where the answer is known: perfect, blind, and Gaussian with a closed form."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

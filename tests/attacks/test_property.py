@@ -1,5 +1,7 @@
 """Property inference with a planted property, and where the AUC is known."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

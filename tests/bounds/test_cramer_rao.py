@@ -1,5 +1,7 @@
 """Cramér–Rao against algebra, closed forms, and attackers that come as close as a bound allows; Rényi likewise."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

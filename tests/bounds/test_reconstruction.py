@@ -1,5 +1,7 @@
 """Reconstruction robustness against closed forms, integrals and sampled runs."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

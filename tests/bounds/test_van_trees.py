@@ -1,5 +1,7 @@
 """Van Trees against attackers who know the prior: they break Cramér–Rao's bound, never this one."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Training runs that go on several ranks and, with the same draws, in one process; and what is known of them after."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

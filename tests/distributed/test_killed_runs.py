@@ -1,5 +1,7 @@
 """SIGKILL of any rank at any moment, in a save too: what is resumed equals a run that nobody killed, bit for bit."""
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import hashlib

@@ -1,5 +1,7 @@
 """Runs that are stopped and go on: bit for bit on as many ranks, to rounding on another number."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,5 +1,7 @@
 """What one rank refuses, all refuse; what ranks must agree on; what they say to each other."""
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 from typing import Any, NamedTuple

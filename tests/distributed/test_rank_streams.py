@@ -1,5 +1,7 @@
 """Ranks that each read a stream of their own are one process that reads all of it (float64)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

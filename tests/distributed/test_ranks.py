@@ -3,6 +3,8 @@
 Data parallel, and with models whose weights are sharded over the ranks (FSDP2).
 """
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """Small networks in the style of the day and out of the ordinary, with dropout of every spelling."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -4,6 +4,8 @@ The truth never looks at masks: it runs the whole batch from the random state th
 with, so that torch draws the same numbers once more, and differentiates one example's clipped gradient after the other.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Callable, Iterator

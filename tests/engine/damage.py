@@ -1,5 +1,7 @@
 """Damaged copies of a file."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """A device that has memory for so many examples at once, as far as the engine's own passes go."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Runs on a small network, and training loops for the engine's tests."""
 
+from __future__ import annotations
+
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Attributes in their own units, one-hot levels as one: against slow references, and refused where they do not fit."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any

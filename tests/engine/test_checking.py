@@ -1,5 +1,7 @@
 """torchfil.check: what runs by which rule, what is not smooth, what falls back, what is refused, before training."""
 
+from __future__ import annotations
+
 import copy
 import json
 from typing import Any

@@ -1,5 +1,7 @@
 """Checkpoints as files and as folders (of one process): what is damaged, foreign or half written is refused by name."""
 
+from __future__ import annotations
+
 import copy
 import io
 from pathlib import Path

@@ -3,6 +3,8 @@
 test_equivalence.py compares every way of training with brute force under such weights.
 """
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Divergences in the ledger against brute force: every way of training, models without derivatives, several answers."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

@@ -1,5 +1,7 @@
 """ε and bounds on every attacker: Opacus's own, each example's, and those of the population."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from pathlib import Path

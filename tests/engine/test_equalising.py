@@ -1,5 +1,7 @@
 """``torchfil.equalise``: stand-ins whose leakage responds as it is told to, then small real runs."""
 
+from __future__ import annotations
+
 from itertools import count
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Every way of training against brute force in float64: what is released, and everything that is told about it."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,7 @@
 """Estimates at the bound: the low-rank formula against the dense one, its limits, digits, and what a file keeps."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """The probes' intervals of a run's sums: they cover, and are no wider than what is known of all probes allows."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

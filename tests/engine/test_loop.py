@@ -4,6 +4,8 @@ Inputs and outputs of every kind, accumulation, averaged and compiled models, op
 batches out of the ordinary are followed in all three ways of training, or refused.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
 from typing import Any

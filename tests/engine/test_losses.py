@@ -3,6 +3,8 @@
 Models that compute their loss themselves: the loop goes back from that loss, and labels are inputs.
 """
 
+from __future__ import annotations
+
 import copy
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,7 @@
 """Averages over runs, and several runs saved as one: of repetitions only; what releasing all of them would mean."""
 
+from __future__ import annotations
+
 import copy
 import math
 from pathlib import Path

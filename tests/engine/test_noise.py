@@ -1,5 +1,7 @@
 """Noise and Poisson draws: no two releases share them, no file gives them away, and seeding is said aloud."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import logging

@@ -3,6 +3,8 @@
 Ghost clipping, clipping="per_layer" and seeded noise release what Opacus releases; ledgers are in test_equivalence.py.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A pass that runs out of memory is repeated in smaller pieces: the same draws, noise and numbers; said once."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import gc

@@ -1,5 +1,7 @@
 """``rel_error`` and ``extra_probes``: targets are met at a price, error bars stay true, sums unbiased."""
 
+from __future__ import annotations
+
 import math
 from functools import cache
 from pathlib import Path

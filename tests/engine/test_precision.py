@@ -1,5 +1,7 @@
 """Loops under autocast, and models held in bfloat16: trained in the user's precision, accounted for as in float64."""
 
+from __future__ import annotations
+
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """σ for a target of leakage: it is met, pilots leave no trace, and what cannot be met is refused with numbers."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import math

@@ -1,5 +1,7 @@
 """What an engine answers: tables by id and by group, numbers for a log, PLIS, and what print and a notebook show."""
 
+from __future__ import annotations
+
 import sys
 import warnings
 from pathlib import Path

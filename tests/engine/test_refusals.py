@@ -1,5 +1,7 @@
 """What make_private and a step refuse, each as one table: the error's type, one noun of its text; nothing changes."""
 
+from __future__ import annotations
+
 import copy
 import math
 from pathlib import Path

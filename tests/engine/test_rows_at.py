@@ -1,5 +1,7 @@
 """Rows of many examples: wherever they lie, and whenever they are entered, the run says the same."""
 
+from __future__ import annotations
+
 import warnings
 from pathlib import Path
 from typing import Any

@@ -4,6 +4,8 @@ Batches of one tensor, too: autoencoders, and losses of the outputs alone. Brute
 enters once.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

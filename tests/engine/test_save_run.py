@@ -1,5 +1,7 @@
 """What an engine saves of its run: everything it knows, and nothing changes by saving."""
 
+from __future__ import annotations
+
 import math
 import random
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Stopping and resuming, all or nothing; pausing, tables and groups; the statistics of a probed run."""
 
+from __future__ import annotations
+
 import copy
 import io
 import math

@@ -1,5 +1,7 @@
 """Streams: ids from the batch, rows that grow, no subsampling credited; against brute force in float64."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Iterator, Sequence

@@ -3,6 +3,8 @@
 FIL and PLIS by token, too, with the tokens as strings or decoded from the data set.
 """
 
+from __future__ import annotations
+
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """noise_multiplier=0: the run trains, as people debug so, and says that nothing is private."""
 
+from __future__ import annotations
+
 import math
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Three ways of a step on a small model: hooks, auto, train_step."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Subsampling factors against integration, the paper's formula, and a simulation of the real step."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The divergence of one step against integration in the plane, and its known limits."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,5 +1,7 @@
 """What the docstrings guarantee at the edges, what is private, and what is refused."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

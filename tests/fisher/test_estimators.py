@@ -1,5 +1,7 @@
 """Every estimator: unbiased, honest about its error, and as good as its variance formula says."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import Any

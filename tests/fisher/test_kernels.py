@@ -1,5 +1,7 @@
 """The GPU kernels against torch in double precision; without a GPU under the interpreter, where Triton is at hand."""
 
+from __future__ import annotations
+
 import os
 
 import pytest

@@ -1,5 +1,7 @@
 """Random numbers of a forward pass: recorded once, the same in every later pass, whatever its shape."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

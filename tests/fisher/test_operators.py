@@ -9,6 +9,8 @@ Layers without a rule of their own, and mapped models, rest on torch's. Three ne
 An operator that torch differentiates wrongly is marked as such, strictly: a torch that mends it is noticed.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable
 from functools import partial

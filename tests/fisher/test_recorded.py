@@ -1,5 +1,7 @@
 """One recorded pass, whole and in halves, of every layer and model: against plain autograd, in float64."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,5 +1,7 @@
 """Recurrent layers in a recorded pass: against torch's own double backward passes, one example at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """An estimate stands for its value, and its parts keep what is known of them."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

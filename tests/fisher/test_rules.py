@@ -1,5 +1,7 @@
 """Attention with its second derivative in closed form, and the registries of rules and substitutes."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

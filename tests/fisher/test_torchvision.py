@@ -1,5 +1,7 @@
 """A real torchvision network, made smooth, against brute force."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

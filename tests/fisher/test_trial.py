@@ -1,5 +1,7 @@
 """The trial before a recorded pass: it leaves nothing behind, and finds rules and models that it would be wrong for."""
 
+from __future__ import annotations
+
 import gc
 from types import SimpleNamespace
 from typing import Any

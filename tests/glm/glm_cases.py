@@ -1,5 +1,7 @@
 """The models that the GLM tests go through, with data for each."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A σ computed from the data leaks itself: by how much, and that a rounded one does not."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Closed forms against finite differences of refits, implicit differentiation and singular values."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The estimators as users of scikit-learn meet them: fitting, predicting, releasing, refusing."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """What the best attacker can tell of each record: against integration, simulation and true refits."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from scipy.special import ndtr

@@ -1,5 +1,7 @@
 """Iteratively reweighted FIL: fixed points, clamps, groups, attributes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

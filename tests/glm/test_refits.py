@@ -1,5 +1,7 @@
 """Minimisers with one example changed, against fits from scratch."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

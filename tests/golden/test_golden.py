@@ -1,5 +1,7 @@
 """The kept runs come out as they did; ``python -m tests.golden.runs`` says what differs."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """Are two runs the same?"""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """A run with FILTrainer is the plain loop; what it cannot account for is refused."""
 
+from __future__ import annotations
+
 from itertools import chain
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """The benchmark's large models, built tiny, take steps by every method of torchfil's."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -1,5 +1,7 @@
 """A fit with FILCallback is the plain loop; what it cannot account for is refused when the fit starts."""
 
+from __future__ import annotations
+
 import copy
 from pathlib import Path
 from typing import Any

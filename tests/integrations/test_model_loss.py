@@ -1,5 +1,7 @@
 """The loss that a Hugging Face model computes by itself, on each example alone: in FILTrainer, loop and train_step."""
 
+from __future__ import annotations
+
 import copy
 import math
 from pathlib import Path

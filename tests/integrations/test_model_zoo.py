@@ -1,5 +1,7 @@
 """docs/models.md tells the truth: every model runs or is refused as it says, and what runs is right to 1e-6."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,5 +1,7 @@
 """Hugging Face models on texts padded to the longest of their batch: as if every text were alone, without padding."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Run Opacus's own tests with torchfil's engine: ``python -m tests.opacus_suite``; see docs/opacus-tests.md."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -1,5 +1,7 @@
 """How a test ended, in one word; what was expected; and both as a table."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter

@@ -1,5 +1,7 @@
 """A pytest plugin: replace Opacus's engine before its tests are imported, and record how each test ends."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os

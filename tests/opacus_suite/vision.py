@@ -1,5 +1,7 @@
 """torchvision beside a torch it was not compiled for: Opacus's tests use its Python part only."""
 
+from __future__ import annotations
+
 import importlib
 
 import torch

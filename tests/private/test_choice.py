@@ -1,5 +1,7 @@
 """What is private where little is said: floats, not masks; the embeddings of integers; padding."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

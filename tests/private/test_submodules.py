@@ -1,5 +1,7 @@
 """Several private embeddings, and tables that are called several times: against offsets as inputs, in float64."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Write docs/models.md: ``python -m tests.integrations.model_zoo`` in the environment of ``make test-integrations``."""
 
+from __future__ import annotations
+
 import argparse
 import logging
 import sys

@@ -1,5 +1,7 @@
 """Hugging Face's models from small configurations, each with a mask and padding; parts of them, and LoRA by peft."""
 
+from __future__ import annotations
+
 import re
 from functools import partial
 from typing import Any

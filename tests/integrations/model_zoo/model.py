@@ -1,5 +1,7 @@
 """What the table knows of a model: how it is built, what it is trained on, by which loss, and what is private in it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """What became of a model that was trained privately: it runs and is right, it is refused, or it fails; as a page."""
 
+from __future__ import annotations
+
 import re
 import sys
 import traceback

@@ -1,5 +1,7 @@
 """torch's and Opacus's own modules, as people put them together."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -10,6 +10,8 @@ The truth never looks at masks: it runs the batch from the random state that the
 the same numbers again. It calls the model as it is, without vmap, hooks of the library or a rule for any layer.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """timm's and torchvision's image models, small; batch normalisation, which mixes examples, is GroupNorm in all."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 
