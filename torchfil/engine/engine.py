@@ -61,7 +61,7 @@ from torchfil.private import Private
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
-from torchfil.utils.noise import derived_seed, log_line, noise_source
+from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
@@ -211,8 +211,7 @@ class FILPrivacyEngine(PrivacyEngine):
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
         if accounting.by_owner:
             accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
-        sigma = 1.0 if noise_multiplier is None else noise_multiplier
-        ghost = grad_sample_mode == "ghost"
+        sigma, ghost = 1.0 if noise_multiplier is None else noise_multiplier, grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module = without_compiler(module)
@@ -240,10 +239,7 @@ class FILPrivacyEngine(PrivacyEngine):
         owners = owners_of(data_loader, accounting.owner_of)
         if owners is not None and accounting.by_owner:
             data_loader = loader_of_owners(data_loader, owners, accounting.owner_of, accounting.rows_per_owner)
-        if sigma == 0:
-            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
-        if criterion is not None:
-            check_unweighted_mean(criterion)
+        check_unweighted_mean(criterion)
         self.validate(module=without_shards(module), optimizer=None, data_loader=None)  # layers of the user's classes
 
         prepared: Any = data_loader
@@ -252,8 +248,6 @@ class FILPrivacyEngine(PrivacyEngine):
             prepared = self._prepare_data_loader(data_loader, poisson_sampling=True, **how)
         options = with_rate(options, prepared)
         options.mechanism(sigma, limit)  # raises for invalid numbers
-        sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
-        sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
         hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
         training = PrivateTraining(
             module,
@@ -262,13 +256,14 @@ class FILPrivacyEngine(PrivacyEngine):
             options,
             criterion,
             id_of,
-            partial(noise_source, device=next(module.parameters()).device, **sources),
+            self._noise_source(module, noise_generator, data_loader.generator),
             distributed=distributed,
             releases=lambda: self.accountant.history,
             owners=owners,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
-            **{"noise_multiplier": sigma, "max_grad_norm": limit},
+            noise_multiplier=sigma,
+            max_grad_norm=limit,
         )
         self._begin(training, poisson_sampling=poisson_sampling)
         return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
@@ -407,6 +402,11 @@ class FILPrivacyEngine(PrivacyEngine):
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
+    def _noise_source(self, module: nn.Module, noise: Any, draws: Any) -> Callable[..., NoiseSource]:
+        """Makes the source of noise and Poisson draws, from these generators if they are given."""
+        own: dict[str, Any] = {"secure": self.secure_mode, "seed": self._noise_seed}
+        return partial(noise_source, device=next(module.parameters()).device, noise=noise, draws=draws, **own)
+
     def _for_pilot(self, number: int) -> FILPrivacyEngine:
         """An engine for a pilot, with noise of its own."""
         seed = None if self._noise_seed is None else derived_seed(self._noise_seed, "pilot", number)
@@ -441,6 +441,8 @@ class FILPrivacyEngine(PrivacyEngine):
         limit, clip = training.optimizer.max_grad_norm, training.run.options.clip.name
         logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
+        if training.optimizer.noise_multiplier == 0:
+            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=3)
         if training.run.options.default_noise:
             logger.warning("noise_multiplier was not given; the run uses the default, 1.0")
         if poisson_sampling:

@@ -153,7 +153,7 @@ def has_active_dropout(module: nn.Module) -> bool:
     return float(probability) > 0  # type: ignore[arg-type]
 
 
-def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
+def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
     """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
     by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is not None
     if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
