@@ -196,6 +196,8 @@ class PrivateTraining:
         self.replica = ShardedReplica(own) if sharded else Replica(own, batch_first=batch_first)
         self._tracker = BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
+        if isinstance(data, OwnerRows):
+            self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
