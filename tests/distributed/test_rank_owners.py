@@ -81,7 +81,7 @@ def test_people_dealt_out_by_a_distributed_sampler(two_ranks: RankPool) -> None:
     assert sorted(key for step in steps for key in step) == list(range(8))
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3 + 1)).tolist()
     assert [step[0] for step in parts[0][0]] == [order[0], order[4]]  # of the user's epoch
-    _, names, alone, epsilon = dealt([key for step in steps for key in step])
+    *_, alone, epsilon = dealt([key for step in steps for key in step])
     for *_, found, spent in parts:
         assert spent == epsilon
         for ours, theirs in zip(found, alone, strict=True):
