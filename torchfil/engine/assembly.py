@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
-from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded
+from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded, without_shards
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
@@ -71,13 +71,14 @@ class DatasetPasses:
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
         """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""
         options, limit = self.run.options, float(optimizer.max_grad_norm)
-        parts: dict[Hashable, list[Tensor]] = {}
-        for _, gradients in self._batches(rows):
+        parts, place = dict[Hashable, list[Tensor]](), dict[int, int]()
+        for found, gradients in self._batches(list(dict.fromkeys(rows))):  # owners come in another order
+            place |= {row: len(place) + k for k, row in enumerate(found)}
             mechanism = options.mechanism(float(optimizer.noise_multiplier), limit) if private else None
             slopes = susceptibility(gradients, mechanism, max_memory=options.max_memory).gradient
             for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
-        return {key: _joined(pieces) for key, pieces in parts.items()}
+        return {key: _joined(pieces)[[place[row] for row in rows]] for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
         """These examples with their private coordinates."""
@@ -104,7 +105,8 @@ class DatasetPasses:
         parts: Sequence[Any] = [None]
         owners, options = self._owners, self.run.options
         if owners is not None:
-            of_owners = owners.rows(rows, options.accounting.rows_per_owner)
+            with preserve_rng():
+                of_owners = owners.rows(rows, options.accounting.rows_per_owner)
             parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners
         inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
         args, kwargs = self.replica.examples_first(as_call(inputs))
@@ -191,12 +193,14 @@ class PrivateTraining:
         noise = new_noise(rank=None if ranks is None else ranks.rank)
         sharded, reduction = is_sharded(module), options.loss_reduction
         self.sample_rate = rate
-        own = module
+        own = without_shards(module)
         if accounting.views is not None or accounting.by_owner:
-            own = many_rows(module, accounting.views)
-        self.replica = ShardedReplica(own) if sharded else Replica(own, batch_first=batch_first)
+            own = many_rows(own, accounting.views)
+        self.replica = ShardedReplica(module, own) if sharded else Replica(own, batch_first=batch_first)
         self._tracker = BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
+        if isinstance(data, OwnerRows):
+            self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
