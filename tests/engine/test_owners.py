@@ -143,6 +143,10 @@ def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], w
     assert torch.equal(ledger.sums["num_coordinates"].cpu().long(), own)
     trace = truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)
     assert relative_error(engine.get_fil().value, (trace / own.clamp(min=1)).sqrt()) < 5e-6
+    by_row = truth.fim.diagonal(dim1=1, dim2=2)[:, : 6 * (3 if shared else 5)].unflatten(1, (6, -1)).mean(dim=2).sqrt()
+    people = torch.tensor([list(dict.fromkeys(OWNERS.tolist())).index(owner) for owner in OWNERS.tolist()])
+    numbers = torch.tensor([int((OWNERS[:row] == owner).sum()) for row, owner in enumerate(OWNERS.tolist())])
+    assert relative_error(engine.get_fil(by="row").value, by_row[people, numbers]) < 5e-6
     for name, divergences in truth.divergences.items():
         value = engine.get_guess(name).divergence.value.reshape(divergences.shape)
         assert relative_error(value, divergences) < 5e-6, name

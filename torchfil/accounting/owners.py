@@ -41,7 +41,7 @@ class Owners:
         names = [plain_key(key) for key in listed]
         for row, name in enumerate(names):
             several = isinstance(name, list | tuple | set | frozenset | Tensor | np.ndarray)
-            remedy = "a row belongs to one person: repeat it for each, or name those who share rows as one owner"
+            remedy = "name those who share rows as one owner (a copy for each would still hold the others' data)"
             require(not several, f"row {row} has several owners, {name!r}; {remedy}")
             require(name is not None and name == name, f"row {row} has no owner ({name!r}); name one, or leave it out")
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}

@@ -81,8 +81,8 @@ class DatasetPasses:
         return {key: _joined(pieces)[[place[row] for row in rows]] for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
-        """These examples with their private coordinates."""
-        return next(self._pieces(rows, math.inf, check_values=check_values))[1]
+        """These examples with their private coordinates; owners with all of their rows."""
+        return next(self._pieces(rows, None, math.inf, check_values=check_values))[1]
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each; an owner's are its first."""
@@ -99,14 +99,14 @@ class DatasetPasses:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
 
     def _pieces(
-        self, rows: Sequence[int], padding: float = ROWS_OF_A_PASS, *, check_values: bool = True
+        self, rows: Sequence[int], most: int | None, padding: float = ROWS_OF_A_PASS, *, check_values: bool = True
     ) -> Iterator[tuple[Sequence[int], Examples]]:
-        """These examples, given by number, with their private coordinates; owners with about as many rows together."""
+        """These examples, given by number, with their private coordinates; owners with at most so many rows."""
         parts: Sequence[Any] = [None]
         owners, options = self._owners, self.run.options
         if owners is not None:
             with preserve_rng():
-                of_owners = owners.rows(rows, options.accounting.rows_per_owner)
+                of_owners = owners.rows(rows, most)
             parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners
         inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
         args, kwargs = self.replica.examples_first(as_call(inputs))
@@ -121,8 +121,9 @@ class DatasetPasses:
             raise RuntimeError("the examples of a stream cannot be read again; this needs numbered examples")
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
+        most = self.run.options.accounting.rows_per_owner
         for start in range(0, len(rows), _BATCH):
-            for part, examples in self._pieces(rows[start : start + _BATCH]):
+            for part, examples in self._pieces(rows[start : start + _BATCH], most):
                 weighted = replace(examples, clip_weights=self.run.weights_of(part))
                 yield part, self.replica.gradients(weighted, self.run.loss_of_examples(loss))
 

@@ -677,7 +677,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def _by(self, by: str | None) -> Leakage:
         """What is read by example, or by owner in a run by row."""
         run = self._training.run
-        if by is None or (by == "owner" and run.options.accounting.by_owner):
+        if by in (None, "owner" if run.options.accounting.by_owner else "row"):
             return self.totals
         if by != "owner" or run.persons is None:
             raise ValueError(f"by={by!r} must be 'owner', which needs owner_of=, numbered rows and a single process")
@@ -704,10 +704,14 @@ class FILPrivacyEngine(PrivacyEngine):
         Args:
             example_ids: None: all. An id given twice appears twice.
             kind: "trace" for η̄, "spectral" for η.
-            by: "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound. The Fisher information about all
+            by: "row", in a run whose unit is the owner: η̄ of single rows, over their own coordinates, without what rows
+                share; ids are those of ``id_of``, or the rows' numbers. It needs ``track=("diagonal",)``.
+                "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound. The Fisher information about all
                 private coordinates of an owner's rows is at most the sum of the rows'. It is estimated from one run,
                 and its error is given as NaN.
         """
+        if by == "row" and self._training.run.row_ids is not None:
+            return readings.fil_of_rows(self._training, self.totals, example_ids)
         return self._by(by).get_fil(example_ids, kind=kind)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:

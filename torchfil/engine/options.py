@@ -530,6 +530,7 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
         "clip_weights": "who will come is not known",
         "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
         "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
+        "rows_per_owner": "an owner's other rows are not known; leave rows out in the stream itself",
     }
     for option, reason in unknown.items():
         given = getattr(accounting, option)

@@ -67,6 +67,23 @@ def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) 
     return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
 
+def fil_of_rows(training: PrivateTraining, leakage: Leakage, row_ids: Ids) -> Estimate:
+    """η̄ of single rows of owners, [ids]: sqrt(Σ I_jj/d) over a row's own coordinates.
+
+    The errors of its coordinates count as if all were off together, because they come from the same probes.
+    """
+    run: Any = training.run
+    rows = run.row_ids.places(row_ids)
+    owners, each = run.owners.of_row[rows].unique(return_inverse=True)
+    diagonal = leakage.get_attribute_fil([run.owners.keys[owner] for owner in owners.tolist()]).source
+    assert diagonal is not None  # it is the root of I_jj
+    own = training.passes.examples(owners.tolist())[each].of_rows(run.owners.place[rows]).to(diagonal[0].value.device)
+    value, error = (
+        torch.where(own, part[each], 0.0).sum(dim=1) for part in (diagonal[0].value, diagonal[0].standard_error)
+    )
+    return Estimate(value, error, diagonal[0].kind, positive=True).raised(0.5, own.sum(dim=1).clamp(min=1))
+
+
 def robustness(
     training: PrivateTraining, releases: Releases, example_ids: Ids, prior_success: float | Sequence[float]
 ) -> Estimate:

@@ -156,7 +156,7 @@ def has_active_dropout(module: nn.Module) -> bool:
 def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
     """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
     by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is not None
-    if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
+    if by_class and loss_fn.reduction == "mean":  # type: ignore[union-attr]
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
             "batch; pass reduction='sum', and in the loop use criterion(outputs, targets) / len(targets)"

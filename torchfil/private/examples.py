@@ -411,6 +411,13 @@ class Examples:
         counts = torch.stack([torch.zeros_like(rows).flatten(), *own]).sum(dim=0).reshape(rows.shape)
         return counts, sum(slot.size for slot in slots if slot.shared)
 
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        """Whether a coordinate of an owner is the own one of its row with that number, [batch], bool [batch, d]."""
+        slots: Sequence[Any] = self.layout.slots
+        rows = [torch.arange(slot.size) // slot.row.size - slot.shared * (1 + slot.size) for slot in slots]
+        own = (torch.cat(rows) == numbers[:, None]).to(self.z.device)
+        return own if self.is_own is None else own & self.is_own
+
     @property
     def values(self) -> Tensor:
         """z, with NaN where it holds no value of the example: at padding and at offsets of submodules' outputs."""
