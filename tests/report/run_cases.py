@@ -105,6 +105,20 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
     return SavedRun(**{**parts, **changes})
 
 
+def owned(n: int, unit: str = "owner", more: dict[str, Any] | None = None, **changes: Any) -> SavedRun:
+    """A run whose data knows the patients of its visits: by patient, 1, 2, 3 … visits each, or by visit."""
+    run = made_up(n, text_ids=True, **changes)
+    facts = {"unit": unit, "unit_names": ["patient", "visit"], "row_reduction": "mean", "rows_per_owner": None}
+    mechanism = (
+        run.about["mechanism"]
+        | facts
+        | {"poisson": True, "amplification": "poisson", "noise": "OS-seeded"}
+        | (more or {})
+    )
+    columns = dict(run.columns) | ({"num_rows": 1 + np.arange(n)} if unit == "owner" else {})
+    return dataclasses.replace(run, about=run.about | {"mechanism": mechanism}, columns=columns)
+
+
 def with_estimates(run: SavedRun, value: float = 71.25) -> SavedRun:
     """The run, with estimates of its pictures, one typical, and two records of a number and a category each."""
     rng, pictures = np.random.default_rng(1), run.pictures

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.run_cases import made_up
+from tests.report.run_cases import made_up, owned
 from tests.test_cli import call, refused
 from torchfil.report import save
 from torchfil.report.comparison import compare_runs, in_short
@@ -137,6 +137,7 @@ def asking(name: str, answers: list[str]) -> SavedRun:
         (lambda: made_up(ids=np.zeros(40, dtype=np.int64)), "has the id 0 40 times", {}),
         (lambda: other_about(dataset={"num_coordinates": 7}), "private inputs", {}),
         (lambda: other_about(linear={"private": ["age"]}), "what is private", {}),
+        (lambda: owned(40), "unit of privacy is 'example' in the first and 'owner'", {}),
         (lambda: asking("smokes", ["yes", "no"]), "different questions", {}),
         (lambda: asking("sex", ["a", "b"]), "'sex' has the answers f, m in the first and a, b", {}),
         (lambda: made_up(), "at least 2", {"redacted": True, "min_group": 1}),

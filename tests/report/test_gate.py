@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.run_cases import made_up, worrying
+from tests.report.run_cases import made_up, owned, worrying
 from torchfil.gate.gate import check, notes, template
 from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
 from torchfil.gate.rules import RULES, Verdict
@@ -122,6 +122,9 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_examples_missed", run_with(missed=[2] + [0] * 19), 1, {}, True, 1, 1),
     ("max_examples_missed", run_with(missed=[2] + [0] * 19), 0, {}, False, 1, 1),
     ("max_examples_missed", run_with(missed=None), 0, {}, False, 20, 20),
+    ("unit", owned(20), "person", {}, True, 0, 1),
+    ("unit", owned(20, unit="row"), "person", {}, False, 20, 0),
+    ("unit", made_up(20), "person", {}, False, 20, 0),
     ("allow_seeded_noise", trained("secure"), False, {}, True, 0, 0),
     ("allow_seeded_noise", trained("seeded"), True, {}, True, 0, 1),
     ("allow_seeded_noise", trained("seeded"), False, {}, False, 20, 1),

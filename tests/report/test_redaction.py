@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.report.pages import files_of, summary_of, text_of
-from tests.report.run_cases import made_up, with_estimates
+from tests.report.run_cases import made_up, owned, with_estimates
 from torchfil.report import SavedRun, write_report
 from torchfil.report.summary import summarise
 from torchfil.run.statistics import histogram, windows
@@ -25,12 +25,13 @@ N = 240
 def planted(**changes: Any) -> SavedRun:
     """A run whose ids, labels and values can be told from anything else."""
     rng = np.random.default_rng(5)
-    run = made_up(N, text_ids=True, seed=4)
+    run = owned(N, seed=4)
     columns = dict(run.columns)
     fil = columns["fil"] = rng.lognormal(size=N)
     fil[17] = 7654321.25  # one example stands out by far
     columns["mse_bound"], columns["mse_bound_low"] = fil**-2, 0.9 * fil**-2
     columns["participations"][3] = 0
+    columns["num_rows"] = 3_000_017 + 31 * rng.permutation(N)  # no two persons have as many
     labels = np.array(["north"] * 120 + ["south"] * 117 + ["rare-PLANTED"] * 3)
     about = run.about | {"secret_note": "PLANTED-note", "probe_seed": 918273645, "created": "2024-01-01"}
     about["dataset"] = about["dataset"] | {"data_sha256": "feedc0de" * 8, "input_range": [0, 1], "path": "PLANTED-path"}
@@ -57,6 +58,7 @@ def bytes_of_examples(run: SavedRun) -> list[bytes]:
     """Ids, and every value as text and as binary numbers."""
     wanted = [str(name).encode() for name in run.ids]
     arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
+    wanted += [f"{count:{form}}".encode() for count in run.columns["num_rows"].tolist() for form in ("", ",")]
     arrays += [run.records.values[:, :2].ravel(), run.pictures.errors[1]]
     wanted += [part.tobytes() for own in run.pictures.estimates for part in own]
     for value in np.concatenate(arrays).tolist():
@@ -83,7 +85,10 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
 
     summary = summary_of(page)
     assert not summary["confidential"]
-    values = np.concatenate([v for v in run.columns.values() if v.dtype.kind == "f"] + [run.attributes.error.ravel()])
+    values = np.concatenate(
+        [v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"]
+        + [run.attributes.error.ravel()]
+    )
     values = np.concatenate([values, run.records.values[:, 0], run.pictures.errors[1]])
     values = values[values != 1]  # the weight of those who were not spared, and σ
     for found in map(float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))):

@@ -20,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.engine.damage import cut_short
-from tests.report.run_cases import made_up, pixelated, with_baselines, with_estimates, worrying
+from tests.report.run_cases import made_up, owned, pixelated, with_baselines, with_estimates, worrying
 from tests.report.run_files import edited, facts_of, same
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -41,6 +41,7 @@ RUNS = {
     "pixels": pixelated(side=9),
     "baselines": with_baselines(made_up()),
     "estimates": with_estimates(made_up(), math.pi),
+    "persons": owned(40),
     "one example": SavedRun(about={}, ids=np.arange(1), columns={"fil": np.full(1, np.inf)}),
     "no example": SavedRun(about={}, ids=np.arange(0), columns={"fil": np.zeros(0)}),
     "names twice": made_up(groups={"sex'": np.asarray(["a"] * 40), "sex": np.asarray(["b"] * 40)}),
@@ -267,6 +268,9 @@ class TestDamage:
         ({"about": {"exact": 1}}, "not true or false"),
         ({"about": {"mechanism": {"steps": [3]}}}, "'mechanism.steps' .*not a number"),
         ({"about": {"dataset": {"input_range": [0, 1, 2]}}}, "not two numbers"),
+        ({"about": {"mechanism": {"unit": "household"}}}, "unit='household' must be"),
+        ({"about": {"mechanism": {"unit_names": ["patient"]}}}, "two words"),
+        ({"about": {"mechanism": {"unit_names": ["<b>", "{x}"]}}}, "two words"),
     ],
     ids=str,
 )

@@ -38,6 +38,7 @@ from torchfil.run.baselines import CLASSES, LOWER_BOUND, NOT_MEASURED
 from torchfil.run.file import load
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
+from torchfil.run.unit import counted
 from torchfil.utils.errors import require
 from torchfil.utils.files import file_sha256, write_bytes
 from torchfil.utils.text import visible, write_csv
@@ -139,15 +140,15 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     lines = [
         ["", str(about.get("title", "a saved run"))],
         ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],
-        ["data", f"{examples['total']:,} examples, SHA-256 {digest}"],
+        ["data", f"{counted(len(run), run.unit.one)}, SHA-256 {digest}"],
         *(_release_lines(about) if about.get("kind") == "linear" else _training_lines(about)),
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
-        *_bound_lines(about, data["smallest_mse_bound"]),
+        *_bound_lines(run, data["smallest_mse_bound"]),
     ]
 
     # the rest only where there is something to tell
     if examples["exposure"] is not None:
-        knows = "" if run.baselines is None else f", which answers {run.baselines.knows}"
+        knows = "" if run.baselines is None else f", which answers {run.unit.say(run.baselines.knows)}"
         blind = number(baselines.typical_blind_error(run))
         lines.append(["exposure", f"beside a blind guess{knows} and errs by {blind}:"])
         lines += [["", f"{count:,} {text}"] for text, count in examples["exposure"].items() if count]
@@ -157,7 +158,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         ("spared", "down-weighted", "trained with a smaller weight, held fixed here"),
     ):
         if examples[kind]:
-            lines.append([name, f"{examples[kind]:,} examples: {text}"])
+            lines.append([name, f"{counted(examples[kind], run.unit.one)}: {text}"])
     if run.groups:
         lines.append(["groups", ", ".join(f"{name} ({count})" for name, count in data["groups"].items())])
     if run.attributes is not None:
@@ -173,7 +174,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
 
     text = table(lines[0], lines[1:], left=2)
     if data["most_exposed"]:
-        shown = [name for name in ("fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon") if name in run.columns]
+        names = ("num_rows", "fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon")
+        shown = [name for name in names if name in run.columns]
         rows = [[str(row["id"]), *(number(float(row[name])) for name in shown)] for row in data["most_exposed"]]
         text += f"\n\nmost exposed ({_origin(about)})\n" + table(["id", *shown], rows)
     return text
@@ -208,8 +210,8 @@ def _release_lines(about: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _bound_lines(about: dict[str, Any], smallest: float | None) -> list[list[str]]:
-    of_all = "the smallest lower end (95 %, each example by itself)"
+def _bound_lines(run: SavedRun, smallest: float | None) -> list[list[str]]:
+    about, of_all = run.about, run.unit.say("the smallest lower end (95 %, each example by itself)")
     if about.get("kind") == "linear":
         unit = f" ({about['unit_of_inputs']}, squared)" if about.get("unit_of_inputs") else ""
         of_all = f"the smallest{unit}, in closed form"

@@ -37,6 +37,7 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Absent, Question, check_questions
+from torchfil.run.unit import unit_of
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 from torchfil.utils.text import most_alike
@@ -210,6 +211,7 @@ class Accounting:
         for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
             value = getattr(self, name)
             require(value in values, f"{name}={value!r} must be one of {values}")
+        unit_of({"unit_names": self.unit_names})
         about_rows = (self.rows_per_owner, self.row_reduction, self.unit)
         known = self.owner_of is not None or about_rows == (None, "mean", "owner")
         require(known, "rows_per_owner, row_reduction and unit need owner_of=, which says whose rows they are")

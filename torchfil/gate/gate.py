@@ -12,6 +12,7 @@ from torchfil.gate.policy import Policy, parse_policy, tomllib
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
+from torchfil.run.unit import counted
 from torchfil.utils.errors import RunFileError
 
 __all__ = ["check", "concerned", "decision", "default_policy", "in_words", "large_delta", "notes", "template"]
@@ -102,10 +103,8 @@ def notes(run: SavedRun) -> list[str]:
     if delta := large_delta(run.about.get("delta"), len(run)):
         found.append(delta)
     if count:
-        were = "example was" if count == 1 else "examples were"
-        found.append(
-            f"{count:,} {were} trained with a smaller weight, of {len(run):,}: bounds and ε take the weights as fixed"
-        )
+        were = f"{counted(count, run.unit.one)} {'was' if count == 1 else 'were'}"
+        found.append(f"{were} trained with a smaller weight, of {len(run):,}: bounds and ε take the weights as fixed")
     if run.about.get("kind") == "linear":
         weights = "; weights that were chosen from the data are taken as fixed" * ("sample_weight" in run.columns)
         found.append(f"a linear model’s release: closed forms, no ε; what is random is its noise alone{weights}")

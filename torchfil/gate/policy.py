@@ -36,7 +36,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Thresholds; None: not asked for, while those with a number always apply. The template explains each.
 
     ``name`` is how the page calls the policy, by default its file's name. ``declared`` is what people state and no run
-    can show (prior, unit of privacy, intended use, owner of the decision): the page repeats it word for word.
+    can show (prior, intended use, owner of the decision): the page repeats it word for word.
 
     Values are checked however the policy is made: NaN, a boolean for a number and a number out of range are refused.
     """
@@ -47,6 +47,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     blind_error: Error | None = None
     min_attribute_error_share: Number | None = None
     max_gain_over_guessing: Share | None = None
+    unit: Annotated[str, Meta(pattern="^person$", description='"person", or left out')] | None = None
     max_epsilon: Number | None = None
     max_individual_epsilon: Number | None = None
     min_mse_bound: Number | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import getdoc
 from typing import Any
@@ -26,6 +26,7 @@ from torchfil.gate.policy import Policy, PolicyError
 from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
+from torchfil.run.unit import Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
 
 _TRACKED, _ASKED = "make_private(track=('diagonal',))", "make_private(…, questions={…}) keeps them"
@@ -45,6 +46,7 @@ class Verdict:
         detail: What was compared; where ``found`` is None, what is missing and how to get it.
         subject: The attribute, question or grouping that it is about; "" where there is none.
         note: What is known besides, such as the worst attribute.
+        unit: What the run's examples are.
     """
 
     key: str
@@ -55,6 +57,7 @@ class Verdict:
     detail: str
     subject: str = ""
     note: str = ""
+    unit: Unit = field(default_factory=lambda: unit_of({}))
 
     @property
     def rule(self) -> str:
@@ -119,7 +122,7 @@ class RuleCheck:
 
     def verdict(self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "") -> Verdict:
         """Any other."""
-        detail = f"{self.rule.compared}; {note}" if note else self.rule.compared
+        detail = self.run.unit.say(self.rule.compared) + f"; {note}" * bool(note)
         return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note)
 
 
@@ -157,7 +160,7 @@ class Rule:
     found: str = ""
     above: float = 0.0
     baseline: str = ""
-    advice: str = ""
+    advice: str = "More noise than any prediction was tested for, or another model: only a trial tells."
 
     @property
     def default(self) -> Any:
@@ -171,24 +174,25 @@ class Rule:
             return []
         limits = limit if isinstance(limit, dict) else {"": limit}
         asked = [RuleCheck(self, run, policy, each, name) for name, each in limits.items()]
-        return [verdict for each in asked for verdict in self.find(each)]
+        return [replace(verdict, unit=run.unit) for each in asked for verdict in self.find(each)]
 
-    def named(self, subject: str, who: str = "") -> str:
+    def named(self, verdict: Verdict, who: str = "") -> str:
         """Its title; without a subject, of a rule by name that found none."""
-        title = self.title.format(subject=subject, who=who)
-        return title if subject else title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
+        title = verdict.unit.say(self.title).format(subject=verdict.subject, who=who)
+        return title if verdict.subject else title.replace("“”", "A question").removesuffix(", ").removesuffix(" by ")
 
     def row(self, verdict: Verdict) -> tuple[str, str, str]:
         """The rule with whom a broken one concerns, what was found and the limit, as short texts for a table."""
-        who = f" ({verdict.offending:,} example{'s' * (verdict.offending != 1)})" if not verdict.passed else ""
-        title = self.named(verdict.subject, who if verdict.found is not None else "")
-        limit, found, percent = verdict.limit, verdict.found, "{value} %" in self.found
+        who = f" ({counted(verdict.offending, verdict.unit.one)})" if not verdict.passed else ""
+        title = self.named(verdict, who if verdict.found is not None else "")
+        limit, found, note, percent = verdict.limit, verdict.found, verdict.note, "{value} %" in self.found
         if percent:
             limit, found = 100 * (limit + self.above), None if found is None else 100 * (found + self.above)
         limit_shown, found_shown = format_distinct(limit, found)
-        told = {"yes": "yes" if found else "no", "note": f" ({verdict.note})" * bool(verdict.note)}
-        told["unit"] = f" {verdict.note}" if verdict.note else ""
+        told = {"yes": "yes" if found else "no", "note": f" ({note})" * bool(note), "unit": f" {note}".rstrip()}
         shown = "not known" if found is None else self.found.format(value=found_shown, **told)
+        if self.key == "unit":
+            return title, note, f"whole {plural(verdict.unit.person)}"
         if self.key.startswith("allow_"):
             return title, shown, "allowed" if limit else "not allowed"
         least = "at least " if self.key.startswith("min_") else ""
@@ -197,14 +201,14 @@ class Rule:
     def sentence(self, verdict: Verdict) -> str:
         """The same in a sentence."""
         title, found, limit = self.row(verdict)
-        asks = "asks for" if self.key.startswith("min_") else "says" if self.key.startswith("allow_") else "allows"
+        asks = {"min": "asks for", "unit": "asks for", "allow": "says"}.get(self.key.partition("_")[0], "allows")
         return f"{title}: {found}; the policy {asks} {limit}."
 
     def remedy(self, verdict: Verdict) -> str:
         """What helps, in a sentence, where neither more noise nor more steps are known to."""
         if verdict.found is None:
             return f"{verdict.note[:1].upper()}{verdict.note[1:]}"
-        return self.advice or "More noise than any prediction was tested for, or another model: only a trial tells."
+        return verdict.unit.say(self.advice)
 
 
 RULES: dict[str, Rule] = {}  # every key, in the order of the template
@@ -338,6 +342,18 @@ def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
 _PRIVACY = _Section("Differential privacy")
 
 
+@_PRIVACY.rule("Who is bound", "{note}", off="person", advice="Train again with the person as the unit of privacy.")
+def _unit(asked: RuleCheck) -> Iterable[Verdict]:
+    """Whether every number binds a whole person, with all of its rows.
+
+    "person": the run must have been trained with make_private(owner_of=…). A run of single rows fails, also where
+    each may be another person, because nobody told it so.
+    """
+    unit, whole = asked.run.unit, asked.run.unit.kind == "owner"
+    bound, rows = f"{'whole' if whole else 'single'} {unit.many}", np.arange(0 if whole else len(asked.run))
+    return [replace(asked.verdict(whole, int(whole), rows, bound), limit=1)]
+
+
 @_PRIVACY.rule("ε for everybody", "{value}{note}", example=8.0, advice="Train again with the noise that this ε takes.")
 def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The run's ε, for everybody.
@@ -413,7 +429,7 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         levels = group_levels(run.column("fil")[drawn], codes[drawn], names.tolist(), size)
         found = disparity_of(levels)
         if found is None:
-            missing = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
+            missing = f"fewer than two groups of at least {size} measured {run.unit.many}: the disparity is not known"
             yield replace(asked.unknown(missing), rows=np.arange(0), subject=grouping)
             continue
 
@@ -421,7 +437,7 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         worse = [label for label, level in levels.items() if not level <= limit * levels[found.least]]
         worse = [] if found.ratio == 1 and limit >= 1 else worse  # all alike, also where all are infinite
         rows = np.flatnonzero(np.isin(codes, [names.tolist().index(label) for label in worse]))
-        note = f"{found.most} over {found.least}, of groups of at least {size} measured examples"
+        note = f"{found.most} over {found.least}, of groups of at least {size} measured {run.unit.many}"
         yield asked.verdict(not worse, found.ratio, rows, note, grouping)
 
 

@@ -18,6 +18,7 @@ from torchfil.report.options import Options
 from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report, Summary, named_level
 from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told
 from torchfil.run.saved_run import AttackRecord
+from torchfil.run.unit import unit_of
 
 TONES = {HALF: "half", BELOW: "below", BEYOND: "beyond", UNTOLD: "untold"}
 
@@ -29,7 +30,7 @@ SERIES = {"fil_max": "largest", "fil_q95": "95 % quantile", "fil_median": "media
 
 def charts_of(report: Report) -> dict[str, svg.Chart]:
     """Every chart that the report has data for; of a public report, from the summary alone."""
-    summary = report.summary
+    summary, bars = report.summary, partial(svg.histogram, what=unit_of(report.about("mechanism") or {}).many)
     charts: dict[str, svg.Chart] = {}
     axes: dict[str, Any]
     mark: tuple[float, str] | None
@@ -41,14 +42,14 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         axis += "error over a blind guess’s (log scale)"
         tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
         mark = (1.0, "as good as a blind guess")
-        drawn = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
+        drawn = partial(bars, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
         charts["closeness"] = partial(drawn, multiples=True)
     bins = summary.mse_histogram
     if bins is not None:
         square = None if summary.blind is None else summary.blind**2
         mark = None if square is None else (square, f"blind guess, {number(square)}")
         axis = "bound on the mean squared error per input (MSE)|MSE bound per input"
-        charts["mse_bounds"] = partial(svg.histogram, bins.edges, bins.counts, axis=axis, mark=mark)
+        charts["mse_bounds"] = partial(bars, bins.edges, bins.counts, axis=axis, mark=mark)
     answers = answers_of(report)
     if answers:
         charts["questions"] = partial(svg.answers, answers)
@@ -61,7 +62,7 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     bins, epsilon = summary.epsilon_histogram, report.about("epsilon")
     if bins is not None:
         mark = None if epsilon is None else (float(epsilon), f"ε for everybody, {number(epsilon)}")
-        drawn = partial(svg.histogram, bins.edges, bins.counts, axis="individual ε", log=False, mark=mark)
+        drawn = partial(bars, bins.edges, bins.counts, axis="individual ε", log=False, mark=mark)
         charts["individual_epsilon"] = drawn
 
     # the course of training, and attacks, which a public report does not show

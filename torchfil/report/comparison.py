@@ -29,6 +29,7 @@ from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, NOT_MEASURED, UNTOLD
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.run.unit import Unit
 from torchfil.utils.errors import require
 from torchfil.utils.text import visible
 
@@ -112,6 +113,7 @@ class Comparison:
     Attributes:
         redacted: Whether it may be published.
         smallest: The least number of examples behind a number.
+        unit: What an example is.
         before: The first run.
         after: The second run.
         matched: How many examples are compared.
@@ -135,6 +137,7 @@ class Comparison:
 
     redacted: bool
     smallest: int
+    unit: Unit
     before: Side
     after: Side
     matched: int
@@ -207,6 +210,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
     return Comparison(
         redacted=redacted,
         smallest=smallest,
+        unit=before.unit,
         before=_side(before, sizes[0], None if found is None else found[0], smallest),
         after=_side(after, sizes[1], None if found is None else found[1], smallest),
         matched=rounded_count(len(before), smallest),
@@ -338,7 +342,7 @@ def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) 
     for name in (name for name in before.groups if name in after.groups):
         labels = np.asarray(before.groups[name])
         if not np.array_equal(labels, np.asarray(after.groups[name])):
-            notes.append(f"By {name}, examples have other labels in the second run: not compared.")
+            notes.append(f"By {name}, {before.unit.many} have other labels in the second run: not compared.")
             continue
         split = split_beside(labels, smallest, cells)
         cells = joined(cells, split)
@@ -355,16 +359,16 @@ def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) 
 
 def in_short(comparison: Comparison) -> list[str]:
     """What a reader with one minute should know, a sentence each."""
-    c, about = comparison, "about " * comparison.redacted
-    lines = [f"{about}{c.matched:,} examples are in both runs, matched by id.".capitalize()]
+    c, about = comparison, "About " * comparison.redacted
+    lines = [f"{about}{c.matched:,} {c.unit.many} are in both runs, matched by id."]
     if c.is_same:
-        lines.append("Nothing moved: every example has the same numbers in both.")
+        lines.append(f"Nothing moved: every {c.unit.one} has the same numbers in both.")
     elif c.nothing_moved:
-        lines.append("No single example clearly moved: no FIL differs by more than chance explains for it alone.")
+        lines.append(f"No single {c.unit.one} clearly moved: no FIL differs by more than chance explains for it alone.")
     else:
         clearly = "" if c.exact else " clearly"
         more, less = ("none is" if some == 0 else f"{count(some)} are" for some in (c.more, c.less))
-        by_chance = "" if c.exact else " Of examples that did not move, about one in twenty looks so by chance."
+        by_chance = "" if c.exact else f" Of {c.unit.many} that did not move, about one in twenty looks so by chance."
         lines.append(f"After the change {less}{clearly} less exposed, and {more}{clearly} more exposed.{by_chance}")
 
     # by how much, beside what the noise alone would have done
@@ -403,15 +407,15 @@ def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
         (least, before.bound.get("0"), after.bound.get("0")),
         *([] if comparison.exact else [(f"{least}, lower end", before.low_end, after.low_end)]),
         *((CLASSES[each], before.classes.get(each), after.classes.get(each)) for each in CLASSES),
-        ("examples of the run", before.examples, after.examples),
+        (f"{comparison.unit.many} of the run", before.examples, after.examples),
         ("of these not compared", before.alone, after.alone),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
 
 
 def setting(run: SavedRun, name: str) -> Any:
-    """A value of ``about`` by its path, e.g. "mechanism.sigma"; None where it is not there or empty."""
-    value: Any = run.about
+    """A value of ``about`` by its path, e.g. "mechanism.sigma", or the "unit"; None where it is not there or empty."""
+    value: Any = {**run.about, "unit": run.unit.kind}
     for key in name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if value != "" else None
@@ -421,6 +425,7 @@ def check_alike(before: SavedRun, after: SavedRun) -> None:
     """Refuse runs whose numbers mean different things."""
     for name, what in (
         ("dataset.num_coordinates", "private inputs of an example"),
+        ("unit", "the unit of privacy"),
         ("unit_of_inputs", "the unit of inputs"),
         ("linear.private", "what is private"),
     ):

@@ -191,6 +191,7 @@ class TableColumn:
 _BESIDE = "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error"
 RATIO = TableColumn("ratio", "error", _BESIDE, narrow=True, kind="times")
 COLUMNS = (
+    TableColumn("num_rows", "rows", "how many of them the example has, which is taken as public"),
     TableColumn("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
     TableColumn("participations", "drawn", "how many batches held the example"),
     TableColumn("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied"),
@@ -297,8 +298,8 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
     entries = list[dict[str, Any]]()
 
     def add(column: TableColumn, values: np.ndarray) -> None:
-        whole = values.dtype.kind in "biu"
-        entries.append(asdict(column) | {"whole": whole, "values": _json_numbers(values, 4)})
+        numbers = {"whole": values.dtype.kind in "biu", "values": _json_numbers(values, 4)}
+        entries.append(asdict(column) | {"meaning": run.unit.say(column.meaning)} | numbers)
 
     if exposure.ratios is not None:
         add(RATIO, exposure.ratios[places])
@@ -308,7 +309,7 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
         add(TableColumn(f"question-{name}", f"“{name}”", meaning, kind="rate"), values)
     for column in COLUMNS:
         values = run.columns.get(column.key)
-        if values is None or (column.key not in ("fil", "mse_bound") and len(values) and (values == values[0]).all()):
+        if values is None or (column.key not in ("fil", "mse_bound", "num_rows") and np.unique(values).size < 2):
             continue
         if column.key == "mse_bound_low" and exposure.report.is_linear:
             continue  # bounds are exact, and their own lower ends

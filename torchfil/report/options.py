@@ -127,7 +127,7 @@ def _option(run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float
         return []
     noise = max(each for each in least.values() if each is not None)
     change = f"{steps:,} steps with noise σ = {noise:g}" if longer > 1 else f"Noise σ = {noise:g}"
-    titles = [RULES[v.key].named(v.subject) for v in judged if v.key in lost and not v.passed]
+    titles = [RULES[v.key].named(v) for v in judged if v.key in lost and not v.passed]
     return [(noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise)))]
 
 

@@ -35,6 +35,7 @@ from torchfil.report.summary import Report, named_level, summarise
 from torchfil.report.svg import intervals, standalone
 from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun
+from torchfil.run.unit import counted, plural, unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import visible, write_csv_parts
@@ -84,7 +85,7 @@ def context_of(report: Report) -> dict[str, Any]:
 
     A public page has aggregates and what is made from them alone:
 
-    * ``report``, the material, of a public page without the run, and its ``summary``;
+    * ``report``, the material, of a public page without the run, its ``summary`` and its ``unit``;
     * ``charts`` by name, and ``answers``, questions without and with the model.
 
     A confidential page has besides:
@@ -99,6 +100,7 @@ def context_of(report: Report) -> dict[str, Any]:
     run, verdicts, policy = report.run, report.verdicts, report.policy
     drawn, answers = charts.charts_of(report), charts.answers_of(report)
     public = {"report": report, "summary": report.summary, "charts": drawn, "answers": answers}
+    public["unit"] = unit_of(report.about("mechanism") or {})
     if run is None:
         return public
 
@@ -300,10 +302,9 @@ def _environment() -> Environment:
     environment.tests["infinite"] = math.isinf
     environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
     environment.filters |= {name: getattr(formats, name) for name in formats.__all__}
+    environment.filters |= {each.__name__: each for each in (named_level, counted, plural)}
     environment.filters |= {
-        "named_level": named_level,
         "plainly": _plainly,
-        "plural": lambda some, name: f"{some:,} {name}{'' if some == 1 else 's'}",
         "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
     }
     return environment
@@ -375,7 +376,7 @@ def write_report(
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
             write_csv_parts(folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7)
-            files["leakage.csv"] = "every example"
+            files["leakage.csv"] = f"every {run.unit.one}"
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         # charts for other documents, from what the page shows

@@ -124,6 +124,7 @@ def histogram(
     mark: tuple[float, str] | None = None,
     tones: Sequence[str] = (),
     multiples: bool = False,
+    what: str = "examples",
 ) -> Markup:
     """Bars between edges. A bar's area is its count, so that merged bins do not look larger than they are.
 
@@ -138,6 +139,7 @@ def histogram(
         mark: A vertical line at a value, with its name; outside the edges it widens the axis.
         tones: The class of every bar, [k].
         multiples: Whether values are multiples of a blind guess's error, whose ticks are ¼, ½, 1×, 2× and so on.
+        what: What is counted.
     """
     height, right = 214, width - 46
     points = [*edges, *([mark[0]] if mark else [])]
@@ -149,7 +151,7 @@ def histogram(
     floor, below = height - BOTTOM, 16 * (width == NARROW)  # where the mark's name stands below the scale's
     y = Scale(0, max(heights) or 1.0, floor, 30 + below, False)
 
-    parts = [_text(width - 2, 14, "examples", "axis", anchor="end")]
+    parts = [_text(width - 2, 14, what, "axis", anchor="end")]
     for count in y.ticks(4):
         if count:
             parts += [

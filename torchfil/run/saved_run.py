@@ -13,6 +13,7 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
+from torchfil.run.unit import Unit, unit_of
 from torchfil.utils.errors import RunFileError, require
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ class SavedRun:
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
             squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
-            fil_before, the FIL of a run without them (NaN: not measured), where it was saved.
+            fil_before, the FIL of a run without them (NaN: not measured), where it was saved; num_rows, how many rows
+            each person has, where the unit is the person.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
@@ -417,6 +419,11 @@ class SavedRun:
         return self.columns[name]
 
     @property
+    def unit(self) -> Unit:
+        """What bounds, ε and ids are about, by the mechanism's unit and unit_names."""
+        return unit_of(self.about.get("mechanism") or {})
+
+    @property
     def clip_weights(self) -> np.ndarray:
         """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were given."""
         return self.columns.get("clip_weight", np.ones(len(self)))
@@ -427,7 +434,7 @@ def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
     return getattr(columns, "arrays", columns)
 
 
-_KNOWN_COLUMNS = ("participations", "missed", "clip_weight")  # of every example; NaN would count as none
+_KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")  # of every example; NaN would count as none
 _COLUMNS = (
     *("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "squared_norm", "epsilon", "fil_before"),
     *_KNOWN_COLUMNS,
@@ -467,6 +474,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
     checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
+    unit_of(about.get("mechanism") or {})
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
     pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
     require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")

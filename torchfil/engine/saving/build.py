@@ -44,6 +44,7 @@ from torchfil.run.baselines import level_shares
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
+from torchfil.run.unit import counted, unit_of
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
@@ -103,7 +104,8 @@ def build_saved_run(
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
-    about["title"] = title if title is not None else f"{about['model']['name']} on {ids.num_examples:,} examples"
+    data = counted(ids.num_examples, unit_of(about["mechanism"]).one)
+    about["title"] = title if title is not None else f"{about['model']['name']} on {data}"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
     about["metrics"] = utility
@@ -166,7 +168,9 @@ def _columns(
     training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, equalised: Equalised | None
 ) -> dict[str, np.ndarray]:
     """Numbers by example, [n] each."""
-    run, columns = training.run, leakage.arrays()
+    run, columns, owners = training.run, leakage.arrays(), training.run.owners
+    if owners is not None and run.options.accounting.by_owner:
+        columns["num_rows"] = owners.counts.numpy()
     columns["epsilon"] = epsilons(run, accountant, None, delta).value.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
@@ -222,6 +226,8 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
         "expected_batch_size": float(optimizer.expected_batch_size * parts) if mean else None,  # None: a sum
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
+        "unit": "example" if accounting.owner_of is None else accounting.unit,
+        **{name: getattr(accounting, name) for name in ("unit_names", "row_reduction", "rows_per_owner")},
         "poisson": options.sample_rate is not None,
         "stream": training.passes.dataset is None,
         "amplification": name_of_amplification(options.amplification),

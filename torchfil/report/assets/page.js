@@ -37,6 +37,7 @@
   if (!byId("spec")) return;
   const spec = JSON.parse(byId("spec").textContent), n = spec.ids.length;
   const rowHeight = 32, NOT_MEASURED = "2", LOWER_BOUND = "1", all = byId("all-examples");
+  for (const column of spec.columns) if (column.key === "num_rows") column.label = spec.unit.rows;
   const columnOf = Object.fromEntries(spec.columns.map((column) => [column.key, column]));
   const shownColumns = spec.columns.filter((column) => !column.detail);
 
@@ -154,7 +155,7 @@
     spacer.style.height = state.view.length * rowHeight + "px";
     grid.setAttribute("aria-rowcount", state.view.length + 1);
     const shown = state.view.length.toLocaleString("en");
-    byId("found").textContent = state.view.length === n ? `${shown} examples` : `${shown} of ${n.toLocaleString("en")} examples`;
+    byId("found").textContent = state.view.length === n ? `${shown} ${spec.unit.many}` : `${shown} of ${n.toLocaleString("en")} ${spec.unit.many}`;
     grid.scrollTop = 0;
     draw();
   };
@@ -186,7 +187,7 @@
   head.addEventListener("keydown", (event) => { if (event.key === "Escape") closeHelp(); });
   const buildHead = () => {
     const line = element("div", undefined, "line", { role: "row" });
-    for (const column of [{ key: "id", label: "Example", meaning: "the id that the run was saved with", narrow: true }, ...shownColumns]) {
+    for (const column of [{ key: "id", label: spec.unit.one[0].toUpperCase() + spec.unit.one.slice(1), meaning: "the id that the run was saved with", narrow: true }, ...shownColumns]) {
       const cell = element("div", undefined, column.narrow ? "cell" : "cell extra", { role: "columnheader", "data-key": column.key });
       const first = ["fil", "epsilon"].includes(column.key) || column.kind === "rate";
       cell.append(newButton(column.label, "", () => sort(column.key, state.key === column.key ? !state.descending : first)), help(column));
@@ -212,7 +213,7 @@
   };
   const sentence = (row) => {
     const ratio = columnOf.ratio?.values[row], rank = `Number ${spec.rank[row].toLocaleString("en")} of ${spec.measured.toLocaleString("en")} by FIL.`;
-    if (spec.status[row] === NOT_MEASURED) return "Not measured: no batch drew this example, or its steps were left out. This run says nothing about it; it is not safe.";
+    if (spec.status[row] === NOT_MEASURED) return `Not measured: no batch drew this ${spec.unit.one}, or its steps were left out. This run says nothing about it; it is not safe.`;
     if (ratio === null) return `${rank} It was drawn too rarely to tell how far below its estimate the truth may lie; it is not safe, only not known.`;
     const bound = columnOf.mse_bound.values[row], low = columnOf.mse_bound_low?.values[row] ?? bound;
     const off = ratio === undefined ? `a mean squared error of ${number(low)} or more per input` : `at least ${times(ratio)} a blind guess’s error`;
@@ -226,8 +227,14 @@
     });
     return button;
   };
+  // A person with its number of rows, "patient 2217, 12 visits"; an example by its id.
+  const named = (row) => {
+    const rows = columnOf.num_rows?.values[row], { one, row: each, rows: several } = spec.unit;
+    const id = one === "example" ? spec.ids[row] : `${one} ${spec.ids[row]}`;
+    return rows === undefined ? id : `${id}, ${rows.toLocaleString("en")} ${rows === 1 ? each : several}`;
+  };
   const open = (row) => {
-    const top = element("div", undefined, "top"), title = element("h3", spec.ids[row], "", { id: "detail-id" });
+    const top = element("div", undefined, "top"), title = element("h3", named(row), "", { id: "detail-id" });
     top.append(title, copyLink(), newButton("Close", "close", () => dialog.close(), { autofocus: "" }));
     const pictures = element("div", undefined, "pictures"), place = spec.places ? spec.places[row] : row;
     pictures.append(...[...document.querySelectorAll(`.pictured [data-row="${place}"] img`)].map((image) => image.cloneNode()));
@@ -271,7 +278,7 @@
     let id = wanted;
     try { id = decodeURIComponent(wanted); } catch { /* an address that nobody encoded */ }
     if (spec.ids.includes(id)) open(spec.ids.indexOf(id));
-    else { all.open = true; all.scrollIntoView(); byId("found").textContent = "The table has no example of this address"; }
+    else { all.open = true; all.scrollIntoView(); byId("found").textContent = `The table has no ${spec.unit.one} of this address`; }
   };
   let waiting = 0;
   for (const id of ["search", "limit"]) byId(id).addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
