@@ -182,7 +182,7 @@ class PrivateTraining:
         **released: Any,
     ) -> None:
         accounting, stream, data = options.accounting, is_stream(prepared), prepared.dataset
-        ids = GrowingIds() if stream else example_ids(data, id_of if owners is None else owners.keys)
+        ids = GrowingIds() if stream else example_ids(data, owners.keys if owners and accounting.by_owner else id_of)
         rows: Any = data.dataset if isinstance(data, OwnerRows) else data
         row_ids = example_ids(rows, id_of) if isinstance(data, OwnerRows) else None
         ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.persons import Persons
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
@@ -670,9 +671,52 @@ class FILPrivacyEngine(PrivacyEngine):
         lines = readings.summary(self._made, self.accountant.mechanism())
         return html_table(f"{type(self).__name__} (confidential)", lines)
 
-    def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
-        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
-        return self.totals.get_fil(example_ids, kind=kind)
+    def _persons(self, by: str | None) -> Persons | None:
+        """Readings by owner of a run by row; None: the examples' own readings are wanted."""
+        run = self._training.run
+        require(by in (None, "owner"), f"by={by!r} must be 'owner' or None")
+        if by is None or run.options.accounting.by_owner:
+            return None
+        remedy = "owner_of= in make_private, data with numbered rows, and a single process"
+        require(run.persons is not None, f"by='owner' in a run by row needs {remedy}")
+        return run.persons
+
+    def get_epsilon(self, delta: float, *, by: str | None = None) -> float:
+        """The accountant's ε at δ, a guarantee for every example.
+
+        Args:
+            delta: δ.
+            by: "owner", in a run with ``unit="row"``: ε of the owner with the most rows, k, who is in the data with all
+                of them or absent; a guarantee for every owner. A step is a mixture of Gaussians with sensitivities
+                0, C, …, kC and binomial weights; its Rényi divergences in both directions are composed.
+        """
+        persons = self._persons(by) if by else None
+        if persons is None:
+            return float(super().get_epsilon(delta))
+        return readings.epsilon_of_persons(persons, self.accountant.history, delta)
+
+    def get_fil(
+        self,
+        example_ids: Ids = None,
+        *,
+        kind: Literal["trace", "spectral"] = "trace",
+        by: str | None = None,
+        shared: bool = False,
+    ) -> Estimate:
+        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`.
+
+        Args:
+            example_ids: None: all. An id given twice appears twice.
+            kind: As in :meth:`Leakage.get_fil`.
+            by: "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound on the mean over runs of the Fisher
+                information about all of an owner's rows; estimated from one run, its error is given as NaN.
+            shared: With ``by="owner"``, whether an owner's rows share the values of their private coordinates, so that
+                η̄ of the owner is at most the sum of the rows' η̄. Otherwise every row has its own values.
+        """
+        persons = self._persons(by)
+        if persons is None:
+            return self.totals.get_fil(example_ids, kind=kind)
+        return persons.get_fil(self.totals, example_ids, shared=shared)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run measured an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
@@ -690,9 +734,20 @@ class FILPrivacyEngine(PrivacyEngine):
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
         return self.totals.get_attribute_fil(example_ids)
 
-    def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
-        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`."""
-        return self.totals.get_guess(question, example_ids)
+    def get_guess(self, question: str, example_ids: Ids = None, *, by: str | None = None) -> Guess:
+        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`.
+
+        Args:
+            question: Its name.
+            example_ids: None: all. An id given twice appears twice.
+            by: "owner", in a run with ``unit="row"``: the alternative is that all rows of the owner are absent, or that
+                all are changed. D is an upper bound, estimated from one run: gradients count as if they had one
+                direction, and between a row's participations as they were at the last one.
+        """
+        persons = self._persons(by)
+        if persons is None:
+            return self.totals.get_guess(question, example_ids)
+        return persons.get_guess(question, example_ids, skipping=self._training.run.options.accounting.skips_steps)
 
     def get_plis(self, example_ids: Ids = None) -> Tensor:
         """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""

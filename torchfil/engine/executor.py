@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfil.accounting.persons import PRODUCTS
 from torchfil.accounting.quantities import Divergence, QuestionSpec, Track, additions, needs_of
 from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
@@ -406,18 +407,16 @@ def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: 
     gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
 
     weights = examples.clip_weights
-    by_alternative = [
-        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)), weights)
-        for other in examples.alternatives
-    ]
+    by_alternative = [jacobian.products_with(replace(gradients, examples=other)) for other in examples.alternatives]
     added: dict[str, Tensor] = {}
+    clipped: list[Tensor] = []
     for name, places in wanted.questions:
-        columns = [
-            mechanism.divergence(jacobian.products_alone(), weights) if k is None else by_alternative[k] for k in places
-        ]
+        products = [jacobian.products_alone() if k is None else by_alternative[k] for k in places]
+        columns = [mechanism.divergence(each, weights) for each in products]
         quantity = Divergence(name, QuestionSpec(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
-    return added
+        clipped += [mechanism.clipped_products(each, weights) for each in products]
+    return {**added, PRODUCTS: torch.stack(clipped).permute(2, 0, 1) / mechanism.max_grad_norm**2}
 
 
 def joined(parts: Sequence[StepValues]) -> StepValues:

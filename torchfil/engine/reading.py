@@ -33,12 +33,14 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.persons import Persons
 from torchfil.accounting.rows import first_of_equal
 from torchfil.bounds import Bracket, PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp, rero
 from torchfil.bounds.reconstruction import success_by_counts
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.run import Run, weights_in_words
 from torchfil.engine.saving.data import fitted_prior
+from torchfil.fisher.persons import person_rdp
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
 from torchfil.utils.errors import require
@@ -64,6 +66,14 @@ def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) 
     if history.steps:
         value = value.clamp(max=float(accountant.get_epsilon(delta)))
     return Estimate(value, torch.full_like(value, float("nan")), "estimate")
+
+
+def epsilon_of_persons(persons: Persons, releases: Releases, delta: float) -> float:
+    """ε at δ of the owner with the most rows; see :meth:`FILPrivacyEngine.get_epsilon`."""
+    check_delta(delta)
+    rows, orders = int(persons.owners.counts.max()), tuple(RDPAccountant.DEFAULT_ALPHAS)
+    rdp = [steps * person_rdp(rows, float(q), float(sigma), orders) for sigma, q, steps in releases]
+    return float(_epsilon_from_rdp(np.sum(rdp, axis=0)[None], delta)[0]) if rdp else 0.0
 
 
 def robustness(

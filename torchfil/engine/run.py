@@ -29,6 +29,7 @@ from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.owners import Owners
 from torchfil.accounting.pace import exposed_rows
+from torchfil.accounting.persons import PRODUCTS, Persons
 from torchfil.accounting.quantities import Conditions, tracked
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
@@ -64,6 +65,7 @@ class Staged:
     ratio: Tensor  # ‖g̃‖/C, [batch]
     ids: Sequence[Any]
     noise: Noise
+    products: Tensor | None  # of the questions; None: the step is not measured
 
 
 class Run:
@@ -126,6 +128,9 @@ class Run:
             self._coordinates_of_owners = torch.zeros(len(owners), dtype=torch.long, device=device)
         self.pace = options.accounting.pace()
         self.paused = False
+        self.persons: Persons | None = None
+        if owners is not None and not options.accounting.by_owner and ranks is None:
+            self.persons = Persons(owners, options.accounting.asked, self.clip_weights, self._secret_rate)
 
         # the current step
         self._releases = releases
@@ -163,12 +168,16 @@ class Run:
         ledger, test_matrix = self.whole_ledger
         if ledger is None:
             raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
-        accounting = self.options.accounting
-        rate = self.options.sample_rate if self.options.amplification.secret_batches else None
+        accounting, rate = self.options.accounting, self._secret_rate
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
         largest = None if rate is None else largest_divergences(self._releases())
         conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
         return Leakage(ledger, self.ids, conditions)
+
+    @property
+    def _secret_rate(self) -> float | None:
+        """q, if the attacker does not know who is in a batch."""
+        return self.options.sample_rate if self.options.amplification.secret_batches else None
 
     @property
     def timeline(self) -> Timeline:
@@ -363,8 +372,10 @@ class Run:
         """
         self.is_measured = measured
         rows, norm = torch.tensor([] if self._grows else ids, dtype=torch.long), values.clipped_norm
-        contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
-        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
+        additions = dict(values.additions or {})
+        products = additions.pop(PRODUCTS, None)
+        contribution = Contribution(rows, norm.square(), not self.paused, additions, num_coordinates)
+        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise, products))
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: enter what was staged."""
@@ -375,6 +386,10 @@ class Run:
             self.ledger.add(*contributions)
             if self.pace.target is not None:
                 self.pace.note(contributions)
+            products = [staged.products for staged in self.staged if staged.products is not None]
+            if self.persons is not None and products:
+                noise, drawn = self.staged[0].noise, torch.cat([each.rows for each in contributions])
+                self.persons.book(drawn, torch.cat(products), noise.noise_multiplier, self.pace.rate)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -466,6 +481,7 @@ class Run:
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "ranks": None if self._whole is None else dict(self._whole.parts),
+            "persons": None if self.persons is None else self.persons.state_dict(),
         }
         return {**state, "keys": self.ids.all()} if self._grows else state
 
@@ -488,6 +504,8 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline = timeline
+        if self.persons is not None:
+            self.persons.load_state_dict(state["persons"])
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
