@@ -48,8 +48,7 @@ class ExampleIds:
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
                 twice = Counter(self.keys).most_common(1)[0][0]
-                remedy = "give each record its own key; if it is a person with several rows, pass owner_of= instead"
-                raise ValueError(f"id_of gives {twice!r} to more than one example: {remedy}")
+                raise ValueError(f"id_of gives {twice!r} to more than one row: give each its key, or pass owner_of=")
 
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""

@@ -29,6 +29,7 @@ from torchfil.utils.text import html_table, nearest
 __all__ = ["Leakage", "LeakageSummary", "as_table"]
 
 Ids = Iterable[Hashable] | Tensor | None  # None: all; an id given twice appears twice
+FILKind = Literal["trace", "spectral"]
 
 _AT_ONCE = 2**18  # examples that are read together
 
@@ -151,7 +152,7 @@ class Leakage:
         trace: Estimate = self.get("trace", example_ids)
         return trace
 
-    def get_fil(self, example_ids: Ids = None, *, kind: Literal["trace", "spectral"] = "trace") -> Estimate:
+    def get_fil(self, example_ids: Ids = None, *, kind: FILKind = "trace") -> Estimate:
         """Fisher information loss (FIL) per example, [ids], in the given order.
 
         Args:

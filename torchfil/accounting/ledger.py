@@ -51,7 +51,7 @@ class Contribution:
     rows: Tensor
     squared_norm: Tensor
     measured: bool = True
-    additions: Mapping[str, Tensor] = field(default_factory=dict)
+    additions: dict[str, Tensor] = field(default_factory=dict)
     num_coordinates: Tensor | int | None = None
 
 

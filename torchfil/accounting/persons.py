@@ -6,16 +6,14 @@ the sum over a run is unbiased, as for examples, and for one row it is the same.
 gradients that it had when it was drawn last. If it was never drawn, the worst is assumed: gradients at the clipping
 threshold, in opposite directions for a change.
 
-Fisher information: that about the coordinates of all rows, which are disjoint, is at most Σ_r I_r in its trace, because
-knowing which of the other rows were drawn only helps an attacker. A value that all rows share has the sum of the rows'
-scores, so that tr I ≤ (Σ_r sqrt(tr I_r))², by Minkowski's inequality.
+Fisher information: about the coordinates of all rows together, tr I ≤ Σ_r tr I_r, because knowing which of the other
+rows were drawn only helps an attacker. A value that all rows share has the sum of the rows' scores, so that for it
+sqrt(tr I) ≤ Σ_r sqrt(tr I_r), by Minkowski's inequality.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,26 +24,27 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.owners import Owners
 from torchfil.accounting.quantities import Conditions, Divergence, QuestionSpec
 from torchfil.fisher.persons import person_divergence
-from torchfil.fisher.results import Estimate
-from torchfil.guessing import Guess
+from torchfil.fisher.results import Estimate, Kind
 
+Questions = Mapping[str, QuestionSpec]
+ByRow = Callable[[], Leakage]
 PRODUCTS = "products of the questions"  # ‖g̃‖², ‖g̃′‖² and ⟨g̃, g̃′⟩ over C², of each answer, [batch, answers, 3]
 
 
-class Persons:
-    """The divergences of a run's questions by owner, and other readings by owner.
+class Persons(Leakage):
+    """What such a run leaked, by owner: upper bounds, estimated from one run. Its ledger has the divergences alone.
 
     Args:
         owners: Whose each row is.
         questions: The run's questions by name.
+        rows: Returns what the run leaked by row.
+        how: How the sums are made.
         most: The largest possible ‖g̃‖/C of each row, [rows]; None: 1.
-        rate: q of secret draws; None: the attacker knows which rows are in a batch.
     """
 
-    def __init__(
-        self, owners: Owners, questions: Mapping[str, QuestionSpec], most: Tensor | None, rate: float | None
-    ) -> None:
-        self.owners, self.ledger, self.rate = owners, Ledger(len(owners), 1, questions=questions), rate
+    def __init__(self, owners: Owners, questions: Questions, rows: ByRow, how: Conditions, most: Tensor | None) -> None:
+        super().__init__(Ledger(len(owners), 1, questions=questions), ExampleIds(len(owners), owners.keys), how)
+        self.owners, self._by_row = owners, rows
         change = [float(not asked.membership) for asked in questions.values() for _ in asked.answers]
         worst = torch.tensor([(1.0, other, -other) for other in change], dtype=torch.float64).view(-1, 3)
         shares = torch.ones(len(owners.of_row)) if most is None else most.cpu()
@@ -53,47 +52,40 @@ class Persons:
 
     def book(self, rows: Tensor, products: Tensor, noise_multiplier: float, measured: float) -> None:
         """Add a step that drew these rows, [batch], with these ``PRODUCTS``; such steps are measured at this rate."""
+        rate, owners, asked = self.conditions.sample_rate, self.owners, self.ledger.questions
         self.last[rows] = products.double().cpu()
-        drawn, owners = torch.zeros(len(self.last), dtype=torch.bool).index_fill(0, rows, True), self.owners
+        counted = torch.zeros(len(self.last)).index_fill(0, rows, 1.0) if rate is None else torch.ones(len(self.last))
         persons = owners.of_row[rows].unique()
         counts, found = owners.counts[persons], torch.empty(len(persons), self.last.shape[1], dtype=torch.float64)
         for count in counts.unique().tolist():
             own = torch.tensor(owners.rows(persons[counts == count].tolist())).view(-1, count)
-            known = self.last[own] if self.rate is not None else self.last[own] * drawn[own][..., None, None]
-            squares = (known / (noise_multiplier or 1.0) ** 2).permute(3, 0, 2, 1)  # [3, persons, answers, rows]
-            found[counts == count] = person_divergence(*squares.flatten(1, 2), self.rate).view(len(own), -1)
-        if noise_multiplier == 0:
-            found.fill_(torch.inf)
-        if self.rate is not None:
-            found /= -torch.expm1(counts * torch.tensor(-self.rate, dtype=torch.float64).log1p())[:, None]
-        asked, added = self.ledger.questions, {}
-        by_question = found.split([len(each.answers) for each in asked.values()], dim=1)
-        for name, part in zip(asked, by_question, strict=True):
+            squares = self.last[own] * counted[own][..., None, None] / (noise_multiplier or 1.0) ** 2
+            by_answer = squares.permute(3, 0, 2, 1).flatten(1, 2)  # [3, persons · answers, rows]
+            found[counts == count] = person_divergence(*by_answer, rate).view(len(own), -1)
+        found = found if noise_multiplier else torch.full_like(found, torch.inf)
+        if rate is not None:
+            found /= -torch.expm1(counts * torch.tensor(-rate, dtype=torch.float64).log1p())[:, None]
+        added: dict[str, Tensor] = {}
+        for name, part in zip(asked, found.split([len(each.answers) for each in asked.values()], dim=1), strict=True):
             added |= Divergence(name, asked[name]).added(part, measured, skipping=measured < 1)
         self.ledger.add(Contribution(persons, torch.zeros(len(persons)), additions=added))
 
-    def get_guess(self, question: str, owner_ids: Ids, *, skipping: bool) -> Guess:
-        """D of these owners, an upper bound; ``skipping``: whether steps are left out at random."""
-        conditions = Conditions(sample_rate=self.rate, skipping=skipping)
-        guess = Leakage(self.ledger, self._ids, conditions).get_guess(question, owner_ids)
-        return replace(guess, divergence=replace(guess.divergence, kind="upper bound"))
+    def get_trace(self, example_ids: Ids = None) -> Estimate:
+        """tr I of these owners, at most: the sum over their rows, [ids]. Its error is not known."""
+        return self._summed(self._by_row().get_trace().value, example_ids)
 
-    def get_fil(self, rows: Leakage, owner_ids: Ids, *, shared: bool) -> Estimate:
-        """sqrt(tr(I)/d) over all rows of these owners, an upper bound, from what is known about the rows."""
-        power, d = 2 if shared else 1, rows.get_num_coordinates().cpu()
-        trace = torch.bincount(self.owners.of_row, rows.get_trace().value.cpu() ** (1 / power)) ** power
-        size = torch.bincount(self.owners.of_row, d) / (self.owners.counts if shared else 1)
-        value = (trace / size).sqrt()[self._ids.places(owner_ids)]
-        return Estimate(value, torch.full_like(value, torch.nan), "upper bound", positive=True)
+    def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
+        """d of these owners: the sum over their rows, [ids]."""
+        return self._summed(self._by_row().get_num_coordinates(), example_ids).value
 
-    @property
-    def _ids(self) -> ExampleIds:
-        return ExampleIds(len(self.owners), self.owners.keys)
+    def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
+        """sqrt(I_jj) of a value that all rows of an owner share, at most: the sum over the rows, [ids, d]."""
+        return self._summed(self._by_row().get_attribute_fil().value, example_ids)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Sums and last known gradients."""
-        return {"ledger": self.ledger.state_dict(), "last": self.last.clone()}
+    def _summed(self, values: Tensor, example_ids: Ids) -> Estimate:
+        sums = torch.zeros(len(self.owners), *values.shape[1:], dtype=values.dtype)
+        value = sums.index_add(0, self.owners.of_row, values.cpu())[self.ids.places(example_ids)]
+        return Estimate(value, value * torch.nan, "upper bound", positive=True)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.ledger, self.last = Ledger.from_state_dict(state["ledger"]), state["last"].clone()
+    def _kind(self, rows: Tensor) -> Kind:
+        return "upper bound"

@@ -20,7 +20,7 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.leakage import Leakage, as_table
+from torchfil.accounting.leakage import FILKind, Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.persons import Persons
 from torchfil.bounds import PopulationBound, Prior
@@ -671,14 +671,13 @@ class FILPrivacyEngine(PrivacyEngine):
         lines = readings.summary(self._made, self.accountant.mechanism())
         return html_table(f"{type(self).__name__} (confidential)", lines)
 
-    def _persons(self, by: str | None) -> Persons | None:
-        """Readings by owner of a run by row; None: the examples' own readings are wanted."""
+    def _by(self, by: str | None) -> Leakage:
+        """What is read by example, or by owner in a run by row."""
         run = self._training.run
-        require(by in (None, "owner"), f"by={by!r} must be 'owner' or None")
-        if by is None or run.options.accounting.by_owner:
-            return None
-        remedy = "owner_of= in make_private, data with numbered rows, and a single process"
-        require(run.persons is not None, f"by='owner' in a run by row needs {remedy}")
+        if by is None or (by == "owner" and run.options.accounting.by_owner):
+            return self.totals
+        if by != "owner" or run.persons is None:
+            raise ValueError(f"by={by!r} must be 'owner', which needs owner_of=, numbered rows and a single process")
         return run.persons
 
     def get_epsilon(self, delta: float, *, by: str | None = None) -> float:
@@ -690,33 +689,23 @@ class FILPrivacyEngine(PrivacyEngine):
                 of them or absent; a guarantee for every owner. A step is a mixture of Gaussians with sensitivities
                 0, C, …, kC and binomial weights; its Rényi divergences in both directions are composed.
         """
-        persons = self._persons(by) if by else None
-        if persons is None:
+        history = self.accountant.history
+        if by is None or not history or not isinstance(persons := self._by(by), Persons):
             return float(super().get_epsilon(delta))
-        return readings.epsilon_of_persons(persons, self.accountant.history, delta)
+        check_delta(delta)
+        return float(readings.epsilon_over_time(history, [torch.inf], delta, int(persons.owners.counts.max()))[0])
 
-    def get_fil(
-        self,
-        example_ids: Ids = None,
-        *,
-        kind: Literal["trace", "spectral"] = "trace",
-        by: str | None = None,
-        shared: bool = False,
-    ) -> Estimate:
+    def get_fil(self, example_ids: Ids = None, *, kind: FILKind = "trace", by: str | None = None) -> Estimate:
         """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`.
 
         Args:
             example_ids: None: all. An id given twice appears twice.
-            kind: As in :meth:`Leakage.get_fil`.
-            by: "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound on the mean over runs of the Fisher
-                information about all of an owner's rows; estimated from one run, its error is given as NaN.
-            shared: With ``by="owner"``, whether an owner's rows share the values of their private coordinates, so that
-                η̄ of the owner is at most the sum of the rows' η̄. Otherwise every row has its own values.
+            kind: "trace" for η̄, "spectral" for η.
+            by: "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound. The Fisher information about all
+                private coordinates of an owner's rows is at most the sum of the rows'. It is estimated from one run,
+                and its error is given as NaN.
         """
-        persons = self._persons(by)
-        if persons is None:
-            return self.totals.get_fil(example_ids, kind=kind)
-        return persons.get_fil(self.totals, example_ids, shared=shared)
+        return self._by(by).get_fil(example_ids, kind=kind)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
         """Whether the run measured an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
@@ -730,9 +719,13 @@ class FILPrivacyEngine(PrivacyEngine):
         """The smallest bound, and an end for all examples together; see :meth:`Leakage.get_smallest_mse_bound`."""
         return self.totals.get_smallest_mse_bound(confidence, of)
 
-    def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
-        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
-        return self.totals.get_attribute_fil(example_ids)
+    def get_attribute_fil(self, example_ids: Ids = None, *, by: str | None = None) -> Estimate:
+        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end.
+
+        With ``by="owner"``, in a run with ``unit="row"``, it is an upper bound for an attribute that has the same value
+        in all rows of an owner: the sum of the rows' sqrt(I_jj), estimated from one run.
+        """
+        return self._by(by).get_attribute_fil(example_ids)
 
     def get_guess(self, question: str, example_ids: Ids = None, *, by: str | None = None) -> Guess:
         """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`.
@@ -744,10 +737,7 @@ class FILPrivacyEngine(PrivacyEngine):
                 all are changed. D is an upper bound, estimated from one run: gradients count as if they had one
                 direction, and between a row's participations as they were at the last one.
         """
-        persons = self._persons(by)
-        if persons is None:
-            return self.totals.get_guess(question, example_ids)
-        return persons.get_guess(question, example_ids, skipping=self._training.run.options.accounting.skips_steps)
+        return self._by(by).get_guess(question, example_ids)
 
     def get_plis(self, example_ids: Ids = None) -> Tensor:
         """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""

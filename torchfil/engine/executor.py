@@ -409,14 +409,13 @@ def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: 
     weights = examples.clip_weights
     by_alternative = [jacobian.products_with(replace(gradients, examples=other)) for other in examples.alternatives]
     added: dict[str, Tensor] = {}
-    clipped: list[Tensor] = []
+    every: list[Tensor] = []  # of all answers
     for name, places in wanted.questions:
         products = [jacobian.products_alone() if k is None else by_alternative[k] for k in places]
-        columns = [mechanism.divergence(each, weights) for each in products]
-        quantity = Divergence(name, QuestionSpec(("",) * len(places)))
-        added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
-        clipped += [mechanism.clipped_products(each, weights) for each in products]
-    return {**added, PRODUCTS: torch.stack(clipped).permute(2, 0, 1) / mechanism.max_grad_norm**2}
+        columns = torch.stack([mechanism.divergence(each, weights) for each in products], dim=1)
+        added |= Divergence(name, QuestionSpec(("",) * len(places))).added(columns, rate, skipping=wanted.rate < 1)
+        every += [mechanism.clipped_products(each, weights) for each in products]
+    return {**added, PRODUCTS: torch.stack(every).permute(2, 0, 1) / mechanism.max_grad_norm**2}
 
 
 def joined(parts: Sequence[StepValues]) -> StepValues:

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.norms import NormHistory
-from torchfil.accounting.persons import Persons
 from torchfil.accounting.rows import first_of_equal
 from torchfil.bounds import Bracket, PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp, rero
 from torchfil.bounds.reconstruction import success_by_counts
@@ -66,14 +65,6 @@ def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) 
     if history.steps:
         value = value.clamp(max=float(accountant.get_epsilon(delta)))
     return Estimate(value, torch.full_like(value, float("nan")), "estimate")
-
-
-def epsilon_of_persons(persons: Persons, releases: Releases, delta: float) -> float:
-    """ε at δ of the owner with the most rows; see :meth:`FILPrivacyEngine.get_epsilon`."""
-    check_delta(delta)
-    rows, orders = int(persons.owners.counts.max()), tuple(RDPAccountant.DEFAULT_ALPHAS)
-    rdp = [steps * person_rdp(rows, float(q), float(sigma), orders) for sigma, q, steps in releases]
-    return float(_epsilon_from_rdp(np.sum(rdp, axis=0)[None], delta)[0]) if rdp else 0.0
 
 
 def robustness(
@@ -113,12 +104,15 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
     return torch.cat(result)[places.cpu()]
 
 
-def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:
-    """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps)."""
+def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:
+    """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps).
+
+    It is that of a person with so many rows, drawn and clipped one by one; see :func:`person_rdp`.
+    """
     rdp = np.zeros((len(steps), len(RDPAccountant.DEFAULT_ALPHAS)))
     before = 0
     for sigma, q, count in history:
-        rdp += np.outer((np.asarray(steps) - before).clip(0, count), _rdp_per_step(q, sigma))
+        rdp += np.outer((np.asarray(steps) - before).clip(0, count), _rdp_per_step(q, sigma, rows))
         before += count
     return _epsilon_from_rdp(rdp, delta)
 
@@ -132,8 +126,10 @@ def _epsilon_from_rdp(rdp: np.ndarray, delta: float) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def _rdp_per_step(q: float, noise_multiplier: float) -> np.ndarray:
+def _rdp_per_step(q: float, noise_multiplier: float, rows: int = 1) -> np.ndarray:
     orders = RDPAccountant.DEFAULT_ALPHAS
+    if rows > 1:
+        return person_rdp(rows, float(q), float(noise_multiplier), tuple(orders))
     return np.asarray(compute_rdp(q=q, noise_multiplier=noise_multiplier, steps=1, orders=orders))
 
 

@@ -65,7 +65,6 @@ class Staged:
     ratio: Tensor  # ‖g̃‖/C, [batch]
     ids: Sequence[Any]
     noise: Noise
-    products: Tensor | None  # of the questions; None: the step is not measured
 
 
 class Run:
@@ -130,7 +129,9 @@ class Run:
         self.paused = False
         self.persons: Persons | None = None
         if owners is not None and not options.accounting.by_owner and ranks is None:
-            self.persons = Persons(owners, options.accounting.asked, self.clip_weights, self._secret_rate)
+            rate = options.sample_rate if options.amplification.secret_batches else None
+            how = Conditions(sample_rate=rate, skipping=options.accounting.skips_steps)
+            self.persons = Persons(owners, options.accounting.asked, lambda: self.leakage, how, self.clip_weights)
 
         # the current step
         self._releases = releases
@@ -168,16 +169,12 @@ class Run:
         ledger, test_matrix = self.whole_ledger
         if ledger is None:
             raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
-        accounting, rate = self.options.accounting, self._secret_rate
+        accounting = self.options.accounting
+        rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
         largest = None if rate is None else largest_divergences(self._releases())
         conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
         return Leakage(ledger, self.ids, conditions)
-
-    @property
-    def _secret_rate(self) -> float | None:
-        """q, if the attacker does not know who is in a batch."""
-        return self.options.sample_rate if self.options.amplification.secret_batches else None
 
     @property
     def timeline(self) -> Timeline:
@@ -372,24 +369,19 @@ class Run:
         """
         self.is_measured = measured
         rows, norm = torch.tensor([] if self._grows else ids, dtype=torch.long), values.clipped_norm
-        additions = dict(values.additions or {})
-        products = additions.pop(PRODUCTS, None)
-        contribution = Contribution(rows, norm.square(), not self.paused, additions, num_coordinates)
-        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise, products))
+        contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
+        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: enter what was staged."""
         self._enter_ids()
         contributions = [staged.contribution for staged in self.staged]
+        products = [each.additions.pop(PRODUCTS) for each in contributions if PRODUCTS in each.additions]
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
             if self.pace.target is not None:
                 self.pace.note(contributions)
-            products = [staged.products for staged in self.staged if staged.products is not None]
-            if self.persons is not None and products:
-                noise, drawn = self.staged[0].noise, torch.cat([each.rows for each in contributions])
-                self.persons.book(drawn, torch.cat(products), noise.noise_multiplier, self.pace.rate)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -400,6 +392,8 @@ class Run:
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         rate = float(self._releases()[-1][1]) if self._releases() else 1.0
         self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
+        if self.persons is not None and products:
+            self.persons.book(torch.cat(rows), torch.cat(products), float(optimizer.noise_multiplier), self.pace.rate)
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:
@@ -481,7 +475,7 @@ class Run:
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "ranks": None if self._whole is None else dict(self._whole.parts),
-            "persons": None if self.persons is None else self.persons.state_dict(),
+            "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
         return {**state, "keys": self.ids.all()} if self._grows else state
 
@@ -505,7 +499,8 @@ class Run:
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline = timeline
         if self.persons is not None:
-            self.persons.load_state_dict(state["persons"])
+            self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
+            self.persons.last = state["persons"][1].clone()
         ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None

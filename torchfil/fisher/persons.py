@@ -26,33 +26,26 @@ arrangements of two and three rows in two and three dimensions. It is proved for
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
-from scipy import special
+from scipy import special, stats
 from torch import Tensor
-from torch.nn import functional as F
 
-from torchfil.fisher.amplification import check_rate
 from torchfil.fisher.mechanism import step_divergence
 
-_STEPS = 8  # of the grid, for the largest row
-_ATOMS = 20 * _STEPS  # of the grid at most
-_MOST_DRAWN = 20  # of a person's rows, on average: with more, the attacker learns next to nothing from knowing which
-_REACH, _SPACING = 9.0, 0.25  # of the nodes around the atoms, in standard deviations of the noise
-_AT_ONCE = 64  # persons
-_FARTHEST = 256.0  # k/σ (or k/4), up to which subsampling amplifies a person's Rényi divergence noticeably
+_STEPS, _ATOMS = 8, 160  # of the grid, for the largest row and at most
+_MOST_DRAWN, _MOST_NORM = 20, 8.0  # rows on average, and ‖u‖: with more, which rows are drawn is as good as known
+_REACH, _SPACING, _AT_ONCE = 9.0, 0.25, 32  # of the nodes around the atoms, in standard deviations; persons
+_FARTHEST = 64  # k/σ up to which drawing rows at random makes ε of a person small enough to mean something
 
 
-def person_divergence(
-    squared_true: Tensor, squared_other: Tensor, product: Tensor, sample_rate: float | None
-) -> Tensor:
+def person_divergence(squared: Tensor, squared_other: Tensor, product: Tensor, sample_rate: float | None) -> Tensor:
     """An upper bound of KL_t = KL(P ‖ P′) of one step about all rows of each person, [persons], in float64.
 
     Args:
-        squared_true: ‖u_r‖², u_r = g̃_r/(σC), [persons, rows]; 0 for padding.
+        squared: ‖u_r‖², u_r = g̃_r/(σC), [persons, rows]; 0 for padding.
         squared_other: ‖v_r‖² of the alternative; 0 if the person is absent.
         product: ⟨u_r, v_r⟩.
         sample_rate: q of Poisson sampling, in (0, 1]; None: the attacker knows the batch, these rows are in it, and
@@ -68,18 +61,18 @@ def person_divergence(
         >>> [round(person_divergence(twelve, none, none, q).item(), 4) for q in (0.01, 0.1, 1.0)]
         [0.002, 0.196, 18.0]
     """
-    true, other, inner = (value.detach().double() for value in (squared_true, squared_other, product))
+    true, other, inner = (value.detach().double() for value in (squared, squared_other, product))
     gap = (true + other - 2 * inner).clamp(min=0)
     apart = gap.sqrt().sum(dim=1).square()
     if sample_rate is None or sample_rate == 1:
         return apart / 2
-    check_rate(sample_rate)
     known = (sample_rate**2 * apart + sample_rate * (1 - sample_rate) * gap.sum(dim=1)) / 2
     single = step_divergence(true.sum(dim=1), other.sum(dim=1), inner.sum(dim=1), sample_rate)
-    rows = torch.maximum(true, other).count_nonzero(dim=1)
+    larger = torch.maximum(true, other)
+    rows = larger.count_nonzero(dim=1)
     result = torch.where(rows > 1, known, single)
-    chosen = ((rows > 1) & (sample_rate * rows <= _MOST_DRAWN)).nonzero()[:, 0]
-    for part in chosen.split(_AT_ONCE) if len(chosen) else ():
+    hidden = (sample_rate * rows <= _MOST_DRAWN) & (larger.amax(dim=1) <= _MOST_NORM**2)
+    for part in filter(len, ((rows > 1) & hidden).nonzero()[:, 0].split(_AT_ONCE)):
         found = _on_two_lines(true[part].sqrt(), other[part].sqrt(), inner[part], sample_rate)
         result[part] = torch.fmin(found, known[part])
     return result.clamp(min=0)
@@ -88,65 +81,59 @@ def person_divergence(
 def _on_two_lines(norm: Tensor, other: Tensor, inner: Tensor, rate: float) -> Tensor:
     """KL of the mixture with centres X on one line against that with ρX on a line at the cosine c, [persons]."""
     ratio = other.sum(dim=1) / norm.sum(dim=1)
-    ratio = torch.where(ratio.isinf(), 1.0, ratio)  # nothing but the alternative has gradients
-    norm = torch.maximum(norm, (other / ratio[:, None]).nan_to_num(0))
-    cosine = (inner / (ratio[:, None] * norm.square())).nan_to_num(1, posinf=1).amin(dim=1).clamp(-1, 1)
-    step = norm.amax(dim=1) / _STEPS
-    weights, beyond = _sums(norm / step[:, None], rate, ratio[:, None] > 0)
+    ratio = torch.where(ratio.isinf(), 1.0, ratio)[:, None]  # infinite: nothing but the alternative has gradients
+    norm = torch.maximum(norm, (other / ratio).nan_to_num(0))
+    cosine = (inner / (ratio * norm.square())).nan_to_num(1, posinf=1).amin(dim=1, keepdim=True).clamp(-1, 1)
+    step = norm.amax(dim=1, keepdim=True) / _STEPS
+    weights = _sums(norm / step, rate, ratio > 0)
+    atoms = step * torch.arange(weights.shape[1]).to(step)
 
     # what lies beyond the grid counts as known to the attacker, by convexity
-    one, mass = torch.ones_like(ratio), weights.sum(dim=1)
-    log_other = _mean_log(weights, step, cosine, ratio) if ratio.any() else torch.special.xlogy(mass, mass)
-    beyond = beyond * step.square() * (1 + ratio.square() - 2 * ratio * cosine) / 2
-    return _mean_log(weights, step, one, one) - log_other + beyond
+    mass = weights.sum(dim=1)
+    beyond = (1 - mass).clamp(min=0) * (norm.sum(dim=1).square() * (1 + ratio * (ratio - 2 * cosine))[:, 0]) / 2
+    log_other = _mean_log(weights, cosine * atoms, ratio * atoms) if ratio.any() else torch.special.xlogy(mass, mass)
+    return _mean_log(weights, atoms, atoms) - log_other + beyond
 
 
-def _mean_log(weights: Tensor, step: Tensor, cosine: Tensor, ratio: Tensor) -> Tensor:
-    """E log Σ_j w_j exp(ρx_j y − (ρx_j)²/2) over y = cX + N(0, 1), X = x_j = j · step with the weights w, [persons]."""
-    atoms = step[:, None] * torch.arange(weights.shape[1], dtype=step.dtype, device=step.device)
-    low, high = (cosine * atoms[:, -1]).clamp(max=0) - _REACH, (cosine * atoms[:, -1]).clamp(min=0) + _REACH
+def _mean_log(weights: Tensor, atoms: Tensor, centres: Tensor) -> Tensor:
+    """E log Σ_j w_j exp(c_j y − c_j²/2) over y ~ Σ_j w_j N(x_j, 1), [persons]; x are the atoms, c the centres."""
+    low, high = atoms[:, -1:].clamp(max=0) - _REACH, atoms[:, -1:].clamp(min=0) + _REACH
     count = math.ceil(float((high - low).max()) / _SPACING)
-    nodes = low[:, None] + (high - low)[:, None] * torch.linspace(0, 1, count + 1, dtype=step.dtype, device=step.device)
-    offsets = nodes[:, None] - (cosine[:, None] * atoms)[:, :, None]
-    density = torch.einsum("pa,pan->pn", weights, (-offsets.square() / 2).exp() / math.sqrt(2 * math.pi))
-    centres = ratio[:, None] * atoms
+    nodes = low + (high - low) * torch.linspace(0, 1, count + 1, dtype=atoms.dtype, device=atoms.device)
+    bells = (-(nodes[:, None] - atoms[:, :, None]).square() / 2).exp() / math.sqrt(2 * math.pi)
     exponents = (weights.log() - centres.square() / 2)[:, :, None] + centres[:, :, None] * nodes[:, None]
-    return (density * exponents.logsumexp(dim=1)).sum(dim=1) * (high - low) / count
+    return torch.einsum("pa,pan,pn->p", weights, bells, exponents.logsumexp(dim=1)) * (high - low)[:, 0] / count
 
 
-def _sums(norm: Tensor, rate: float, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The law of Σ_r n_r Bernoulli(q) on 0, 1, …, each n_r rounded up, or at random with the same mean.
+def _sums(norm: Tensor, rate: float, up: Tensor) -> Tensor:
+    """The law of Σ_r n_r Bernoulli(q) on 0, 1, …, [persons, atoms], without what lies beyond.
 
-    Returns:
-        The weights, with those beyond the grid left out, [persons, atoms]; the second moment of these, [persons].
+    Each n_r is rounded up, or at random with the same mean.
     """
     below = torch.where(up, (norm - 1e-9).ceil(), norm.floor())
     share = (norm - below).clamp(min=0)  # how often n_r is rounded up
     places = torch.arange(min(_ATOMS, (_STEPS + 1) * norm.shape[1] + 1), device=norm.device)
-    weights = (places == 0).to(norm.dtype).expand(len(norm), -1)
+    weights = (places == 0).to(norm).expand(len(norm), -1)
     for size, more in zip(below.T[:, :, None].long(), share.T[:, :, None], strict=True):
-        source = places - size
-        padded = F.pad(weights, (1, 0))  # what lies before the grid is 0
-        moved = (1 - more) * padded.gather(1, (source + 1).clamp(min=0)) + more * padded.gather(1, source.clamp(min=0))
+        source, padded = (places - size).clamp(min=-1), torch.nn.functional.pad(weights, (2, 0))
+        moved = (1 - more) * padded.gather(1, source + 2) + more * padded.gather(1, source + 1)
         weights = (1 - rate) * weights + rate * moved
-    mean = below + share
-    spread = rate * (mean.square() + share * (1 - share)) - (rate * mean).square()
-    second = (rate * mean.sum(dim=1)).square() + spread.sum(dim=1)
-    return weights, (second - weights @ places.to(norm.dtype).square()).clamp(min=0)
+    return weights
 
 
 @lru_cache(maxsize=1024)
-def person_rdp(rows: int, sample_rate: float, noise_multiplier: float, orders: Sequence[float]) -> np.ndarray:
+def person_rdp(rows: int, sample_rate: float, noise_multiplier: float, orders: tuple[float, ...]) -> np.ndarray:
     """Rényi divergences of one step about a person with k rows, absent or not, the larger of both directions, [orders].
 
     P = Σ_j Binomial(j; k, q) N(j, σ²) against N(0, σ²) (Charles et al. 2024): by Kahane's inequality, no gradients of
-    norms up to C have larger ones. With k/σ above 256 the result is that of all rows drawn for sure, αk²/2σ².
+    norms up to C have larger ones. With k/σ above 64, or k above 256, it is that of
+    all rows drawn for sure, αk²/2σ².
 
     Args:
         rows: k ≥ 1.
         sample_rate: q in (0, 1].
         noise_multiplier: σ ≥ 0.
-        orders: α > 1 each, as a tuple.
+        orders: α > 1 each.
 
     Example:
         >>> person_rdp(3, 1.0, 2.0, (2.0,)), person_rdp(3, 0.01, 2.0, (2.0,)).round(6)
@@ -155,19 +142,13 @@ def person_rdp(rows: int, sample_rate: float, noise_multiplier: float, orders: S
     alpha, shift = np.asarray(orders, dtype=float), rows / noise_multiplier if noise_multiplier else math.inf
     if sample_rate == 1 or max(shift, rows / 4) > _FARTHEST:
         return alpha * shift**2 / 2
-    drawn = np.arange(rows + 1.0)
-    log_weights = special.gammaln(rows + 1) - special.gammaln(drawn + 1) - special.gammaln(rows - drawn + 1)
-    log_weights += special.xlogy(drawn, sample_rate) + special.xlog1py(rows - drawn, -sample_rate)
-    centres = drawn / noise_multiplier
+    centres = np.linspace(0, shift, rows + 1)
+    log_weights = stats.binom.logpmf(np.arange(rows + 1), rows, sample_rate) - centres**2 / 2
 
     # the integrands A^α φ and A^(1−α) φ are sums of bumps of width 1 between −(α−1)k/σ and αk/σ
     reach = alpha.max() * shift + _REACH + 3
-    count = math.ceil(2 * reach / _SPACING)
-    nodes = np.linspace(-reach, reach, count + 1)
-    parts = np.array_split(nodes, 1 + len(nodes) * len(drawn) // 2**22)
-    exponents = log_weights - centres**2 / 2
-    log_ratio = np.concatenate([special.logsumexp(exponents + np.outer(part, centres), axis=1) for part in parts])
-    log_normal = -(nodes**2) / 2 + math.log(2 * reach / count / math.sqrt(2 * math.pi))
-    powers = np.stack([alpha, 1 - alpha])  # [directions, orders]
-    found = [[special.logsumexp(power * log_ratio + log_normal) for power in row] for row in powers]
-    return np.asarray(np.max(found, axis=0) / (alpha - 1)).clip(min=0)
+    nodes = np.arange(-reach, reach, _SPACING)
+    log_ratio = special.logsumexp(log_weights + np.outer(nodes, centres), axis=1)
+    log_normal = stats.norm.logpdf(nodes) + math.log(_SPACING)
+    moments = [special.logsumexp(power * log_ratio + log_normal) for power in (*alpha, *(1 - alpha))]
+    return np.asarray(np.reshape(moments, (2, -1)).max(axis=0) / (alpha - 1)).clip(min=0)
