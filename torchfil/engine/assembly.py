@@ -33,7 +33,7 @@ from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
 from torchfil.engine.replica import Replica
-from torchfil.engine.rows import MOST_PADDING, many_rows, rows_by_owner
+from torchfil.engine.rows import ROWS_OF_A_PASS, many_rows, rows_by_owner
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
@@ -98,7 +98,7 @@ class DatasetPasses:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
 
     def _pieces(
-        self, rows: Sequence[int], padding: float = MOST_PADDING, *, check_values: bool = True
+        self, rows: Sequence[int], padding: float = ROWS_OF_A_PASS, *, check_values: bool = True
     ) -> Iterator[tuple[Sequence[int], Examples]]:
         """These examples, given by number, with their private coordinates; owners with about as many rows together."""
         parts, owners, options = [None], self._owners, self.run.options

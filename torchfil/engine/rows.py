@@ -33,7 +33,7 @@ from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Views = int | Callable[[Tensor], Tensor]
-MOST_PADDING = 1.5  # rows of a pass, with padding, for each row of the batch
+ROWS_OF_A_PASS = 64  # rows of padding that cost about as much as another pass
 
 
 def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
@@ -106,6 +106,11 @@ class OverRows:
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The batch's loss."""
+        losses = self.by_example(outputs, targets)
+        return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+
+    def by_example(self, outputs: Any, targets: Any) -> Tensor:
+        """ℓ of every example, [batch]."""
         batch, count = tensors_of(outputs)[0].shape[:2]
         own = torch.ones(batch, count, dtype=torch.bool, device=tensors_of(outputs)[0].device)
         if self.views:
@@ -115,8 +120,7 @@ class OverRows:
         flat = map_tensors(lambda leaf: leaf.flatten(0, 1), (outputs, targets))
         by_row = losses_of(self._of_row, *flat).unflatten(0, (batch, count))
         losses = torch.where(own, by_row, 0.0).sum(dim=1)
-        losses = losses / own.sum(dim=1).clamp(min=1) if self.row_reduction == "mean" else losses
-        return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+        return losses / own.sum(dim=1).clamp(min=1) if self.row_reduction == "mean" else losses
 
     def share(self, part: Examples, whole: Examples) -> Tensor:
         """By what the loss of some rows is multiplied before it is added to that of others, [batch]."""
@@ -169,7 +173,7 @@ class OwnedRows:
 
 
 def rows_by_owner(
-    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, padding: float = MOST_PADDING
+    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, padding: float = ROWS_OF_A_PASS
 ) -> list[OwnedRows]:
     """The rows of a batch by owner, in parts in which owners have about as many rows, so that little is padding.
 
@@ -179,7 +183,7 @@ def rows_by_owner(
         ids: The rows' numbers, or in a stream their owners' keys, [rows].
         owners: Who owns which row; None: a stream.
         largest: The largest number of rows that an owner brings; None: not known.
-        padding: How many rows a part may have, including padding, for each row of its owners.
+        padding: How many rows of padding another part must save.
     """
     names = list(ids) if owners is None else owners.of_row[torch.tensor(ids, dtype=torch.long)].tolist()
     codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
@@ -192,11 +196,9 @@ def rows_by_owner(
     by_size = counts.argsort(descending=True, stable=True).tolist()
     keys, sizes = list(codes), counts.tolist()
     while by_size:
-        room = _usual_size(sizes[by_size[0]])
-        room = room if largest is None else min(room, largest)
-        total, count = sizes[by_size[0]], 1
-        while count < len(by_size) and room * (count + 1) <= padding * (total + sizes[by_size[count]]):
-            total, count = total + sizes[by_size[count]], count + 1
+        rooms = [min(_usual_size(sizes[each]), largest or sizes[by_size[0]]) for each in by_size]
+        room, end = rooms[0], len(by_size)
+        count = next((k for k in range(1, end) if (room - rooms[k]) * (end - k) > padding), end)
         chosen, by_size = torch.tensor(sorted(by_size[:count])), by_size[count:]
         column = torch.arange(room).expand(count, room)
         own = column < counts[chosen, None]

@@ -25,7 +25,7 @@ from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import Replaced, autocast_now, call_with, has_active_dropout, wide
 from torchfil.fisher.recording.uses import Use, Uses, WatchedParameters, by_example, layouts_of
 from torchfil.fisher.rules.attention import attends_in_steps
-from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, rule_for
+from torchfil.fisher.rules.base import Call, LayerRule, SummedRule, UnsupportedCallError, rule_for
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FUNCTIONS, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
@@ -237,6 +237,7 @@ def _learn_whole(gradients: ExampleGradients, parameters: Collection[str]) -> No
     """From now on, record the calls of the modules that hold these parameters."""
     if parameters:
         gradients.facts.whole.update(_holders_of(gradients.model, parameters))
+        gradients.facts.layouts = None
         gradients.facts.layers.clear()
 
 
@@ -306,7 +307,7 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
     def listener(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, reported: Mapping[str, str]) -> None:
         if uses.learning:
             return
-        if output.shape[:1] != z.shape[:1]:
+        if len(output) % max(1, len(z)):
             raise UnsupportedCallError(f"a {type(module).__name__} is given {len(output)} rows for {len(z)} examples")
         given = a.clone() if gradients.facts.overwrites else a
         uses.note(Use(layers.by_module[module].name, module, (given,), {}, output, rule=rule, reported=reported))
@@ -409,6 +410,8 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
     """
     if getattr(loss_fn, "is_models_own", False):
         raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
+    if hasattr(loss_fn, "by_example"):  # of several rows, which it maps over itself
+        return wide(loss_fn.by_example(outputs, targets))
     pair = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
     first = outputs if pair else tensors_of(outputs)[0]
     if autocast_now(first.device) is not None:
@@ -449,6 +452,7 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
             own = {local: weights[name] for local, name in names.items()}
             fixed = {local: weights[name] for local, name in constants.items()} if constants else {}
             rows = by_example(delta, use.dim, batch)
+            rule = rule if delta.shape[use.dim] == batch or rule.takes_rows else SummedRule(rule)
             calls.append(Call(use.name, use.module, rule, args, kwargs, rows, own, fixed, names))
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
         rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})

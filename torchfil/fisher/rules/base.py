@@ -98,6 +98,17 @@ class Call:
             self, args=args, kwargs=kwargs, delta=delta, parameters=parameters, constants=constants, narrow=self
         )
 
+    def by_row(self) -> Call:
+        """The call with the rows of all examples as its batch, if δ and inputs are [batch, k, …]."""
+        rows = self.delta.shape[:2]
+
+        def flat(value: Tensor) -> Tensor:
+            return value.flatten(0, 1) if value.shape[:2] == rows else value
+
+        with torch.enable_grad():
+            args, kwargs, delta = map_tensors(flat, (self.args, dict(self.kwargs), self.delta))
+        return replace(self, args=args, kwargs=kwargs, delta=delta, memo={})
+
     def origin(self, leaf: Tensor) -> Tensor:
         """The recorded tensor whose wide form this tensor of the call is."""
         if self.narrow is None:
@@ -119,9 +130,11 @@ class LayerRule:
         narrow_probes: Whether :meth:`inner` also accepts calls in the recorded dtype, if probes need no more digits.
         parameter_names: The local names of the parameters that it supports; None: any.
         words: What :func:`torchfil.check` calls it; empty: the class's name.
+        takes_rows: Whether an example may have several rows, [batch, k, …]; else :class:`SummedRule` adds them up.
     """
 
     words = ""
+    takes_rows = False
     narrow_probes = False
     parameter_names: frozenset[str] | None = None
 
@@ -171,6 +184,26 @@ class LayerRule:
         """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
         with torch.no_grad():
             return {name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()}
+
+
+class SummedRule(LayerRule):
+    """A layer that is called on several rows of each example, by a rule that knows single rows: their gradients add up.
+
+    Args:
+        rule: The rule.
+    """
+
+    def __init__(self, rule: LayerRule) -> None:
+        self.rule, self.words = rule, rule.words
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """Σ over rows."""
+        by_row = self.rule.gradients(call.by_row())
+        return {name: each.unflatten(0, call.delta.shape[:2]).sum(dim=1) for name, each in by_row.items()}
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, by the rule of a row."""
+        return self.rule.weighted_sum(call.by_row(), weight.repeat_interleave(call.delta.shape[1]))
 
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:

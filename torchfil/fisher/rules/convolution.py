@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.models import autocast_inputs
-from torchfil.fisher.rules.base import Call, OuterProductRule, UnsupportedCallError, register_rule
+from torchfil.fisher.rules.base import Call, Derivatives, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of_patches, register_substitute
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
@@ -35,6 +35,7 @@ class ConvolutionRule(OuterProductRule):
     """
 
     words = "convolution, closed form"
+    takes_rows = True
     channels = 1
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
@@ -47,6 +48,22 @@ class ConvolutionRule(OuterProductRule):
             a, geometry = _padded(call.module, call.input)
         back = _Transposed.apply(delta, direction["weight"], a.shape, geometry)
         return back if a is call.input else torch.autograd.grad(a, call.input, back)[0]
+
+    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
+        """As in :class:`LinearInWeightsRule`; an example may have several rows."""
+        if not _has_rows(call):
+            return super().inner(call, direction)
+        flat = call.by_row()
+        value, derivatives = super().inner(flat, direction)
+        of_call = {id(flat.delta): call.delta, id(flat.input): call.input}
+        parts = [(of_call[id(leaf)], part.unflatten(0, call.delta.shape[:2])) for leaf, part in derivatives]
+        return value.unflatten(0, call.delta.shape[:2]).sum(dim=1), parts
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`OuterProductRule`; an example may have several rows."""
+        if not _has_rows(call):
+            return super().weighted_sum(call, weight)
+        return super().weighted_sum(call.by_row(), weight.repeat_interleave(call.delta.shape[1]))
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """From products of patches."""
@@ -74,9 +91,22 @@ class ConvolutionRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
         module: Any = call.module
-        batch, groups, positions = len(call.delta), module.groups, call.delta.shape[2:].numel()
+        batch, groups = len(call.delta), module.groups
+        if _has_rows(call):
+            flat, rows = call.by_row(), call.delta.shape[:2]
+            a, delta = (
+                values.unflatten(0, rows).reshape(*rows, groups, -1, flat.delta.shape[2:].numel())
+                for values in (patches(module, flat.input), flat.delta)
+            )
+            return tuple(values.permute(0, 2, 1, 4, 3).flatten(2, 3) for values in (a, delta))  # type: ignore[return-value]
+        positions = call.delta.shape[2:].numel()
         delta = call.delta.reshape(batch, groups, -1, positions).mT
         return patches(module, call.input).reshape(batch, groups, -1, positions).mT, delta
+
+
+def _has_rows(call: Call) -> bool:
+    """Whether an example has several rows: [batch, k, channels, …]."""
+    return call.input.ndim == 3 + len(call.module.kernel_size)  # type: ignore[arg-type]
 
 
 def _padded(module: Any, a: Tensor) -> tuple[Tensor, _Geometry]:

@@ -18,6 +18,7 @@ class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""
 
     words = "linear, closed form"
+    takes_rows = True
     narrow_probes = True
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
@@ -72,6 +73,7 @@ class EmbeddingRule(LinearInWeightsRule):
     """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
 
     words = "embedding, closed form"
+    takes_rows = True
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """δ_t added to the row of token t."""

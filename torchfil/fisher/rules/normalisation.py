@@ -32,7 +32,7 @@ class NormalisationRule(LayerRule):
 
     def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
         self.normalised = normalised
-        self.channels_first = channels_first
+        self.channels_first, self.takes_rows = channels_first, not channels_first
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Σ_t δ_t x̂_t and Σ_t δ_t of every example."""
