@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
+from tests.accounting.test_persons import aligned
 from tests.engine.brute_force import Run, make, train
 from tests.engine.loops import data, network
 from tests.engine.test_owners import OWNERS, QUESTIONS, visits
-from tests.fisher.test_persons import aligned
+from torchfil.accounting.persons import person_divergence
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.fisher.persons import person_divergence
 from torchfil.questions import Absent
 
 KEYS = list(dict.fromkeys(OWNERS.tolist()))

@@ -48,7 +48,8 @@ class ExampleIds:
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
                 twice = Counter(self.keys).most_common(1)[0][0]
-                raise ValueError(f"id_of gives {twice!r} to more than one row: give each its key, or pass owner_of=")
+                remedy = "give each its own key; if a person has several rows, pass owner_of= with these keys"
+                raise ValueError(f"id_of gives {twice!r} to more than one example: {remedy}")
 
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.norms import NormHistory
+from torchfil.accounting.persons import person_rdp
 from torchfil.accounting.rows import first_of_equal
 from torchfil.bounds import Bracket, PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp, rero
 from torchfil.bounds.reconstruction import success_by_counts
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.run import Run, weights_in_words
 from torchfil.engine.saving.data import fitted_prior
-from torchfil.fisher.persons import person_rdp
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
 from torchfil.utils.errors import require

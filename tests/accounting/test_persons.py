@@ -12,9 +12,9 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from torch import Tensor
 
+from torchfil.accounting.persons import person_divergence, person_rdp
 from torchfil.fisher import poisson_amplification
 from torchfil.fisher.mechanism import step_divergence
-from torchfil.fisher.persons import person_divergence, person_rdp
 
 RATES = [1e-4, 0.01, 0.1, 0.5, 0.9]
 ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)
