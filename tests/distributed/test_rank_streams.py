@@ -26,14 +26,14 @@ TWICE = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 4, 13, 14, 15, 0]]  # exam
 
 
 class Stream(IterableDataset):
-    """The examples of these numbers; None: a place that stays empty."""
+    """The examples of these numbers, and whose they are, ``each`` of one person; None: a place that stays empty."""
 
-    def __init__(self, order: Sequence[int | None]) -> None:
-        self.order, self.tensors = order, data(23).tensors
+    def __init__(self, order: Sequence[int | None], each: int = 1) -> None:
+        self.order, self.tensors, self.each = order, data(23).tensors, each
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.order:
-            yield None if row is None else (self.tensors[0][row], self.tensors[1][row], row)
+            yield None if row is None else (self.tensors[0][row], self.tensors[1][row], row // self.each)
 
 
 def present(samples: list[Any]) -> Any:
@@ -49,12 +49,17 @@ def as_one(parts: Sequence[Sequence[int]]) -> list[int | None]:
     return order
 
 
-def streamed(folder: str, passes: Sequence[Any] = PASSES) -> tuple[list[str], list[Any], Outcome]:
+def streamed(folder: str, passes: Sequence[Any] = PASSES, each: int = 1) -> tuple[list[str], list[Any], Outcome]:
     """The errors of this rank's steps, the names, and all that the run says after these passes."""
     module, engine, several = network(), FILPrivacyEngine(), dist.is_initialized()
     wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
-    plain = DataLoader(Stream([]), batch_size=SIZE if several else 2 * SIZE, collate_fn=present)
-    settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False, "id_of": 2}
+    plain = DataLoader(Stream([], each), batch_size=SIZE if several else 2 * SIZE, collate_fn=present)
+    settings = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "poisson_sampling": False,
+        "id_of" if each == 1 else "owner_of": 2,
+    }
     settings |= {"noise_generator": torch.Generator().manual_seed(7), "criterion": nn.CrossEntropyLoss()}
     optimizer, accounting = torch.optim.SGD(module.parameters(), lr=0.3), Accounting(estimator="exact", seed=3)
     made = Made(engine, module, *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings))

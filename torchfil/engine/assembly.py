@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
-from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded
+from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded, without_shards
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
@@ -190,12 +190,14 @@ class PrivateTraining:
         noise = new_noise(rank=None if ranks is None else ranks.rank)
         sharded, reduction = is_sharded(module), options.loss_reduction
         self.sample_rate = rate
-        own = module
+        own = without_shards(module)
         if accounting.views is not None or accounting.by_owner:
-            own = many_rows(module, accounting.views)
-        self.replica = ShardedReplica(own) if sharded else Replica(own, batch_first=batch_first)
+            own = many_rows(own, accounting.views)
+        self.replica = ShardedReplica(module, own) if sharded else Replica(own, batch_first=batch_first)
         self._tracker = BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
+        if isinstance(data, OwnerRows):
+            self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None

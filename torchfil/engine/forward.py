@@ -201,7 +201,8 @@ class Observer:
         several = "the model was called several times on one batch since the last step, and clips once"
         remedy = "Pass one module to make_private that calls it and returns all outputs, with criterion=."
         require(len(set(batches)) == len(batches), f"{several}. {remedy} {_HOW_TO_DROP}")
-        if parts > 1 and frozenset(number for ids in batches for number in ids) not in self.tracker.draws:
+        together = {self.tracker.example_of(row) for ids in batches for row in ids} if parts > 1 else None
+        if together is not None and frozenset(together) not in self.tracker.draws:
             counted = f"{len(finished)} backward passes are not over the {parts} batches of one draw"
             remedy = f"use each batch once, and call optimizer.step() after every {parts}-th of a pass over the loader"
             raise ValueError(f"{counted} (accumulation_steps={parts}): {remedy}. {_HOW_TO_DROP}")

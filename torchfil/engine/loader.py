@@ -70,6 +70,7 @@ class BatchTracker:
         earlier: The content of the two batches before.
         parts: How many batches each draw of the sampler is split into.
         draws: The examples of each such draw in the current pass over the data, if there are several parts.
+        example_of: The number of the example to which a row belongs.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class BatchTracker:
         self.earlier: deque[Any] = deque(maxlen=2)
         self.parts = 1
         self.draws: set[frozenset[int]] = set()
+        self.example_of: Callable[[int], int] = int
         self._read: Any = None
         self._as_it_came: Any = None
         self._thread: int | None = None
@@ -571,21 +573,33 @@ def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, mos
     """
     dataset = OwnerRows(loader.dataset, owners, most)
     inner: Any = getattr(loader.batch_sampler, "sampler", None)
-    sampler: Any = None
-    if isinstance(inner, data.DistributedSampler):
-        same = {name: getattr(inner, name) for name in ("num_replicas", "rank", "shuffle", "seed", "drop_last")}
-        sampler = data.DistributedSampler(dataset, **same)
+    name, usual = type(inner or loader.batch_sampler).__name__, (data.SequentialSampler, data.RandomSampler)
+    known = isinstance(inner, (*usual, data.DistributedSampler))
+    require(known, f"{name} chooses rows, and owners are drawn; use shuffle=, a DistributedSampler or a Subset")
+    sampler = _DistributedOwners(dataset, inner) if isinstance(inner, data.DistributedSampler) else None
     collate_fn: Any = loader.collate_fn
     if isinstance(owner_of, str | int):
         collate_fn = partial(_without_owners, collate_fn, owner_of)
     return DataLoader(
         dataset,
-        batch_size=-(-len(owners) // len(loader)),
+        batch_size=-(-len(dataset if sampler is None else sampler) // len(loader)),
         shuffle=isinstance(inner, data.RandomSampler) if sampler is None else None,
         sampler=sampler,
         collate_fn=collate_fn,
         **worker_options(loader),
     )
+
+
+class _DistributedOwners(data.DistributedSampler[Any]):
+    """Deals owners out to ranks, nobody twice, as a sampler of rows deals out rows; that one's epoch counts."""
+
+    def __init__(self, dataset: OwnerRows, rows: Any) -> None:
+        super().__init__(dataset, rows.num_replicas, rows.rank, rows.shuffle, rows.seed, drop_last=True)
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch = self._rows.epoch or self.epoch
+        return super().__iter__()
 
 
 def _without_owners(collate_fn: Callable[[list[Any]], Any], owner_of: str | int, samples: list[Any]) -> Any:

@@ -250,9 +250,9 @@ def _mechanism_in_words(training: PrivateTraining, releases: Releases) -> str:
         steps[float(sigma), float(q)] += count
     noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
 
-    weights = weights_in_words(training.run.clip_weights)
+    words = weights_in_words(training.run.clip_weights), training.run.rows_in_words
     limits = optimizer.max_grad_norms or float(optimizer.max_grad_norm)
-    clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {weights}" if weights else "")
+    clipping = ", ".join([f"C = {limits}, clip {options.clip.name!r}", *filter(None, words)])
 
     # An amplification may be any object, so its factors are compared, not its name.
     mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))

@@ -262,6 +262,15 @@ class Run:
         self._coordinates_of_rows[numbers] = by_row[own]
         return self._coordinates_of_owners[torch.tensor(part.owners).to(self.device)] + shared
 
+    @property
+    def rows_in_words(self) -> str:
+        """A text that distinguishes runs in which people have different rows; empty if rows have no owners."""
+        if self.owners is None:
+            return ""
+        digest = hashlib.sha256(self.owners.of_row.numpy().tobytes()).hexdigest()[:16]
+        names, accounting = ("unit", "rows_per_owner", "row_reduction"), self.options.accounting
+        return ", ".join([*(f"{name}={getattr(accounting, name)!r}" for name in names), f"owners (SHA-256 {digest})"])
+
     @cached_property
     def max_rows(self) -> int | None:
         """How many rows z has room for, if owners' coordinates are summed one by one."""
@@ -477,6 +486,9 @@ class Run:
             "ranks": None if self._whole is None else dict(self._whole.parts),
             "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
+        if self.owners is not None:
+            rows = self._coordinates_of_rows
+            state["coordinates_of_rows"] = rows.clone() if self.ranks is None else self.ranks.maximum(rows)
         return {**state, "keys": self.ids.all()} if self._grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -492,6 +504,10 @@ class Run:
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
+        if self.owners is not None:
+            self._coordinates_of_rows = state["coordinates_of_rows"].to(self.device)
+            empty, of_row = torch.zeros_like(self._coordinates_of_owners), self.owners.of_row.to(self.device)
+            self._coordinates_of_owners = empty.index_add(0, of_row, self._coordinates_of_rows)
         self.generator.set_state(state["generator"].cpu())
         if self.ranks is not None:
             take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)

@@ -326,6 +326,7 @@ class Checkpoints:
             "amplification": name_of_amplification(options.amplification),
             "clip": options.clip.name,
             "clip_weights": weights_in_words(training.run.clip_weights),
+            "rows": training.run.rows_in_words,
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),

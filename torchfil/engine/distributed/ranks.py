@@ -159,10 +159,10 @@ class ShardedReplica(Replica):
 
     Args:
         module: The user's module.
+        whole: :func:`without_shards` of it, which may take several rows of an example.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        whole = without_shards(module)
+    def __init__(self, module: nn.Module, whole: nn.Module) -> None:
         super().__init__(whole)
         self._sharded = module
         self._weights_here = False
