@@ -187,7 +187,8 @@ def _mean_log(weights: Tensor, atoms: Tensor, centres: Tensor) -> Tensor:
     nodes = low + (high - low) * torch.linspace(0, 1, count + 1, dtype=atoms.dtype, device=atoms.device)
     bells = (-(nodes[:, None] - atoms[:, :, None]).square() / 2).exp() / math.sqrt(2 * math.pi)
     exponents = (weights.log() - centres.square() / 2)[:, :, None] + centres[:, :, None] * nodes[:, None]
-    return torch.einsum("pa,pan,pn->p", weights, bells, exponents.logsumexp(dim=1)) * (high - low)[:, 0] / count
+    density = (weights[:, None] @ bells)[:, 0]
+    return (density * exponents.logsumexp(dim=1)).sum(dim=1) * (high - low)[:, 0] / count
 
 
 def _sums(norm: Tensor, rate: float, up: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class DatasetPasses:
         self, rows: Sequence[int], padding: float = ROWS_OF_A_PASS, *, check_values: bool = True
     ) -> Iterator[tuple[Sequence[int], Examples]]:
         """These examples, given by number, with their private coordinates; owners with about as many rows together."""
-        parts, owners, options = [None], self._owners, self.run.options
+        parts: Sequence[Any] = [None]
+        owners, options = self._owners, self.run.options
         if owners is not None:
             of_owners = owners.rows(rows, options.accounting.rows_per_owner)
             parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners

@@ -210,7 +210,6 @@ class FILPrivacyEngine(PrivacyEngine):
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module = without_compiler(module)
         if accounting.views is not None:
-            require(criterion is not None, "views= needs criterion=, the loss of single views, such as nn.MSELoss()")
             criterion = OverRows(criterion, loss_reduction, views=True)
         several = accounting.views is not None or accounting.by_owner
         called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
@@ -232,11 +231,9 @@ class FILPrivacyEngine(PrivacyEngine):
             batch_to_inputs=batch_to_inputs,
             default_noise=noise_multiplier is None,
         )
-        owners = None
-        if accounting.owner_of is not None and not is_stream(data_loader):
-            owners = owners_of(data_loader, accounting.owner_of)
-            if accounting.by_owner:
-                data_loader = loader_of_owners(data_loader, owners, accounting.owner_of, accounting.rows_per_owner)
+        owners = owners_of(data_loader, accounting.owner_of)
+        if owners is not None and accounting.by_owner:
+            data_loader = loader_of_owners(data_loader, owners, accounting.owner_of, accounting.rows_per_owner)
         if sigma == 0:
             warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
         if criterion is not None:

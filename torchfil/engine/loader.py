@@ -534,17 +534,19 @@ class OwnerRows(Dataset[Any]):
         return self.dataset[self.owners.rows([owner])[0]]
 
 
-def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners:
-    """Who owns which row of the loader's data set.
+def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
+    """Who owns which row of the loader's data set; None: nobody knows, or it is a stream.
 
     Args:
-        loader: Draws from a data set with numbered rows.
+        loader: Draws from a data set with numbered rows, or from a stream.
         owner_of: The owner of every row, [rows]; the name or position of the owners in a batch; or a function from a
             batch to its owners. For the last two, every row is read once, unless the data set has columns.
 
     Raises:
         ValueError: There is not one owner for each row.
     """
+    if owner_of is None or is_stream(loader):
+        return None
     dataset: Any = loader.dataset
     count = len(dataset)
     if isinstance(owner_of, str) and owner_of in (getattr(dataset, "column_names", None) or ()):

@@ -93,12 +93,14 @@ class OverRows:
 
     def __init__(
         self,
-        criterion: Callable[[Any, Any], Tensor],
+        criterion: Callable[[Any, Any], Tensor] | None,
         loss_reduction: str = "mean",
         row_reduction: str = "mean",
         *,
         views: bool = False,
     ) -> None:
+        if criterion is None:
+            raise ValueError("views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()")
         check_unweighted_mean(criterion)
         self.criterion, self.views = criterion, views
         self.loss_reduction, self.row_reduction = loss_reduction, row_reduction

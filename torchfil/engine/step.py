@@ -302,8 +302,8 @@ class Step:
         if call.outputs is None and (self.replica.drops_now() or self.replica.key != self._drew_nothing_at):
             again = self.replica.masks_again(*inputs)
             call.masks = self._fresh_masks(call) if again is None else again
-        parts = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
-        pieces = []
+        parts: Sequence[Any] = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
+        pieces: list[_Piece] = []
         for part in parts:
             examples, groups = call.examples, None
             if examples is None:
@@ -337,10 +337,12 @@ class Step:
             return None
         if len(pieces) != 1:  # owners with many rows, and some with few
             return None
-        examples, part, loss = pieces[0].examples, pieces[0].part, self.run.loss_of_examples(loss)
+        examples, part, own_loss = pieces[0].examples, pieces[0].part, self.run.loss_of_examples(loss)
 
         # on a CPU the live model's own pass is recorded
-        gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
+        gradients = self._in_precision(
+            self.replica.live_gradients(examples, own_loss), autocast_now(self.replica.device)
+        )
         recorded = self.executor.begin_live(gradients)
         if recorded is not None:
             return examples, recorded, _by_row(recorded.outputs, part)
@@ -354,7 +356,8 @@ class Step:
         masks = self.replica.masks_by_example(drawn, *examples.public[:2])
         weights = self.run.weights_of(pieces[0].ids)
         masked = replace(examples, masks=masks, clip_weights=weights)
-        begun = self.executor.begin_graph(self._in_precision(self.replica.gradients(masked, loss), gradients.autocast))
+        of_copy = self.replica.gradients(masked, own_loss)
+        begun = self.executor.begin_graph(self._in_precision(of_copy, gradients.autocast))
         return None if begun is None else (examples, begun, _by_row(begun.outputs, part))
 
     # ------------------------------------------------------------------ a call instead of the loop's

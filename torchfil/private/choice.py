@@ -90,7 +90,7 @@ class Private:
         """What a person's rows share: by name, the coordinates, None for all."""
         if self.shared is None or isinstance(self.shared, Mapping):
             return self.shared or {}
-        return dict.fromkeys([self.shared] if isinstance(self.shared, str | Integral) else self.shared)  # type: ignore[list-item]
+        return dict.fromkeys([self.shared] if isinstance(self.shared, str | int) else self.shared)
 
 
 def superpixel(segments: Tensor, label: int) -> Tensor:

@@ -279,7 +279,7 @@ class Layout:
         return cls(tuple(slots))
 
     @cached_property
-    def spans(self) -> list[tuple[_Slot, slice]]:
+    def spans(self) -> list[tuple[_Slot | _RowsSlot, slice]]:
         """Each private tensor with its place in z."""
         ends = accumulate(slot.size for slot in self.slots)
         return [(slot, slice(end - slot.size, end)) for slot, end in zip(self.slots, ends, strict=True)]
