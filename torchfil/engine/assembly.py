@@ -104,7 +104,8 @@ class DatasetPasses:
         parts: Sequence[Any] = [None]
         owners, options = self._owners, self.run.options
         if owners is not None:
-            of_owners = owners.rows(rows, options.accounting.rows_per_owner)
+            with preserve_rng():
+                of_owners = owners.rows(rows, options.accounting.rows_per_owner)
             parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners
         inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
         args, kwargs = self.replica.examples_first(as_call(inputs))
