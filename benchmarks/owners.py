@@ -108,7 +108,8 @@ def main() -> None:
         for people in PEOPLE:
             for way in ("loop", "train_step"):
                 found = measure(name, people, way, options.steps, options.device)
-                print("{model:12} {people:8} {way:10}  {row:8.1f} → {owner:8.1f} µs a row, {ratio:.2f} times".format(**found))
+                times = "{row:8.1f} → {owner:8.1f} µs a row, {ratio:.2f} times".format(**found)
+                print(f"{name:12} {people:8} {way:10} {times}")
                 results.append(found)
     if options.out is not None:
         machine = {"processor": platform.processor(), "device": options.device, "torch": torch.__version__}

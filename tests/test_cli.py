@@ -23,17 +23,9 @@ pytest.importorskip("sklearn")
 def run_file(path: Path, **changes: Any) -> Path:
     n = 30
     fil = np.linspace(0.1, 0.5, n)
-    columns = {
-        "fil": fil,
-        "fil_error": fil / 10,
-        "sampling_error": fil / 10,
-        "mse_bound": fil**-2,
-        "mse_bound_low": 0.9 * fil**-2,
-        "participations": np.ones(n, dtype=np.int64),
-        "missed": np.zeros(n, dtype=np.int64),
-        "squared_norm": fil,
-        "epsilon": 2 * fil,
-    }
+    columns = {"fil": fil, "fil_error": fil / 10, "sampling_error": fil / 10, "mse_bound": fil**-2}
+    columns |= {"mse_bound_low": 0.9 * fil**-2, "participations": np.ones(n, dtype=np.int64)}
+    columns |= {"missed": np.zeros(n, dtype=np.int64), "squared_norm": fil, "epsilon": 2 * fil}
     about = {"title": "a run", "epsilon": 2.5, "delta": 1e-5, "model": {"name": "Net"}, "mechanism": {"steps": 9}}
     parts: dict[str, Any] = {"about": about, "ids": np.arange(n), "columns": columns, "groups": {}}
     return save(SavedRun(**{**parts, **changes}), path)
@@ -138,7 +130,6 @@ def test_the_demo_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.pictures is not None
     assert run.baselines is not None
     assert set(run.groups["digit"]) == set("0123456789")
-    assert run.attributes is not None
     assert run.attributes.pixels.tolist() == [[row, column] for row in range(8) for column in range(8)]  # type: ignore[union-attr]
 
 

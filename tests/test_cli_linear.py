@@ -109,7 +109,6 @@ def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> Non
     most = data["most_exposed"][0]
     assert most["fil"] == data["summary"]["fil"]["max"] == pytest.approx(max(float(row["fil"]) for row in written))
 
-    assert run.attributes is not None
     for place, name in enumerate(run.attributes.names):
         assert np.allclose(run.attributes.error[:, place], np.sqrt(bound[name]), rtol=1e-6)
     one_by_one = model.fil(X, y, 0.5, attributes={str(c): [c] for c in (0, 2, 3)}, kind="trace")

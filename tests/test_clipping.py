@@ -71,20 +71,19 @@ def test_scale_derivative_is_the_derivative_of_scale(name: str) -> None:
 
 def test_register_checks_the_name_the_bound_the_shape_and_the_derivative(clean_registry: None) -> None:
     before = available_clips()
-    all_refused(
-        {
-            "clip='soft'": lambda: get_clip("soft"),
-            r"reaches 1\.115219": lambda: register_clip("g", lambda t: nn.functional.gelu(t - 1) + 1, norm_bound=1.0),
-            "grows without bound": lambda: register_clip("none", torch.ones_like),
-            "positive": lambda: register_clip("negative", lambda t: t - 5),
-            "finite difference": lambda: register_clip("wrong", lambda t: 1 + t, derivative=torch.zeros_like),
-            "overwrite": lambda: register_clip("gelu", lambda t: 1 + t),
-            r"t = \[0.0": lambda: register_clip("normalise", lambda t: t),
-            r"not at t = \[0.0\]": lambda: register_clip("infinite", lambda t: 1 + t + 1 / t),
-            "smallest t": lambda: register_clip("steep", lambda t: t * t + 1e-30),
-            "elementwise": lambda: register_clip("number", lambda t: 1.0),  # type: ignore[arg-type, return-value]
-        }
-    )
+    refused = {
+        "clip='soft'": lambda: get_clip("soft"),
+        r"reaches 1\.115219": lambda: register_clip("g", lambda t: nn.functional.gelu(t - 1) + 1, norm_bound=1.0),
+        "grows without bound": lambda: register_clip("none", torch.ones_like),
+        "positive": lambda: register_clip("negative", lambda t: t - 5),
+        "finite difference": lambda: register_clip("wrong", lambda t: 1 + t, derivative=torch.zeros_like),
+        "overwrite": lambda: register_clip("gelu", lambda t: 1 + t),
+        r"t = \[0.0": lambda: register_clip("normalise", lambda t: t),
+        r"not at t = \[0.0\]": lambda: register_clip("infinite", lambda t: 1 + t + 1 / t),
+        "smallest t": lambda: register_clip("steep", lambda t: t * t + 1e-30),
+        "elementwise": lambda: register_clip("number", lambda t: 1.0),  # type: ignore[arg-type, return-value]
+    }
+    all_refused(refused)
     assert available_clips() == before
 
 

@@ -16,12 +16,8 @@ from torchfil.gate.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [
-    *ROOT.glob("*.md"),
-    *DOCS.rglob("*.md"),
-    *(ROOT / "examples").glob("*.md"),
-    *(ROOT / "benchmarks").glob("*.md"),
-]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES += [*(ROOT / "benchmarks").glob("*.md")]
 NOT_INSTALLED = ("lightning", "huggingface")  # integrations, described without what they integrate
 DIRECTIVE = re.compile(r"^\.\. automodule:: (\S+)\n((?:   :.*\n)*)", flags=re.MULTILINE)
 

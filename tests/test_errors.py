@@ -81,21 +81,6 @@ def test_arrays_are_no_loader(given: Any) -> None:
             private(called, given, **options)
 
 
-def test_negative_noise_and_eval_mode() -> None:
-    with pytest.raises(ValueError, match=r"^noise_multiplier=-1 must be 0 or more"):
-        private(noise_multiplier=-1)
-    module = network().eval()
-    with pytest.raises(UnsupportedModuleError) as no:
-        make(module=module)
-    assert str(no.value) == "The model is in eval mode; call model.train() before make_private."
-    _, _, model, optimizer, batches = make()
-    with pytest.raises(
-        RuntimeError, match=r"^The model is in eval mode; call model\.train\(\) before the loop\."
-    ) as no:
-        step(model.eval(), optimizer, next(iter(batches)))
-    assert "weight" not in str(no.value)
-
-
 def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
     run = train(data(40), steps=2)
     engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}

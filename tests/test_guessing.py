@@ -225,16 +225,15 @@ def test_guess_among_several() -> None:
 
 
 def test_what_is_refused() -> None:
-    all_refused(
-        {
-            "divergence=.*clamp": lambda: guessing.largest_true_positive_rate(-0.1, 0.1),
-            "divergence=.*nan": lambda: guessing.largest_total_variation([0.1, math.nan]),
-            "false_positive_rate=": lambda: guessing.normal_limit_true_positive_rate(0.1, 1.2),
-            "prior=.*strictly": lambda: guessing.expected_posterior_bound(0.1, 1.0),
-            "sum to 1": lambda: guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4]),
-            "one entry per answer": lambda: guessing.divergence_from_mixture([0.1], [0.5, 0.5]),
-            "number of answers": lambda: guessing.fano_success(0.1, 0),
-            "2 names for 1": lambda: Guess(estimate(0.1), ("a", "b")),
-            r"shape \(\)": lambda: Guess(Estimate.exact(torch.tensor(0.1))),
-        }
-    )
+    refused = {
+        "divergence=.*clamp": lambda: guessing.largest_true_positive_rate(-0.1, 0.1),
+        "divergence=.*nan": lambda: guessing.largest_total_variation([0.1, math.nan]),
+        "false_positive_rate=": lambda: guessing.normal_limit_true_positive_rate(0.1, 1.2),
+        "prior=.*strictly": lambda: guessing.expected_posterior_bound(0.1, 1.0),
+        "sum to 1": lambda: guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4]),
+        "one entry per answer": lambda: guessing.divergence_from_mixture([0.1], [0.5, 0.5]),
+        "number of answers": lambda: guessing.fano_success(0.1, 0),
+        "2 names for 1": lambda: Guess(estimate(0.1), ("a", "b")),
+        r"shape \(\)": lambda: Guess(Estimate.exact(torch.tensor(0.1))),
+    }
+    all_refused(refused)

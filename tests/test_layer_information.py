@@ -98,14 +98,13 @@ def test_the_interval_is_calibrated_for_a_fixed_predictor() -> None:
 
 def test_v_information_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     X, p = _noise(0, n=20)
-    all_refused(
-        {
-            "a constant says nothing": lambda: v_information({"l": X}, np.ones(20)),
-            "merge classes": lambda: v_information({"l": X}, X[:, 0]),
-            "0 held-out examples": lambda: v_information({"l": X}, p, test_rows=np.flatnonzero(p == 0)[:3]),
-            "not finite": lambda: v_information({"l": np.where(X > 1, np.nan, X)}, p),
-        }
-    )
+    refused = {
+        "a constant says nothing": lambda: v_information({"l": X}, np.ones(20)),
+        "merge classes": lambda: v_information({"l": X}, X[:, 0]),
+        "0 held-out examples": lambda: v_information({"l": X}, p, test_rows=np.flatnonzero(p == 0)[:3]),
+        "not finite": lambda: v_information({"l": np.where(X > 1, np.nan, X)}, p),
+    }
+    all_refused(refused)
     for bad in ({"test_share": 1.0}, {"smoothing": 0.0}, {"bootstrap": 0}, {"width": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             v_information({"l": X}, p, **bad)  # type: ignore[arg-type]

@@ -175,20 +175,19 @@ def test_a_dead_layer_has_no_sensitivity_and_one_example_no_standard_error() -> 
 
 def test_refusals() -> None:
     model, loss_fn, x, y = small_case("fcnet")
-    all_refused(
-        {
-            "batch=2 must divide the 3": lambda: layer_gradients(model, loss_fn, x, y, batch=2),
-            "disagree on the number of": lambda: layer_gradients(model, loss_fn, x, y[:2]),
-            "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
-            "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
-            "norm=2": lambda: jacobian_sensitivity(model, loss_fn, x, y, norm=2),
-            "chunk_size=0": lambda: jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0),
-            "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
-            "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
-            "tensor of targets, got list": lambda: jacobian_sensitivity(model, loss_fn, x, [0, 1, 2]),
-            "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),
-        }
-    )
+    refused = {
+        "batch=2 must divide the 3": lambda: layer_gradients(model, loss_fn, x, y, batch=2),
+        "disagree on the number of": lambda: layer_gradients(model, loss_fn, x, y[:2]),
+        "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
+        "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
+        "norm=2": lambda: jacobian_sensitivity(model, loss_fn, x, y, norm=2),
+        "chunk_size=0": lambda: jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0),
+        "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
+        "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
+        "tensor of targets, got list": lambda: jacobian_sensitivity(model, loss_fn, x, [0, 1, 2]),
+        "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),
+    }
+    all_refused(refused)
     normalised = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     with pytest.raises(UnsupportedModuleError, match="GroupNorm"):
         jacobian_sensitivity(normalised, loss_fn, x, y)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,17 +24,7 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
-def _runner() -> ModuleType:
-    """docs/tutorials/run.py, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("tutorial_runner", TUTORIALS / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RUNNER = _runner()
+RUNNER = SimpleNamespace(**runpy.run_path(str(TUTORIALS / "run.py")))  # which is no part of a package
 
 
 @pytest.mark.slow

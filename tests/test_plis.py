@@ -131,13 +131,12 @@ class TestNorms:
 
 def test_refusals() -> None:
     model, loss, labels = zoo.mnist_cnn(), nn.CrossEntropyLoss(), torch.zeros(1, dtype=torch.long)
-    all_refused(
-        {
-            "noise_std=0": lambda: PLIS(model, loss, noise_std=0),
-            "clip='soft'": lambda: PLIS(model, loss, max_grad_norm=1.0, clip="soft"),
-            "nothing private": lambda: PLIS(model, loss).attribute(labels.expand(1, 1, 28, 28), labels),
-        }
-    )
+    refused = {
+        "noise_std=0": lambda: PLIS(model, loss, noise_std=0),
+        "clip='soft'": lambda: PLIS(model, loss, max_grad_norm=1.0, clip="soft"),
+        "nothing private": lambda: PLIS(model, loss).attribute(labels.expand(1, 1, 28, 28), labels),
+    }
+    all_refused(refused)
 
 
 class TestExposure:

@@ -269,7 +269,5 @@ def _gelu_derivative(t: Tensor) -> Tensor:
 register_clip("smooth", _smooth, derivative=_smooth_derivative, norm_bound=1.0)
 register_clip("gelu", _gelu, derivative=_gelu_derivative)
 register_clip("gelu-paper", _gelu, derivative=_gelu_derivative, norm_bound=1.11522, calibrated=False)
-register_clip(
-    "hard", lambda t: t.clamp(min=1.0), derivative=lambda t: (t > 1).to(t.dtype), norm_bound=1.0, smooth=False
-)
+register_clip("hard", lambda t: t.clamp(min=1), derivative=lambda t: (t > 1).to(t.dtype), norm_bound=1.0, smooth=False)
 register_clip("rsqrt", lambda t: torch.sqrt(1 + t * t), derivative=lambda t: t / torch.sqrt(1 + t * t), norm_bound=1.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,18 +208,15 @@ def _activation(module: nn.Module, activation: str) -> nn.Module:
     return ACTIVATIONS[activation]()
 
 
-def _average_pool(pool: type[nn.Module]) -> Fixer:
-    def fix(module: Any, activation: str) -> nn.Module:
-        dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
-        if any(value != 1 for value in dilation):
-            raise NonSmoothModuleError(f"{module}: dilated max pooling has no smooth counterpart; replace it by hand")
-        return pool(module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode)
-
-    return fix
+def _average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
+    dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
+    if any(value != 1 for value in dilation):
+        raise NonSmoothModuleError(f"{module}: dilated max pooling has no smooth counterpart; replace it by hand")
+    return pool(module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode)
 
 
-def _adaptive_average_pool(pool: type[nn.Module]) -> Fixer:
-    return lambda module, activation: pool(module.output_size)
+def _adaptive_average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
+    return pool(module.output_size)
 
 
 _JUMPS = "its derivative jumps"
@@ -229,10 +227,9 @@ _ACTIVATIONS = """
 for _name in _ACTIVATIONS:
     register_smoothness_rule(getattr(nn, _name), _JUMPS, fix=_activation)
 register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1)
-for _n in "123":
-    _average, _adaptive = getattr(nn, f"AvgPool{_n}d"), getattr(nn, f"AdaptiveAvgPool{_n}d")
-    register_smoothness_rule(getattr(nn, f"MaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_average_pool(_average))
-    _adaptive_max = getattr(nn, f"AdaptiveMaxPool{_n}d")
-    register_smoothness_rule(_adaptive_max, _MAXIMUM_JUMPS, fix=_adaptive_average_pool(_adaptive))
+for _kind, _fix in (("", _average_pool), ("Adaptive", _adaptive_average_pool)):
+    for _n in "123":
+        _fixer = partial(_fix, getattr(nn, f"{_kind}AvgPool{_n}d"))
+        register_smoothness_rule(getattr(nn, f"{_kind}MaxPool{_n}d"), _MAXIMUM_JUMPS, fix=_fixer)
 for _type in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d):
     register_smoothness_rule(_type, _MAXIMUM_JUMPS)

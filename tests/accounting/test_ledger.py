@@ -249,17 +249,6 @@ def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
     assert float(ours.mean()) > 0.9 * float(theirs.mean())  # as many changes, of values in another order
 
 
-@pytest.mark.parametrize(
-    ("track", "expected"),
-    [((), 68), (("diagonal",), 68 + 12 * 7), (("plis", "sketch"), 68 + 8 * 7 + 8 * 7 * 4), (("fim",), 460)],
-)
-def test_bytes_of_an_example_are_stated_and_met(track: tuple[str, ...], expected: int) -> None:
-    ledger = Ledger(N, 7, track=track)
-    assert Ledger.bytes_needed(1, 7, track, 4) == expected
-    assert ledger.sums.num_bytes == N * expected == sum(v.numel() * v.itemsize for v in ledger.sums.values())
-    assert NormHistory(N).num_bytes == N * NormHistory.bytes_needed(1)
-
-
 def ledger_of(*counts: Any) -> Ledger:
     """Four examples, of which the first two take part, with these numbers of coordinates one after the other."""
     ledger = Ledger(4, 6)

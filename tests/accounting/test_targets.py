@@ -76,14 +76,9 @@ def test_labels_that_fit_nobody() -> None:
 
 
 def test_goals_that_are_none() -> None:
-    wrong: dict[str, dict[str, Any]] = {
-        "target": {"target": 0.0},
-        "false_positive_rate": {"target": 0.005, "question": "member"},
-        "both": {"target": 1.0, "share": 0.1},
-        "share": {"share": 1.0},
-        "confidence": {"confidence": 0.3},
-        "group_ratio": {"group_ratio": 1.0},
-    }
+    wrong: dict[str, dict[str, Any]] = {"target": {"target": 0.0}}
+    wrong |= {"false_positive_rate": {"target": 0.005, "question": "member"}, "both": {"target": 1.0, "share": 0.1}}
+    wrong |= {"share": {"share": 1.0}, "confidence": {"confidence": 0.3}, "group_ratio": {"group_ratio": 1.0}}
     all_refused({noun: lambda options=options: equalising.Goal(**options) for noun, options in wrong.items()})
     with pytest.raises(ValueError, match="only 1 of 20"):
         equalising.Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))

@@ -45,7 +45,6 @@ def check_ledger_and_bounds(kind: str, q: float, runs: int, rates: tuple[float, 
     model, inputs, targets, question, private = problem(kind)
     answer = 1 if kind == "two layers" else 0
     other = question.alternatives(inputs, targets)[answer]
-    assert other is not None
     changed = inputs.clone(), targets.clone()
     for own, new in zip(changed, other, strict=True):
         own[0] = new[0]

@@ -57,17 +57,16 @@ def test_refusals() -> None:
     inputs, labels = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long)
     diverged = log_odds.clone()
     diverged[4, 3] = torch.nan
-    all_refused(
-        {
-            "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(runs, 0),
-            "targets=9 must be between 1": lambda: membership_inference(runs, targets=9),
-            "fpr=2": lambda: membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(2),
-            "must both be": lambda: ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool)),
-            "leaves 5 members": lambda: shadow_runs(lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0),
-            r"runs \[4\] are not finite": lambda: ShadowRuns(diverged, members),
-            "torch.uint8": lambda: ShadowRuns(log_odds, members.to(torch.uint8)),
-        }
-    )
+    refused = {
+        "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(runs, 0),
+        "targets=9 must be between 1": lambda: membership_inference(runs, targets=9),
+        "fpr=2": lambda: membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(2),
+        "must both be": lambda: ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool)),
+        "leaves 5 members": lambda: shadow_runs(lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0),
+        r"runs \[4\] are not finite": lambda: ShadowRuns(diverged, members),
+        "torch.uint8": lambda: ShadowRuns(log_odds, members.to(torch.uint8)),
+    }
+    all_refused(refused)
 
 
 @pytest.mark.parametrize(("targets", "n"), [(1, 40), (5, 40)])

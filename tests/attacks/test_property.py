@@ -82,10 +82,9 @@ def test_gradients_a_known_distance_apart_give_the_aucs_closed_form() -> None:
 
 
 def test_refusals() -> None:
-    all_refused(
-        {
-            "all examples have the": lambda: Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3)),
-            "entries": lambda: Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3)),
-            "rounds=1 must be at least 4": lambda: seen(0.0, 1),
-        }
-    )
+    refused = {
+        "all examples have the": lambda: Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3)),
+        "entries": lambda: Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3)),
+        "rounds=1 must be at least 4": lambda: seen(0.0, 1),
+    }
+    all_refused(refused)

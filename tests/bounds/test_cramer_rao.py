@@ -77,13 +77,12 @@ class TestTheorem2:
         assert guess_error.std().item() == pytest.approx(error[2].item(), rel=0.02)
 
     def test_refusals(self) -> None:
-        all_refused(
-            {
-                "trace must be ≥ 0": lambda: bounds.mse_from_trace(torch.tensor([1.0, -1.0]), 3),
-                "num_coordinates=0 must be at": lambda: bounds.mse_from_trace(torch.tensor([1.0]), 0),
-                "fim must have shape": lambda: bounds.mse_from_fim(torch.eye(3)),
-            }
-        )
+        refused = {
+            "trace must be ≥ 0": lambda: bounds.mse_from_trace(torch.tensor([1.0, -1.0]), 3),
+            "num_coordinates=0 must be at": lambda: bounds.mse_from_trace(torch.tensor([1.0]), 0),
+            "fim must have shape": lambda: bounds.mse_from_fim(torch.eye(3)),
+        }
+        all_refused(refused)
 
 
 def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:

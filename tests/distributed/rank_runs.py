@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import zoo
 from tests.cases import DEVICE, grouped
+from tests.engine.architectures import beside
 from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private
 from torchfil.engine.loader import FILPoissonSampler
@@ -64,26 +65,13 @@ def text_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     return module, dataset, {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
 
 
-class LoRA(nn.Module):
-    """A frozen linear layer with a trained product of two small ones beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     """A frozen transformer of two layers with adapters at its attention, on 23 texts."""
     torch.manual_seed(0)
     module = zoo.token_transformer(3, 20, 4, width=4, depth=2, heads=2).requires_grad_(False)
     for layer in module.encoder.layers:
-        layer.queries_keys_values = LoRA(layer.queries_keys_values)
-        layer.attention_output = LoRA(layer.attention_output)
+        layer.queries_keys_values = beside(layer.queries_keys_values)
+        layer.attention_output = beside(layer.attention_output)
     _, dataset, settings = text_case()
     return module.double(), dataset, settings
 

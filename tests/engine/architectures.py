@@ -170,14 +170,15 @@ class Checkpointed(nn.Module):
         return self.last(h)
 
 
+def beside(base: nn.Linear) -> nn.Module:
+    """A trained product of two small layers beside a frozen one."""
+    down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+    parts = {"base": base.requires_grad_(False), "down": down, "up": up}
+    return Calling(lambda self, x: self.base(x) + self.up(self.down(x)), **parts)
+
+
 def lora(width: int = 5, out: int = 3) -> nn.Module:
     """Two layers of low rank beside frozen ones."""
-
-    def beside(base: nn.Linear) -> nn.Module:
-        down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-        parts = {"base": base.requires_grad_(False), "down": down, "up": up}
-        return Calling(lambda self, x: self.base(x) + self.up(self.down(x)), **parts)
-
     return nn.Sequential(beside(nn.Linear(width, 6)), nn.Tanh(), beside(nn.Linear(6, out)))
 
 

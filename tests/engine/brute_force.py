@@ -253,7 +253,6 @@ class Truth:
 
     def __init__(self, run: Run) -> None:
         ledger, s, given = run.engine.ledger, run.noise_std, run.options
-        assert ledger is not None
         n, d = ledger.num_examples, ledger.num_coordinates
         self.fim, self.plis, self.squared_norm, self.participations = (
             torch.zeros(n, *shape, dtype=torch.float64) for shape in ((d, d), (d,), (), ())
@@ -306,7 +305,6 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
     """Everything that the run keeps, and what it released, is that of brute force."""
     truth, engine = Truth(run), run.engine
     ledger = engine.ledger
-    assert ledger is not None
     assert_released(run, truth.sums, tolerance)
     leaks = truth.trace > 0  # dropout may hide an example in every step
     assert torch.equal(ledger.sums["participations"].cpu().double(), truth.participations)

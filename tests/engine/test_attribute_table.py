@@ -49,7 +49,6 @@ class TestSaved:
             tmp_path / "run.parquet", attribute_scales=scales, attribute_groups=GROUPS, **options
         )
         run = load(path)
-        assert run.attributes is not None
         assert (run.attributes.names, run.attributes.units) == (["age", "a", "smokes"], ["years", "", ""])
         error, plain = np.asarray(run.attributes.error), 1 / trained.engine.get_attribute_fil().value.numpy()
         np.testing.assert_allclose(error[:, [0, 2]], plain[:, [0, 4]] * [14.2, 1.0], 1e-5)
@@ -60,7 +59,6 @@ class TestSaved:
 
         x = table_of_people().tensors[0].numpy()
         age, shares = 51 - 14.2 * x[:, 0], x[:, 1:4].mean(axis=0)
-        assert run.baselines is not None
         known = run.baselines.attributes
         blind = math.sqrt(np.sum(shares * (1 - shares)) / 3)
         np.testing.assert_allclose(known.std, [age.std(), blind, x[:, 4].std()], rtol=1e-9)
@@ -71,7 +69,6 @@ class TestSaved:
         assert run.baselines.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
 
         records, drawn = run.records, run.columns["participations"] > 0
-        assert records is not None
         np.testing.assert_array_equal(records.rows[:10], np.argsort(-run.columns["fil"] * drawn, kind="stable")[:10])
         expected_values = np.stack([age, np.full(60, np.nan), x[:, 4]], axis=1)[records.rows]
         np.testing.assert_allclose(records.values, expected_values)
@@ -87,9 +84,7 @@ class TestSaved:
         mask = torch.zeros(1, 6, 5, dtype=torch.bool).flatten().index_fill(0, torch.tensor(chosen), True).view(1, 6, 5)
         engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
         run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=1))
-        assert run.attributes is not None
         assert run.records is None, "pixels are shown as pictures"
-        assert run.baselines is not None
         np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
         np.testing.assert_allclose(run.baselines.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
 

@@ -18,7 +18,7 @@ from tests.engine.brute_force import C, Pass, Run, Truth, clipped_and_jacobian, 
 from tests.engine.brute_force import train as train_run
 from tests.engine.loops import data, loader, network
 from tests.engine.test_epsilon import spent
-from tests.engine.test_equivalence import EVERYTHING, SIGMA, WEIGHTS, N, trained
+from tests.engine.test_equivalence import EVERYTHING, LIMITS, SIGMA, WEIGHTS, N, trained
 from tests.engine.test_state import same
 from tests.engine.ways import LOSS, Calling
 from torchfil import Accounting, FILPrivacyEngine
@@ -51,16 +51,20 @@ def test_recorded_passes(way: str) -> None:
     assert relative_error(run.engine.get_guess("label").divergence.value, truth.divergences["label"]) < 1e-6
 
 
-def test_looks_at_the_data_set() -> None:
-    """PLIS and refreshed norms at the present weights are those of the scaled gradient; PLIS without noise is plain."""
-    run = trained("loop", noise_multiplier=SIGMA, clip_weights=WEIGHTS)
+@pytest.mark.parametrize("limits", [{"max_grad_norm": C}, LIMITS])
+def test_looks_at_the_data_set(limits: dict[str, Any]) -> None:
+    """PLIS and refreshed norms at the present weights are those of the scaled gradient; PLIS without noise is plain.
+
+    Clipped parameter by parameter, there is no recorded pass.
+    """
+    run = trained("loop", noise_multiplier=SIGMA, clip_weights=WEIGHTS, **limits)
     x, y = (part.to(DEVICE) for part in data(N).tensors)
     now = Pass(random_state(), run.module.state_dict(), x, y, list(range(N)))
-    g, jacobian = clipped_and_jacobian(run.plain, now, clip_weights=WEIGHTS)
-    slopes = 2 * torch.einsum("bpd,bp->bd", jacobian, g) / (SIGMA * C) ** 2
+    g, jacobian = clipped_and_jacobian(run.plain, now, clip_weights=WEIGHTS, max_grad_norm=limits["max_grad_norm"])
+    slopes = 2 * torch.einsum("bpd,bp->bd", jacobian, g) / run.noise_std**2
     assert relative_error(run.engine.plis([7, 0, 11]), slopes[[7, 0, 11]]) < 1e-6
     run.engine.refresh_norms()
-    assert relative_error(run.engine._training.run.history.ratio, g.norm(dim=1) / C) < 1e-6
+    assert relative_error(run.engine._training.run.history.ratio, g.norm(dim=1) * SIGMA / run.noise_std) < 1e-6
     assert relative_error(run.engine.plis(private=False), PLIS(run.module, LOSS).attribute(x, y)) < 1e-6
 
 

@@ -22,12 +22,8 @@ from torchfil.questions import Absent, Change, Label, Question, Region, Token
 
 SIGMA = 0.9
 TOP = torch.tensor([[True] * 4] * 2 + [[False] * 4] * 2)
-OF_IMAGES: dict[str, Question] = {
-    "member": Absent(),
-    "label": Label(3),
-    "top": Region(TOP, 0.5),
-    "negative": Change(lambda inputs, targets: (-inputs, targets)),
-}
+OF_IMAGES: dict[str, Question] = {"member": Absent(), "label": Label(3), "top": Region(TOP, 0.5)}
+OF_IMAGES |= {"negative": Change(lambda inputs, targets: (-inputs, targets))}
 
 
 class Rectified(nn.Module):

@@ -192,7 +192,6 @@ def test_the_smallest_noise_of_the_grid_is_found() -> None:
     search = NoiseSearch()
     for needed, power in itertools.product([0.11, 0.5, 0.97, 1.0, 3.3, 40.0], [1.0, 2.0, 5.0]):
         sigma = search.smallest(lambda sigma, needed=needed, power=power: 1.25 * (sigma / needed) ** power)
-        assert sigma is not None
         assert needed * (1 - 1e-9) <= sigma <= needed * search.grid * (1 + 1e-9)
 
 
@@ -215,7 +214,6 @@ def test_the_margin_covers_how_much_runs_differ() -> None:
             return (sigma / needed) ** 2 * math.exp(0.3 * generator.gauss(0, 1))
 
         sigma = NoiseSearch().smallest(headroom)
-        assert sigma is not None
         met += headroom(sigma) >= 1
         excess += math.log(sigma / needed) / 400
     assert met >= 0.85 * 400

@@ -145,16 +145,3 @@ def test_at_the_present_weights() -> None:
     step(run.engine, run.model, run.optimizer, *next(iter(run.loader)))
     with pytest.raises(KeyError, match="unknown example ids"):
         run.engine.plis(["nobody"])
-
-
-def test_skipped_steps_leave_it_unbiased() -> None:
-    """The mean over many runs of the same three steps, each measured with probability ½, is the full sum.
-
-    A step is measured for all its examples or for none, so the deviations are those of three coins.
-    """
-    options: dict[str, Any] = {"steps": 3, "track": ("plis",)}
-    full = train(data(16), **options).engine.get_plis()
-    parts = torch.stack([train(data(16), fil_rate=0.5, seed=s, **options).engine.get_plis() for s in range(16)])
-    error = parts.std(dim=0) / 4
-    deviation = ((parts.mean(dim=0) - full).abs() / error.clamp(min=1e-30))[full.abs() > 0]
-    assert float(deviation.max()) < 4

@@ -110,7 +110,7 @@ def test_what_steps_on_a_gpu_add_travels_to_the_rows_and_no_step_waits(place: st
 
 
 @pytest.mark.parametrize(
-    ("track", "expected"), [("diagonal", 12 * 5), ("plis", 8 * 5), ("sketch", 8 * 5 * 4), ("fim", 8 * 25)]
+    ("track", "expected"), [((), 0), ("diagonal", 12 * 5), (("plis", "sketch"), 8 * 5 + 8 * 5 * 4), ("fim", 8 * 25)]
 )
 def test_bytes_per_example_are_stated_and_met(track: str, expected: int) -> None:
     assert Accounting(track=track, estimator="exact").bytes_per_example(5) == 136 + expected

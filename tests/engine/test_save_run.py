@@ -53,10 +53,8 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert (about["dataset"]["input_shape"], about["dataset"]["input_range"]) == ([5], [-5, 5])
     assert about["dataset"]["data_sha256"] == data_sha256(data(60))
     assert [about["mechanism"][name] for name in ("steps", "num_probes", "fil_rate", "rel_error")] == [12, 3, 1.0, None]
-    assert run.attributes is not None
     attribute_fil = engine.get_attribute_fil()
     np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)
-    assert run.attributes.error_low is not None
     np.testing.assert_allclose(run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6)
     assert (run.groups["side"].tolist(), set(run.groups["same"])) == (sides, {"7"})
     assert run.pictures is None, "rows of five numbers are no images"
@@ -159,8 +157,6 @@ def test_pictures_of_the_most_exposed_and_of_typical_ones(tmp_path: Path) -> Non
     engine = train(TensorDataset(images, torch.arange(30) % 3), steps=4, module=module, max_grad_norm=1.0).engine
     run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=4))
     pictures = run.pictures
-    assert pictures is not None
-    assert pictures.maps is not None
     assert pictures.images.shape == (7, 6, 5, 3)
     fil = np.where(run.columns["participations"] > 0, run.columns["fil"], np.nan)
     assert set(pictures.rows[:4]) == set(np.argsort(-fil)[:4]), "nan sorts last"

@@ -9,23 +9,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.cases import DEVICE, grouped
+from tests.fisher.recorded_cases import Model
 from torchfil import FILPrivacyEngine
 
+Calling = Model  # whose forward pass is a function of itself and its inputs
 LOSS = nn.CrossEntropyLoss()
 WAYS = ("hooks", "auto", "train_step")
-
-
-class Calling(nn.Module):
-    """A model with these parts, whose forward pass is a function of itself and its inputs."""
-
-    def __init__(self, function: Any, **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.function(self, *inputs, **named)
 
 
 def mlp() -> Any:

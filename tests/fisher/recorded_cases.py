@@ -27,9 +27,9 @@ MECHANISM = Mechanism.build(1.0, 0.7, "gelu", PoissonAmplification(0.1))
 class Model(nn.Module):
     """Layers, parameters and buffers by name, and a forward pass that is given them."""
 
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.run = run
+        self.function = function
         for name, part in parts.items():
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
@@ -37,7 +37,7 @@ class Model(nn.Module):
                 setattr(self, name, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
+        return self.function(self, *args, **kwargs)
 
 
 @dataclass(frozen=True)

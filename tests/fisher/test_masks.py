@@ -146,7 +146,6 @@ class TestLayouts:
         torch.manual_seed(3)
         again = layouts.again("kind", 9, CPU)
         torch.manual_seed(3)
-        assert again is not None
         for ours, models in zip(again, drawn(torch.ones(9, 4)), strict=True):
             assert torch.equal(ours, models)
 

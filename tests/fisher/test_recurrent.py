@@ -20,15 +20,9 @@ from torchfil.fisher.recording import forward_pass, plan
 
 BATCH, TIME, WIDTH, HIDDEN = 3, 4, 3, 4
 LENGTHS = torch.tensor([2, 4, 1])
-KINDS: dict[str, Callable[..., nn.Module]] = {
-    "LSTM": nn.LSTM,
-    "GRU": nn.GRU,
-    "RNN": nn.RNN,
-    "RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
-    "DPLSTM": DPLSTM,
-    "DPGRU": DPGRU,
-    "DPRNN": DPRNN,
-}
+KINDS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+KINDS |= {"RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options), "DPLSTM": DPLSTM}
+KINDS |= {"DPGRU": DPGRU, "DPRNN": DPRNN}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch first": {"batch_first": True},

@@ -128,13 +128,12 @@ def test_a_composition_refuses_what_does_not_belong_together() -> None:
     with pytest.raises(ValueError, match="private_target=False"):
         Composition([(softmax, 1.0), (linear, 1.0)]).fil(X, y)
     assert Composition([(softmax, 1.0), (linear, 1.0)]).fil(X, y, private_target=False).shape == (N,)
-    all_refused(
-        {
-            "columns": lambda: Composition([(linear, 1.0), (LinearRegression(l2=0.1).fit(X[:, :3], y), 1.0)]),
-            "sigma=0 must be positive": lambda: Composition([(linear, 0)]),
-            "at least one release": lambda: Composition([]),
-        }
-    )
+    refused = {
+        "columns": lambda: Composition([(linear, 1.0), (LinearRegression(l2=0.1).fit(X[:, :3], y), 1.0)]),
+        "sigma=0 must be positive": lambda: Composition([(linear, 0)]),
+        "at least one release": lambda: Composition([]),
+    }
+    all_refused(refused)
 
 
 def test_largest_eigenvalues_by_lanczos(monkeypatch: pytest.MonkeyPatch) -> None:

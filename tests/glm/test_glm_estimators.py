@@ -59,12 +59,11 @@ def test_sigma_for_differential_privacy() -> None:
     assert np.linalg.norm(other.coef_ - model.coef_) <= sensitivity
     assert glm.SoftmaxRegression(l2=0.05).fit(X, y).sigma_for_dp(X, 1.0, 1e-5) == pytest.approx(np.sqrt(2) * sigma)
     squared = glm.LinearRegression().fit(X, y)
-    all_refused(
-        {
-            "unbounded derivative; l2=0.0": lambda: squared.sigma_for_dp(X, 1.0, 1e-5),
-            "the shape": lambda: model.sigma_for_dp(np.vstack([X] * 10), 1.0, 1e-5),
-        }
-    )
+    refused = {
+        "unbounded derivative; l2=0.0": lambda: squared.sigma_for_dp(X, 1.0, 1e-5),
+        "the shape": lambda: model.sigma_for_dp(np.vstack([X] * 10), 1.0, 1e-5),
+    }
+    all_refused(refused)
 
 
 def test_what_has_no_minimum_is_told() -> None:
@@ -129,13 +128,12 @@ def test_scores_and_column_names() -> None:
     frame = pandas.DataFrame(X, columns=list("abcd"))
     named = glm.LinearRegression().fit(frame, y)
     assert np.allclose(*(named.fil(frame, y, attributes={"x": each})["x"] for each in (["b", "d"], [1, 3])))
-    all_refused(
-        {
-            r"unknown columns \['z'\]": lambda: named.fil(frame, y, attributes={"x": ["z"]}),
-            "more than once": lambda: named.fil(frame, y, attributes={"x": ["a", 0]}),
-            "column 0 is 'b'": lambda: named.fil(frame[["b", "a", "c", "d"]], y),
-        }
-    )
+    refused = {
+        r"unknown columns \['z'\]": lambda: named.fil(frame, y, attributes={"x": ["z"]}),
+        "more than once": lambda: named.fil(frame, y, attributes={"x": ["a", 0]}),
+        "column 0 is 'b'": lambda: named.fil(frame[["b", "a", "c", "d"]], y),
+    }
+    all_refused(refused)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,21 +170,20 @@ def test_refusals() -> None:
     broken = X.copy()
     broken[3, 0] = np.nan
     model, softmax = glm.LinearRegression().fit(X, y), glm.SoftmaxRegression(l2=0.1).fit(X, y > 0)
-    all_refused(
-        {
-            "not fitted": lambda: glm.LinearRegression().fil(X, y),
-            "l2=-1": lambda: glm.LinearRegression(l2=-1).fit(X, y),
-            "smallest is -1": lambda: glm.PoissonRegression().fit(X, -np.ones(N)),
-            "0 or 1": lambda: glm.LogisticRegression().fit(X, np.sign(y)),
-            "2 classes": lambda: glm.SoftmaxRegression().fit(X, ["a"] * N),
-            "not among the classes": lambda: softmax.fil(X[:1], [7], sample_weight=[1.0]),
-            r"rows \[3\], columns \[0\] of X": lambda: glm.LinearRegression().fit(broken, y),
-            "scale=0": lambda: model.release(0),
-            "sigma=0": lambda: model.fil(X, y, sigma=0),
-            "fitted on 25": lambda: model.fil(X[:3], y[:3]),
-            "reduce": lambda: model.sigma_for(X, y, 0.2, reduce="median"),  # type: ignore[arg-type]
-        }
-    )
+    refused = {
+        "not fitted": lambda: glm.LinearRegression().fil(X, y),
+        "l2=-1": lambda: glm.LinearRegression(l2=-1).fit(X, y),
+        "smallest is -1": lambda: glm.PoissonRegression().fit(X, -np.ones(N)),
+        "0 or 1": lambda: glm.LogisticRegression().fit(X, np.sign(y)),
+        "2 classes": lambda: glm.SoftmaxRegression().fit(X, ["a"] * N),
+        "not among the classes": lambda: softmax.fil(X[:1], [7], sample_weight=[1.0]),
+        r"rows \[3\], columns \[0\] of X": lambda: glm.LinearRegression().fit(broken, y),
+        "scale=0": lambda: model.release(0),
+        "sigma=0": lambda: model.fil(X, y, sigma=0),
+        "fitted on 25": lambda: model.fil(X[:3], y[:3]),
+        "reduce": lambda: model.sigma_for(X, y, 0.2, reduce="median"),  # type: ignore[arg-type]
+    }
+    all_refused(refused)
 
 
 @pytest.mark.parametrize("name", CASES)

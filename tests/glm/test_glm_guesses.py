@@ -129,11 +129,10 @@ def test_priors_names_and_the_table() -> None:
     assert (common.true_positive_rate(0.01) == others.max(axis=1)).all()
     assert others[np.arange(200), common.truth] == pytest.approx(np.full(200, 0.01))
     assert (common.table()["divergence"] == common.divergence.max(axis=1)).all()
-    all_refused(
-        {
-            "sigma=0.0": lambda: guess(model, X, y, attribute, 0.0),
-            r"prior has shape \[2\]": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5]),
-            "sum to 1": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5, 0.5]),
-            "answers of Label": lambda: guess(model, X, y, Label(2), 1.0),
-        }
-    )
+    refused = {
+        "sigma=0.0": lambda: guess(model, X, y, attribute, 0.0),
+        r"prior has shape \[2\]": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5]),
+        "sum to 1": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5, 0.5]),
+        "answers of Label": lambda: guess(model, X, y, Label(2), 1.0),
+    }
+    all_refused(refused)

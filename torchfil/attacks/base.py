@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
@@ -82,9 +82,7 @@ def mean_of_trials(
     return AttackResult(name, threat_model, ids, as_array(values.mean(dim=1)), measure, trials, error, **more)
 
 
-def make_generator(
-    generator: torch.Generator | None, seed: int | None, device: torch.device | str = "cpu"
-) -> torch.Generator:
+def make_generator(generator: Generator | None, seed: int | None, device: torch.device | str = "cpu") -> Generator:
     """The given generator; else a new one on the device, with this seed or, without one, a random seed.
 
     Raises:
@@ -93,16 +91,14 @@ def make_generator(
     if generator is not None:
         require(seed is None, f"seed={seed} and a generator are both given; pass one of them")
         return generator
-    made = torch.Generator(device)
+    made = Generator(device)
     if seed is None:
         made.seed()
         return made
     return made.manual_seed(seed)
 
 
-def release_noise(
-    sigma: float, trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None
-) -> Tensor:
+def release_noise(sigma: float, trials: int, weights: Tensor, seed: int | None, generator: Generator | None) -> Tensor:
     """ξ of ``trials`` releases, on the weights' device, [trials, p]; drawn together, however they are cut up later.
 
     Raises:

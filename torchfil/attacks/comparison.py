@@ -208,9 +208,7 @@ def compare_with_bounds(
     return BoundComparison(attack, predicted, predicted_low, predicted_high, low, high, violated, confidence)
 
 
-def _bounds(
-    source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
     """The bounds of the attacked examples and the ends of their intervals, [m] each."""
     if hasattr(source, "mse_bound"):
         values = _of_linear_model(source, attack, dict(options))

@@ -262,5 +262,4 @@ def _swapped(row: int, data: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[A
         result[row] = next(rows_of)[row]
         return result
 
-    swapped: tuple[Any, Any] = map_tensors(swap, data)
-    return swapped
+    return map_tensors(swap, data)

@@ -185,12 +185,10 @@ def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _descend(model: nn.Module, gradients: dict[str, Tensor], lr: float) -> None:
     """θ ← θ − lr g, with gradients by layer [1, N_l] in the order of the layer's parameters."""
-    parameters: dict[str, list[nn.Parameter]] = {}
-    for name, value in model.named_parameters():
-        if value.requires_grad:
-            parameters.setdefault(name.rpartition(".")[0], []).append(value)
+    left = {layer: gradient[0] for layer, gradient in gradients.items()}
     with torch.no_grad():
-        for layer, own in parameters.items():
-            pieces = gradients[layer][0].split([value.numel() for value in own])
-            for value, piece in zip(own, pieces, strict=True):
+        for name, value in model.named_parameters():
+            if value.requires_grad:
+                layer = name.rpartition(".")[0]
+                piece, left[layer] = left[layer].tensor_split([value.numel()])
                 value.sub_(piece.reshape(value.shape), alpha=lr)

@@ -167,9 +167,8 @@ def sum_of_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
     members = transcripts.batches[runs].clone()
     members[..., row] = False
     weights = transcripts.weights[runs]
-    return torch.stack(
-        [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])], dim=1
-    )
+    sums = [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])]
+    return torch.stack(sums, dim=1)
 
 
 def informed_reconstruction(

@@ -35,6 +35,7 @@ from torch import Tensor
 from torchfil.fisher.results import Estimate
 from torchfil.utils.errors import require
 
+Numbers = float | Sequence[float] | Tensor
 _FEW = 10  # distinct values of a column that is not continuous
 
 
@@ -248,9 +249,7 @@ class Prior:
         return cls(variances.reciprocal(), float(variances[groups].mean()), name, groups, assumed=True)
 
     @classmethod
-    def box(
-        cls, low: float | Sequence[float] | Tensor, high: float | Sequence[float] | Tensor, *, num_coordinates: int
-    ) -> Prior:
+    def box(cls, low: Numbers, high: Numbers, *, num_coordinates: int) -> Prior:
         """The smoothest density between two values, cos² of the distance from the middle: J = π²/r², r half the width.
 
         Args:
@@ -294,9 +293,7 @@ class PopulationBound:
         )
 
 
-def mse_van_trees(
-    mean_trace: Tensor | float, num_coordinates: int, prior_information: Tensor | Sequence[float] | float
-) -> Tensor:
+def mse_van_trees(mean_trace: Tensor | float, num_coordinates: int, prior_information: Numbers) -> Tensor:
     """MSE per coordinate ≥ d / (E_π tr I + tr J), for every attacker, on average over people.
 
     With the eigenvalues j of J, the bound is as tight as the trace of I allows: an attacker learns most if the trace t
@@ -369,7 +366,7 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
 
 
 def _water_filled(
-    mean_trace: Tensor | float, num_coordinates: int, prior_information: Tensor | Sequence[float] | float
+    mean_trace: Tensor | float, num_coordinates: int, prior_information: Numbers
 ) -> tuple[Tensor, Tensor]:
     """The bound and how fast it falls with the mean trace, both in its shape."""
     trace = torch.as_tensor(mean_trace, dtype=torch.float64)

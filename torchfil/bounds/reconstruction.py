@@ -44,6 +44,7 @@ from torch import Tensor
 
 from torchfil.utils.errors import require
 
+Numbers = float | Sequence[float]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
 _PANEL = 0.05  # the widest panel of the quadrature, in σ
 _CELLS = (2**14, 2**17, 2**20)  # sizes of the window, tried in turn
@@ -70,10 +71,10 @@ class Bracket:
 
 
 def rero(
-    prior_success: float | Sequence[float],
+    prior_success: Numbers,
     *,
-    q: float | Sequence[float],
-    noise_multiplier: float | Sequence[float],
+    q: Numbers,
+    noise_multiplier: Numbers,
     steps: int | Sequence[int],
     tolerance: float = 1e-4,
 ) -> Bracket:
@@ -196,9 +197,7 @@ def _next_to_no_noise(
     return Bracket(low, torch.maximum(low, 1 - missed * (1 - others)))
 
 
-def _success(
-    priors: np.ndarray, steps: Sequence[StepLoss], counts: np.ndarray, width: float, *, up: bool
-) -> np.ndarray:
+def _success(priors: np.ndarray, steps: list[StepLoss], counts: np.ndarray, width: float, *, up: bool) -> np.ndarray:
     """The upper or lower end, [rows, priors], for counts [rows, steps], on a grid of that width."""
     if width > _WIDEST:  # e^width is not finite
         return np.full((len(counts), len(priors)), 1.0 if up else 0.0)
@@ -252,9 +251,7 @@ def _gaussian(priors: np.ndarray, squared_distance: np.ndarray) -> np.ndarray:
     return np.asarray(special.ndtr(special.ndtri(priors) + np.sqrt(squared_distance)))
 
 
-def _stretches(
-    q: float | Sequence[float], noise_multiplier: float | Sequence[float], steps: int | Sequence[int]
-) -> list[tuple[float, float, int]]:
+def _stretches(q: Numbers, noise_multiplier: Numbers, steps: Numbers) -> list[tuple[float, float, int]]:
     """(q, σ, T) of every part of the run; equal ones are combined."""
     given = [np.atleast_1d(np.asarray(each, dtype=float)) for each in (q, noise_multiplier, steps)]
     lengths = {len(each) for each in given if len(each) != 1}
@@ -394,11 +391,10 @@ class StepLoss:
         """The number of the first cell; ∫ dμ, ∫ (1 − e^{a−L}) dμ and ∫ (e^{b−L} − 1) dμ over each cell [a, b]."""
         ends = self.loss(np.asarray([-self.reach * self.sigma, 1 + self.reach * self.sigma]))
         first, last = math.floor((ends[0] - offset) / width), math.ceil((ends[1] - offset) / width)
-        borders = self.output(
-            offset + width * np.arange(first + 1, last if most is None else min(last, first + most + 1))
-        )
-        loss, weight, middle = self._quadrature(borders, None if most is None or first + most >= last else borders[-1])
-        last = last if most is None else min(last, first + most)
+        end = last if most is None else min(last, first + most)
+        borders = self.output(offset + width * np.arange(first + 1, min(last, end + 1)))
+        loss, weight, middle = self._quadrature(borders, borders[-1] if end < last else None)
+        last = end
 
         # every panel lies in one cell
         cell = np.floor((self.loss(middle) - offset) / width).clip(first, last - 1)

@@ -101,8 +101,7 @@ class Output:
     def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
         """A bar on standard error where that is a terminal."""
         hidden = self.quiet or self.as_json or not sys.stderr.isatty()
-        bar: Iterable[T] = tqdm(items, disable=hidden, leave=False, **options)
-        return bar
+        return tqdm(items, disable=hidden, leave=False, **options)
 
 
 def with_output(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -393,9 +393,8 @@ def gate(
     if not out.quiet:
         lines += [f"note: {visible(remark)}" for remark in remarks]
     if list_file is not None and not out.quiet:
-        lines.append(
-            f"no rule is broken: {list_file} is empty" if passed else f"whom the broken rules concern: {list_file}"
-        )
+        nobody, concerned = f"no rule is broken: {list_file} is empty", f"whom the broken rules concern: {list_file}"
+        lines.append(nobody if passed else concerned)
     for best in options_of(saved, thresholds, verdicts).rows[:1]:
         kept = f"{best.rules - len(best.broken)} of {best.rules} rules, as predicted from this run"
         lines.append(f"{best.change} would keep {kept}; its cost: {best.cost}")

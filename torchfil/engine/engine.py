@@ -39,7 +39,16 @@ from torchfil.engine.loader import (
     split_batch,
 )
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
-from torchfil.engine.options import SHORTCUTS, Accounting, check_given, check_modes, run_options, thresholds, with_rate
+from torchfil.engine.options import (
+    SHORTCUTS,
+    Accounting,
+    check_given,
+    check_modes,
+    run_options,
+    thresholds,
+    with_owners,
+    with_rate,
+)
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run
@@ -52,7 +61,7 @@ from torchfil.private import Private
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
-from torchfil.utils.noise import derived_seed, log_line, noise_source
+from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
@@ -200,20 +209,16 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         check_given(type(self), "make_private", shortcuts, data_loader)
         accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
-        if accounting.by_owner and is_stream(data_loader):
-            id_of = accounting.owner_of  # of every row of a batch
-        elif accounting.by_owner and poisson_sampling:
-            accounting = replace(accounting, sample_rate=accounting.sample_rate or 1 / len(data_loader))
-        sigma = 1.0 if noise_multiplier is None else noise_multiplier
-        ghost = grad_sample_mode == "ghost"
+        if accounting.by_owner:
+            accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
+        sigma, ghost = 1.0 if noise_multiplier is None else noise_multiplier, grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module = without_compiler(module)
         if accounting.views is not None:
             criterion = OverRows(criterion, loss_reduction, views=True)
-        several = accounting.views is not None or accounting.by_owner
         called: dict[str, Any] = {"batch_first": batch_first, "wrap_model": wrap_model}
-        mode = check_modes(clipping, grad_sample_mode, module, several=several, **called)
+        mode = check_modes(clipping, grad_sample_mode, module, accounting, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
         options = run_options(
@@ -234,21 +239,15 @@ class FILPrivacyEngine(PrivacyEngine):
         owners = owners_of(data_loader, accounting.owner_of)
         if owners is not None and accounting.by_owner:
             data_loader = loader_of_owners(data_loader, owners, accounting.owner_of, accounting.rows_per_owner)
-        if sigma == 0:
-            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=2)
-        if criterion is not None:
-            check_unweighted_mean(criterion)
+        check_unweighted_mean(criterion)
         self.validate(module=without_shards(module), optimizer=None, data_loader=None)  # layers of the user's classes
 
         prepared: Any = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
-            prepared = self._prepare_data_loader(
-                data_loader, distributed=distributed, poisson_sampling=True, rand_on_empty=rand_on_empty
-            )
+            how: dict[str, Any] = {"distributed": distributed, "rand_on_empty": rand_on_empty}
+            prepared = self._prepare_data_loader(data_loader, poisson_sampling=True, **how)
         options = with_rate(options, prepared)
         options.mechanism(sigma, limit)  # raises for invalid numbers
-        sources: dict[str, Any] = {"noise": noise_generator, "draws": data_loader.generator}
-        sources |= {"secure": self.secure_mode, "seed": self._noise_seed}
         hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
         training = PrivateTraining(
             module,
@@ -257,7 +256,7 @@ class FILPrivacyEngine(PrivacyEngine):
             options,
             criterion,
             id_of,
-            partial(noise_source, device=next(module.parameters()).device, **sources),
+            self._noise_source(module, noise_generator, data_loader.generator),
             distributed=distributed,
             releases=lambda: self.accountant.history,
             owners=owners,
@@ -403,6 +402,11 @@ class FILPrivacyEngine(PrivacyEngine):
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
+    def _noise_source(self, module: nn.Module, noise: Any, draws: Any) -> Callable[..., NoiseSource]:
+        """Makes the source of noise and Poisson draws, from these generators if they are given."""
+        own: dict[str, Any] = {"secure": self.secure_mode, "seed": self._noise_seed}
+        return partial(noise_source, device=next(module.parameters()).device, noise=noise, draws=draws, **own)
+
     def _for_pilot(self, number: int) -> FILPrivacyEngine:
         """An engine for a pilot, with noise of its own."""
         seed = None if self._noise_seed is None else derived_seed(self._noise_seed, "pilot", number)
@@ -437,6 +441,8 @@ class FILPrivacyEngine(PrivacyEngine):
         limit, clip = training.optimizer.max_grad_norm, training.run.options.clip.name
         logger.info("gradients are clipped to %g by the clip function %r", limit, clip)
         logger.log(*log_line(training.optimizer.noise))
+        if training.optimizer.noise_multiplier == 0:
+            warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=3)
         if training.run.options.default_noise:
             logger.warning("noise_multiplier was not given; the run uses the default, 1.0")
         if poisson_sampling:

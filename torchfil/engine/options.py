@@ -413,7 +413,13 @@ def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_l
 
 
 def check_modes(
-    clipping: str, grad_sample_mode: str, module: nn.Module, *, several: bool, batch_first: bool, wrap_model: bool
+    clipping: str,
+    grad_sample_mode: str,
+    module: nn.Module,
+    accounting: Accounting,
+    *,
+    batch_first: bool,
+    wrap_model: bool,
 ) -> str:
     """The mode to use, "auto" or "hooks"; raise for options whose release the accounting would not describe."""
     adaptive = "'adaptive' adapts C by counting factors below 1, and a smooth clip has only such factors"
@@ -423,7 +429,7 @@ def check_modes(
     mode = "hooks" if grad_sample_mode in _HOOKS or not wrap_model else "auto"
 
     # Hooks form one gradient for each row or view, not for each example, and of all weights.
-    recorded = mode == "auto" and batch_first
+    recorded, several = mode == "auto" and batch_first, accounting.views is not None or accounting.by_owner
     for name, given in (("owner_of= or views=", several), ("a sharded model", is_sharded(module))):
         require(recorded or not given, f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True")
 
@@ -528,6 +534,16 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
     for option, reason in unknown.items():
         given = getattr(accounting, option)
         require(given is None, f"{option}={given!r} cannot be used with a stream: {reason}")
+
+
+def with_owners(
+    accounting: Accounting, id_of: Any, loader: DataLoader[Any], *, poisson_sampling: bool
+) -> tuple[Accounting, Any]:
+    """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
+    if is_stream(loader):
+        return accounting, accounting.owner_of
+    rate = accounting.sample_rate or (1 / len(loader) if poisson_sampling else None)
+    return replace(accounting, sample_rate=rate), id_of
 
 
 def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:

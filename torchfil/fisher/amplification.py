@@ -47,7 +47,6 @@ class Amplification(Protocol):
     @property
     def secret_batches(self) -> bool:
         """Whether the attacker does not know who was in a batch."""
-        ...
 
     def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
         """κ⊥ and κ∥ at each ρ, [batch] each.
@@ -57,7 +56,6 @@ class Amplification(Protocol):
             q: The rate at which examples are drawn; None: unknown, which secret batches do not allow.
             sigma: The noise multiplier.
         """
-        ...
 
 
 @dataclass(frozen=True)

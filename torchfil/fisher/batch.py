@@ -91,8 +91,8 @@ class Measurement:
             return torch.where(value == 0, value, value.sign() * math.inf)
 
         estimates = {name: Estimate.exact(limit(estimate.value)) for name, estimate in self.estimates.items()}
-        others = (None if each is None else limit(each) for each in (self.products, self.susceptibility))
-        return Measurement(estimates, self.norm, *others)
+        products, slope = (None if each is None else limit(each) for each in (self.products, self.susceptibility))
+        return Measurement(estimates, self.norm, products, slope)
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,8 @@ class PrivateBatch:
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
         chunks = replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS)
-        return torch.cat(
-            [lanczos(_fim_matvec(jacobian, self.mechanism), start[rows], iterations) for rows, jacobian in chunks]
-        )
+        norms = [lanczos(_fim_matvec(jacobian, self.mechanism), start[rows], iterations) for rows, jacobian in chunks]
+        return torch.cat(norms)
 
     def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
         """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.

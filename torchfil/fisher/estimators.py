@@ -157,10 +157,13 @@ class RunningMoments:
         return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0, limit=limit)
 
 
+Quantities = Sequence[Quantity]
+Results = dict[Quantity, Moments]
+
 # Estimates quantities of I for the examples of one chunk, all from the same draws: the mean over the draws and its
 # variance for each quantity. The first argument is a ClippedJacobian; with ``one_pass``, any Jacobian, which has norms
 # and products with vectors of length p only.
-EstimatorFunction = Callable[[Any, Mechanism, Sequence[Quantity], Draws], dict[Quantity, Moments]]
+EstimatorFunction = Callable[[Any, Mechanism, Quantities, Draws], Results]
 
 
 @dataclass(frozen=True)
@@ -220,9 +223,7 @@ class Estimator:
             )
 
 
-def exact(
-    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-) -> dict[Quantity, Moments]:
+def exact(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Quantities, draws: Draws) -> Results:
     """All columns of J; no sampling."""
     values: dict[Quantity, Tensor] = {}
     if "matrix" in quantities:
@@ -231,15 +232,12 @@ def exact(
     else:
         values["diagonal"] = jacobian.perpendicular_diagonal(draws.columns_at_once)
     values["trace"] = values["diagonal"].sum(dim=1)
-    perpendicular = {
-        name: Moments(values[name], torch.zeros_like(values[name]), float("inf"), exact=True) for name in quantities
-    }
+    none = {name: torch.zeros_like(values[name]) for name in quantities}
+    perpendicular = {name: Moments(values[name], none[name], torch.inf, exact=True) for name in quantities}
     return _with_parallel_part(jacobian, mechanism, perpendicular)
 
 
-def coordinates(
-    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-) -> dict[Quantity, Moments]:
+def coordinates(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Quantities, draws: Draws) -> Results:
     """Columns of J at coordinates drawn without replacement, separately for each example."""
     d = jacobian.gradients.num_coordinates
     count = min(len(draws.seeds), d)
@@ -257,9 +255,7 @@ def coordinates(
     return _with_parallel_part(jacobian, mechanism, {"trace": corrected})
 
 
-def input_probes(
-    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-) -> dict[Quantity, Moments]:
+def input_probes(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Quantities, draws: Draws) -> Results:
     """‖φPJv‖² for random signs v, drawn separately for each example."""
     z = jacobian.gradients.examples.z
     total = RunningMoments(spread=_PROBE_SPREAD)
@@ -268,9 +264,7 @@ def input_probes(
     return _with_parallel_part(jacobian, mechanism, {"trace": total.result()})
 
 
-def weight_probes(
-    jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
-) -> dict[Quantity, Moments]:
+def weight_probes(jacobian: Jacobian, mechanism: Mechanism, quantities: Quantities, draws: Draws) -> Results:
     """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe; the batch shares the signs u."""
     single = len(draws.seeds) == 1
     if single and "matrix" in quantities:
@@ -292,13 +286,11 @@ def weight_probes(
     return moments if single else _with_parallel_part(jacobian, mechanism, moments)
 
 
-def _with_parallel_part(
-    jacobian: Jacobian, mechanism: Mechanism, perpendicular: dict[Quantity, Moments]
-) -> dict[Quantity, Moments]:
+def _with_parallel_part(jacobian: Jacobian, mechanism: Mechanism, perpendicular: Results) -> Results:
     """(κ⊥ φ²JᵀPJ + κ∥ a aᵀ)/s² from estimates of φ²JᵀPJ."""
     perp, par = mechanism.weights(jacobian.clipped_norm)
     a = jacobian.clipped_norm_gradient()
-    result: dict[Quantity, Moments] = {}
+    result: Results = {}
     for name, moments in perpendicular.items():
         parallel = _OF_ROW[name](a)
         shape = (-1,) + (1,) * (parallel.ndim - 1)

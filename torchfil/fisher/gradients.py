@@ -223,19 +223,16 @@ class ExampleGradients:
         one = self.examples[slice(i, i + 1)]
         public = map_tensors(lambda leaf: leaf[0], one.public)
         z = one.z[0].detach().requires_grad_()
+        options: Any = {"allow_unused": True, "materialize_grads": True}
         with torch.enable_grad(), replayed_masks(one.masks), self.backward_state():
             with self.forward_state():
                 loss = self.loss_of_one(parameters, z, public)
-            by_parameter = torch.autograd.grad(
-                loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
-            )
+            by_parameter = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, **options)
             g = models.wide(torch.cat([part.flatten() for part in by_parameter]))
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
-            slope, product = (
-                torch.autograd.grad(value, z, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
-                for value in (g.square().sum(), g @ u)
-            )
+            (slope,) = torch.autograd.grad(g.square().sum(), z, retain_graph=True, **options)
+            (product,) = torch.autograd.grad(g @ u, z, retain_graph=True, **options)
         return g.detach(), models.wide(slope), models.wide(product)
 
     def jvp(self, v: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torchfil.utils.trees import map_tensors, tensors_of
 __all__ = ["DrawnMasks", "MaskLayouts", "RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
 
 Result = TypeVar("Result")
+Given = Callable[[Tensor, torch.Size], Tensor]  # the numbers of that shape that a mask gives
 _MOST_KINDS = 256
 _TIMES_ALIKE = 2  # batches of a kind that must draw alike before masks are drawn without the model
 _visible_draws = partial(sdpa_kernel, SDPBackend.MATH)  # attention's; fused kernels would hide them
@@ -96,7 +97,7 @@ class _Recorder(TorchDispatchMode):
 class _Replayer(TorchDispatchMode):
     """Inside, draws are replaced by masks: ``given(mask, shape)`` are the numbers that replace a draw of that shape."""
 
-    def __init__(self, masks: Sequence[Tensor], given: Callable[[Tensor, torch.Size], Tensor]) -> None:
+    def __init__(self, masks: Sequence[Tensor], given: Given) -> None:
         super().__init__()
         self.left = list(masks)
         self.given = given
@@ -226,9 +227,7 @@ class MaskLayouts:
 
 
 @contextlib.contextmanager
-def replayed_masks(
-    masks: Sequence[Tensor], given: Callable[[Tensor, torch.Size], Tensor] | None = None
-) -> Iterator[None]:
+def replayed_masks(masks: Sequence[Tensor], given: Given | None = None) -> Iterator[None]:
     """Inside, torch's random operations return these numbers, in order, in whatever shape a mapped pass needs.
 
     Without masks nothing changes. ``given`` finds the part of a mask that replaces a draw of some shape, if the masks
@@ -297,8 +296,7 @@ def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     given = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
     if not tensors_of((args, kwargs)):
         given["device"] = "meta"
-    like: Tensor = func(*args, **given)
-    return like
+    return func(*args, **given)
 
 
 def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> int | None:

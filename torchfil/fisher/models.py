@@ -153,7 +153,7 @@ def has_active_dropout(module: nn.Module) -> bool:
     return float(probability) > 0  # type: ignore[arg-type]
 
 
-def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
+def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
     """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
     by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is not None
     if by_class and loss_fn.reduction == "mean":  # type: ignore[attr-defined]
@@ -263,25 +263,16 @@ class Replaced(TorchFunctionMode):
         return func(*args, **kwargs) if result is None else result
 
 
-def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor | None:
-    """The sum or mean of a table's rows, where bags are rows of ``input``; None for other kinds of bags."""
-    if input.ndim != 2 or mode not in ("mean", "sum") or max_norm is not None or scale_grad_by_freq:
+def _embedding_bag(input: Tensor, weight: Tensor, *, mode: str, padding_idx: int | None, **given: Any) -> Tensor | None:
+    """The sum or mean of a table's rows, where bags are rows of ``input``; None for other kinds of bags.
+
+    Torch hands all options on by name.
+    """
+    if input.ndim != 2 or mode not in ("mean", "sum") or given["max_norm"] is not None or given["scale_grad_by_freq"]:
         return None
     rows = F.embedding(input, weight, padding_idx)  # [bags, T, width]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
+    if given["per_sample_weights"] is not None:
+        rows = rows * given["per_sample_weights"].unsqueeze(-1)
     kept = torch.ones_like(input, dtype=rows.dtype) if padding_idx is None else input.ne(padding_idx).to(rows.dtype)
     total = (rows * kept.unsqueeze(-1)).sum(dim=1)
     return total if mode == "sum" else total / kept.sum(dim=1, keepdim=True).clamp(min=1)
@@ -347,11 +338,10 @@ def autocast_as(dtype: torch.dtype | None, device: torch.device) -> contextlib.A
     Casts of weights are not cached: if the whole loop runs inside one autocast, they would outlive an update of the
     weights, and they would keep the graph of a recorded pass.
     """
-    if not torch.amp.is_autocast_available(device.type) or (
-        dtype is None and not torch.is_autocast_enabled(device.type)
-    ):
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or (dtype is None and not torch.is_autocast_enabled(kind)):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -54,7 +54,9 @@ class Jacobian:
 
     losses: Tensor
     norm: Tensor
+    norms: Tensor
     clipped_norm: Tensor
+    by_parameter: bool = False
     output_gradients: tuple[Tensor, ...] | None = None
 
     def __init__(self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float) -> None:
@@ -76,8 +78,8 @@ class Jacobian:
         raise NotImplementedError
 
     def products_alone(self) -> Tensor:
-        """‖g‖², 0 and 0, [3, batch]: the products with a gradient of 0."""
-        square = self.norm.square()
+        """The products with a gradient of 0: ‖g‖², 0 and 0, [3, batch], or [3, batch, parameters] if clipped apart."""
+        square = (self.norms if self.by_parameter else self.norm).square()
         return torch.stack([square, torch.zeros_like(square), torch.zeros_like(square)])
 
     def products_with(self, others: ExampleGradients) -> Tensor:
@@ -176,11 +178,6 @@ class ClippedJacobian(Jacobian):
             return self.gradients.unflatten((clipped if mask is None else clipped * mask[:, None]).sum(dim=0))
         weight = self._scales[:, 0] if mask is None else self._scales[:, 0] * mask
         return self.gradients.unflatten(weight.to(self.gradient.dtype) @ self.gradient)
-
-    def products_alone(self) -> Tensor:
-        """‖g‖², 0 and 0, [3, batch]; ‖g_l‖², 0 and 0, [3, batch, parameters], if each is clipped separately."""
-        square = self.norms.square() if self.by_parameter else self.norm.square()
-        return torch.stack([square, torch.zeros_like(square), torch.zeros_like(square)])
 
     def products_with(self, others: ExampleGradients) -> Tensor:
         """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], or of each parameter's part, [3, batch, parameters]."""

@@ -143,9 +143,8 @@ class Sensitivity:
         rotation, v = self.inverse @ basis, basis.mT @ (self.inverse @ w)
         result = torch.empty_like(gamma)
         for rows in self._chunks(len(w), _CHUNK_NUMBERS):
-            result[rows] = _largest_eigenvalue(
-                b[rows].square(), eigenvalues, self.X[rows] @ rotation, v, (a * b)[rows], gamma[rows]
-            )
+            q = self.X[rows] @ rotation
+            result[rows] = _largest_eigenvalue(b[rows].square(), eigenvalues, q, v, (a * b)[rows], gamma[rows])
         return self.sample_weight.square() * result
 
     def gram(self, rows: slice, columns: Sequence[int] | None = None) -> Tensor:

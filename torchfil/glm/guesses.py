@@ -156,9 +156,8 @@ def ask(question: Question, view: GLMView) -> PosedQuestion:
     if not question.complete:
         own = "present" if any(other is None for other in given) else "as it is"
         shares = np.full(1 + len(given), 1 / (1 + len(given)))
-        return PosedQuestion(
-            (own, *names), [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int), shares
-        )
+        everybody, truth = [Alternative(inputs, view.y), *given], np.zeros(len(inputs), dtype=int)
+        return PosedQuestion((own, *names), everybody, truth, shares)
     same = [~view.changed(*view.with_answer(other)) for other in given]
     truth = _own_answers(as_array(torch.stack(same, dim=1)), question)
     return PosedQuestion(names, given, truth, np.bincount(truth, minlength=len(names)) / len(truth))
@@ -298,9 +297,7 @@ def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
     """The checked prior as [n, m]."""
     chances = as_array(prior).astype(float)
     shape = list(chances.shape)
-    require(
-        shape in ([m], [n, m]), f"prior has shape {shape}; it must be [{m}], a number for each answer, or [{n}, {m}]"
-    )
+    require(shape in ([m], [n, m]), f"prior has shape {shape}; it must be [{m}], one for each answer, or [{n}, {m}]")
     fine = (chances >= 0).all() and (np.abs(chances.sum(axis=-1) - 1) < 1e-6).all()
     require(bool(fine), f"prior={prior} must be numbers ≥ 0 that sum to 1; divide them by their sum")
     return np.broadcast_to(chances, (n, m))

@@ -67,13 +67,8 @@ class GeneralizedLinearModel(BaseEstimator):
         device: str = "cpu",
         solver: Solver = "newton",
     ) -> None:
-        self.loss = loss
-        self.l2 = l2
-        self.fit_intercept = fit_intercept
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
-        self.device = device
-        self.solver = solver
+        self.loss, self.l2, self.fit_intercept = loss, l2, fit_intercept
+        self.solver, self.tolerance, self.max_iterations, self.device = solver, tolerance, max_iterations, device
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Minimise to ``tolerance``.
@@ -411,16 +406,14 @@ class Composition:
 
     def __init__(self, releases: Sequence[tuple[GeneralizedLinearModel, float]]) -> None:
         require(bool(releases), "a composition needs at least one release")
-        information: dict[int, float] = {}
-        models: dict[int, GeneralizedLinearModel] = {}
+        information: dict[GeneralizedLinearModel, float] = {}
         for model, scale in releases:
             model._check_fitted()
             require(scale > 0, f"sigma={scale} must be positive: without noise the Fisher information is infinite")
-            models[id(model)] = model
-            information[id(model)] = information.get(id(model), 0.0) + scale**-2
-        widths = {model.n_features_in_ for model in models.values()}
+            information[model] = information.get(model, 0.0) + scale**-2
+        widths = {model.n_features_in_ for model in information}
         require(len(widths) == 1, f"the models were fitted on {sorted(widths)} columns; a composition needs the same")
-        self.releases = [(models[key], total**-0.5) for key, total in information.items()]
+        self.releases = [(model, total**-0.5) for model, total in information.items()]
 
     def fil(
         self,
@@ -524,12 +517,8 @@ class _OwnLoss(GeneralizedLinearModel):
         device: str = "cpu",
         solver: Solver = "newton",
     ) -> None:
-        self.l2 = l2
-        self.fit_intercept = fit_intercept
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
-        self.device = device
-        self.solver = solver
+        self.l2, self.fit_intercept = l2, fit_intercept
+        self.solver, self.tolerance, self.max_iterations, self.device = solver, tolerance, max_iterations, device
 
 
 class LinearRegression(RegressorMixin, _OwnLoss):
@@ -705,9 +694,8 @@ def iteratively_reweighted_fil(
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
     n = len(y)
-    labels = as_array(
-        y if isinstance(groups, str) and groups == "class" else np.arange(n) if groups is None else groups
-    )
+    by_class = isinstance(groups, str) and groups == "class"
+    labels = as_array(y if by_class else np.arange(n) if groups is None else groups)
     require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
     member = np.array([numbers[label] for label in labels.tolist()])

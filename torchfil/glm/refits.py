@@ -82,9 +82,8 @@ class GLMView:
         require(given == wanted, f"X has shape {given}, the model was fitted on {wanted}: pass the training set")
 
         loss: Any = model._loss()
-        ridge = torch.full_like(inputs[0], len(inputs) * model.l2)
-        ridge[d:] = 0
-        view = cls(loss, inputs, targets, weights, ridge, model._fit.weights[:, 0], model._fit.hessian, d)
+        ridge, fit = model._training_ridge[:, 0], model._fit
+        view = cls(loss, inputs, targets, weights, ridge, fit.weights[:, 0], fit.hessian, d)
 
         # The attack assumes that the gradient vanishes at the weights; on other data it does not.
         size = float(view.gradient(view.weights[None]).abs().max()) / len(inputs)

@@ -320,9 +320,7 @@ def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) 
     named = [names[column] if names is not None and column < len(names) else column for column in columns]
     why = "the loss is flat in some direction, as on separable data: set l2 > 0"
     if columns:
-        why = (
-            f"columns {named} are linear combinations of the others: drop them (one level of a one-hot), or set l2 > 0"
-        )
+        why = f"columns {named} are linear combinations of others: drop them (one level of a one-hot), or set l2 > 0"
     raise SingularHessianError(f"the minimiser is not unique at l2={objective.l2:g}, because {why}")
 
 

@@ -322,15 +322,12 @@ def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequenc
     """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in inputs if counts[name] == 1]
     shown = ", ".join(map(repr, constant))
-    require(
-        not constant, f"one value in every row of {shown}; leave out constant columns: --ignore {_listed(constant)}"
-    )
+    require(not constant, f"one value in all rows of {shown}; leave out constant columns: --ignore {_listed(constant)}")
+    most = min(max(50, len(table) // 2), MOST_LEVELS)
     for name in texts:
-        many = (
-            f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows; it looks like a name or an"
-        )
+        many = f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows"
         remedy = f"Leave it out (--ignore {_listed([name])}), or name it as the id (--id {shlex.quote(name)})."
-        require(counts[name] <= min(max(50, len(table) // 2), MOST_LEVELS), f"{many} identifier. {remedy}")
+        require(counts[name] <= most, f"{many}; it looks like a name or an identifier. {remedy}")
 
 
 def _check_no_index(numbers: Any) -> None:

@@ -97,7 +97,7 @@ class FILCallback(pl.Callback):
         poisson = self.options.get("poisson_sampling", True)
         with _samplers_kept(trainer) if poisson else contextlib.nullcontext():
             trainer.fit_loop.setup_data()
-        loader = self._loader_of_whole_steps(trainer, _only_loader(trainer), poisson_sampling=poisson)
+        loader = self._loader_of_steps(trainer, _only_loader(trainer), poisson_sampling=poisson)
         (optimizer,) = trainer.strategy.optimizers
         module = _module_to_call(pl_module, self.module)
         twin = copy.copy(module)  # another object with the very same children, parameters and buffers
@@ -153,9 +153,7 @@ class FILCallback(pl.Callback):
         """Keep a checkpoint's accounting until the fit starts."""
         self._restored = state_dict
 
-    def _loader_of_whole_steps(
-        self, trainer: Any, loader: DataLoader[Any], *, poisson_sampling: bool
-    ) -> DataLoader[Any]:
+    def _loader_of_steps(self, trainer: Any, loader: DataLoader[Any], *, poisson_sampling: bool) -> DataLoader[Any]:
         """A loader whose batch is the whole batch of a step, over accumulation and devices.
 
         Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
@@ -202,8 +200,7 @@ def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
 def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
     """The module that ``training_step`` calls; raise an error that shows how to write ``forward`` if there is none."""
     if name is not None:
-        submodule: nn.Module = pl_module.get_submodule(name)
-        return submodule
+        return pl_module.get_submodule(name)
     if type(pl_module).forward is pl.LightningModule.forward:
         unknown = f"{type(pl_module).__name__} has no forward(), so the model that its training_step trains is unknown"
         remedy = "Move what computes the outputs into def forward(self, x), and call self(x) once in training_step"

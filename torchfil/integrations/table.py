@@ -1,14 +1,9 @@
 """The table of a finished run, as a file."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
 
+from torchfil.engine import FILPrivacyEngine
 from torchfil.utils.text import write_csv
-
-if TYPE_CHECKING:
-    from torchfil.engine import FILPrivacyEngine
 
 __all__ = ["write_table"]
 

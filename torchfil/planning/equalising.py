@@ -436,8 +436,7 @@ def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
         given = f"train received clip weights, and its engine has {'none' if used is None else 'others'}; pass them on"
         same = used is not None and torch.equal(used.cpu(), weights.double().cpu())
         require(same, f"{given}: make_private(…, clip_weights=weights)")
-    leakage: Leakage = getattr(engine, "totals", engine)
-    return leakage
+    return getattr(engine, "totals", engine)
 
 
 # ------------------------------------------------------------------ whose clip weight falls, and how far

@@ -152,8 +152,7 @@ def with_progress(items: Iterable[Item], progress: bool, title: str, total: int 
         return items
     from tqdm.auto import tqdm
 
-    bar: Any = tqdm(items, desc=title, total=total)
-    return bar
+    return tqdm(items, desc=title, total=total)
 
 
 def most_alike(name: str, names: Sequence[str]) -> str | None:

@@ -38,8 +38,7 @@ def _figure_class() -> Any:
 
 def new_figure(width: float, height: float, layout: str) -> Figure:
     """An empty figure of width × height inches, outside pyplot's list."""
-    figure: Figure = _figure_class()(figsize=(width, height), layout=layout)
-    return figure
+    return _figure_class()(figsize=(width, height), layout=layout)
 
 
 def as_array(values: Any) -> np.ndarray:

@@ -418,7 +418,14 @@ def distribution(
     scores = as_vector(values, "values", infinite=True)
     members = list(groups) if groups is not None else ["all"] * len(scores)
     drawable = np.isfinite(scores) & ((scores > 0) | (not log))
-    _check_distribution(scores, members, drawable, threshold, log)
+    one_each = f"groups has {len(members)} entries for {len(scores)} values; it must have one each"
+    require(len(members) == len(scores), one_each)
+    place = "has no place on a logarithmic axis; pass log=False"
+    require(not log or bool((scores >= 0).all()), f"values holds {scores.min():g}, which {place}")
+    require(not log or threshold is None or threshold > 0, f"threshold={threshold} {place}")
+    zeros = int((scores == 0).sum())
+    require(bool(drawable.any()), f"no value can be drawn: {zeros} are zero (log=False draws them), others infinite")
+
     kinds: list[Any] = list(dict.fromkeys(members))
     with contextlib.suppress(TypeError):  # sorted if they can be compared
         kinds.sort()
@@ -448,18 +455,6 @@ def distribution(
     if title is not None:
         axis.set_title(title, loc="left")
     return figure
-
-
-def _check_distribution(
-    scores: np.ndarray, members: list[Any], drawable: np.ndarray, threshold: float | None, log: bool
-) -> None:
-    one_each = f"groups has {len(members)} entries for {len(scores)} values; it must have one each"
-    require(len(members) == len(scores), one_each)
-    place = "has no place on a logarithmic axis; pass log=False"
-    require(not log or bool((scores >= 0).all()), f"values holds {scores.min():g}, which {place}")
-    require(not log or threshold is None or threshold > 0, f"threshold={threshold} {place}")
-    zeros = int((scores == 0).sum())
-    require(bool(drawable.any()), f"no value can be drawn: {zeros} are zero (log=False draws them), others infinite")
 
 
 def _curve(

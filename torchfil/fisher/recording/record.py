@@ -177,9 +177,8 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
                 losses = losses_of(gradients.loss_fn, forward.outputs, targets)
             again = _learn_overwritten(forward)
             if not again:
-                to_all = torch.autograd.grad(
-                    losses.sum(), [*places, *ends, *leaves.values()], create_graph=differentiable, allow_unused=True
-                )
+                all_of_them = [*places, *ends, *leaves.values()]
+                to_all = torch.autograd.grad(losses.sum(), all_of_them, create_graph=differentiable, allow_unused=True)
                 # A gradient that still reaches a watched parameter comes from a use that was not seen.
                 to_leaves = to_all[len(places) + len(ends) :]
                 missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
@@ -397,9 +396,7 @@ def _is_whole(module: nn.Module, seen_whole: bool) -> bool:
 def _holders_of(model: nn.Module, names: Collection[str]) -> list[str]:
     """The modules that hold these parameters, under whatever name."""
     wanted = {id(value) for name, value in model.named_parameters() if name in names}
-    return [
-        name for name, m in model.named_modules() if any(id(value) in wanted for value in m.parameters(recurse=False))
-    ]
+    return [name for name, m in model.named_modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:

@@ -84,8 +84,7 @@ class Use:
             runs = tensor.ndim > self.dim and tensor.shape[self.dim] == rows
             return by_example(tensor, self.dim, batch) if runs else tensor
 
-        inputs: tuple[Any, Any] = map_tensors(regrouped, (self.args, self.kwargs))
-        return inputs
+        return map_tensors(regrouped, (self.args, self.kwargs))
 
 
 class Uses:

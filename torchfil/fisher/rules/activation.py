@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.rules.substitutes import Function, is_served, kernels_for, register_function, register_substitute
+from torchfil.fisher.rules.substitutes import FUNCTIONS, Function, is_served, kernels_for, register_substitute
 
 
 class _OnGPU(Function):
@@ -152,6 +152,5 @@ register_substitute(nn.Tanh, _tanh, device="cuda")
 register_substitute(  # written out there in eight operations
     "transformers.activations.NewGELUActivation", lambda module: partial(F.gelu, approximate="tanh")
 )
-for _device in ("cpu", "cuda"):
-    register_function(F.gelu, _gelu, device=_device)
-    register_function(F.silu, _silu, device=_device)
+for _functions in FUNCTIONS.values():
+    _functions |= {F.gelu: _gelu, F.silu: _silu}

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.models import REDUCED, autocast_as, autocast_inputs, product_precision, products_in
-from torchfil.fisher.rules.substitutes import Function, kernels_for, register_function, register_substitute
+from torchfil.fisher.rules.substitutes import FUNCTIONS, Function, kernels_for, register_substitute
 
 
 def attends_in_steps(module: nn.MultiheadAttention) -> bool:
@@ -188,7 +188,7 @@ def _dropped(value: Tensor, keep: Tensor | None, constants: _Constants) -> Tenso
 
 def _second(
     p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, constants: _Constants
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """dS, A and E, for d = γc_vᵀ; all [rows, T, T]."""
     kernels = kernels_for(p)
     if kernels is not None:
@@ -252,4 +252,4 @@ def _on_gpu(query: Any, *args: Any, **options: Any) -> Tensor | None:
 
 
 register_substitute(nn.MultiheadAttention, _substitute)
-register_function(F.scaled_dot_product_attention, _on_gpu, device="cuda")
+FUNCTIONS["cuda"][F.scaled_dot_product_attention] = _on_gpu

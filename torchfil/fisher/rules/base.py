@@ -93,10 +93,8 @@ class Call:
             return self
         with torch.enable_grad():
             args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
-        parameters, constants = map_tensors(wide, (self.parameters, self.constants))
-        return replace(
-            self, args=args, kwargs=kwargs, delta=delta, parameters=parameters, constants=constants, narrow=self
-        )
+        own, fixed = map_tensors(wide, (self.parameters, self.constants))
+        return replace(self, args=args, kwargs=kwargs, delta=delta, parameters=own, constants=fixed, narrow=self)
 
     def by_row(self) -> Call:
         """The call with the rows of all examples as its batch, if δ and inputs are [batch, k, …]."""

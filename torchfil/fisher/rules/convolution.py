@@ -82,11 +82,8 @@ class ConvolutionRule(OuterProductRule):
 
     def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
         """By the backward pass of the convolution itself."""
-        a, (stride, padding, dilation, groups) = _padded(call.module, call.input)
-        zeros, wanted = [0] * len(stride), [False, True, False]
-        return torch.ops.aten.convolution_backward(
-            delta, a, call.parameters["weight"], None, stride, padding, dilation, False, zeros, groups, wanted
-        )[1]
+        a, geometry = _padded(call.module, call.input)
+        return _pulled_back(1, delta, a, call.parameters["weight"], geometry)
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
@@ -215,11 +212,8 @@ class _Transposed(Function):
         if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
             columns = weight.flatten(1).mT @ delta.flatten(2)
             return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
-        zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
-        return torch.ops.aten.convolution_backward(
-            delta, placeholder, weight, None, stride, padding, dilation, False, zeros, groups, [True, False, False]
-        )[0]
+        return _pulled_back(0, delta, placeholder, weight, geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -230,6 +224,13 @@ class _Transposed(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
+
+
+def _pulled_back(to: int, delta: Tensor, a: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
+    """δ, taken back through a convolution: to its inputs (0) or its weights (1)."""
+    stride, padding, dilation, groups = geometry
+    zeros, wanted, back = [0] * len(stride), [to == k for k in range(3)], torch.ops.aten.convolution_backward
+    return back(delta, a, weight, None, stride, padding, dilation, False, zeros, groups, wanted)[to]
 
 
 def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:

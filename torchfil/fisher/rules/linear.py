@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil.fisher.models import probe_dtype, probe_inputs
+from torchfil.fisher.models import probe_inputs
 from torchfil.fisher.rules.base import Call, LinearInWeightsRule, OuterProductRule, UnsupportedCallError, register_rule
 from torchfil.fisher.rules.substitutes import batched_product, gram
 
@@ -23,13 +23,11 @@ class LinearRule(OuterProductRule):
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aUᵀ + b."""
-        factors = call.input, direction["weight"], direction.get("bias")
-        return F.linear(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
+        return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
 
     def input_grad(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
-        factors = delta, direction["weight"]
-        return torch.matmul(*(factors if probe_dtype.get() is None else probe_inputs(*factors)))
+        return torch.matmul(*probe_inputs(delta, direction["weight"]))
 
     def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
         """One product over examples and positions."""
@@ -97,10 +95,10 @@ class EmbeddingRule(LinearInWeightsRule):
     def products(self, call: Call, other: Call) -> Tensor:
         """As in :class:`LayerRule`: no table per example is formed."""
         own, others = self._layout(call), self._layout(other)
-        pairs = ((own, own), (others, others), (own, others))
-        return torch.stack(
-            [(batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs]
-        )
+        found = []
+        for (t, d), (s, e) in ((own, own), (others, others), (own, others)):
+            found.append((batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)))
+        return torch.stack(found)
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """The rows of U, 0 for the padding token, whose row gets no gradient."""

@@ -95,9 +95,8 @@ class _GroupPulled(Function):
         kernels = kernels_for(x)
         if kernels is not None:
             return kernels.group_pulled(gamma, x, mean, scale, weight, groups)
-        return torch.ops.aten.native_group_norm_backward(
-            gamma, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
-        )[0]
+        back = torch.ops.aten.native_group_norm_backward
+        return back(gamma, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False])[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -47,8 +47,7 @@ class GenericRule(LayerRule):
                 named = {name: x[None] if of_kwargs[name] == 0 else x for name, x in kwargs.items()}
                 weights = {f"module.{name}": value for name, value in (parameters | call.constants).items()}
                 result = functional_call(module, weights, single, named)
-                first: Tensor = result[0] if isinstance(result, tuple) else result
-                return first
+                return result[0] if isinstance(result, tuple) else result
 
             return vjp(output, call.parameters)[1](delta.unsqueeze(0))[0]
 
@@ -304,16 +303,8 @@ def _group_norm(
     return _operation(module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps))
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Operation | None:
-    if max_norm is not None or scale_grad_by_freq:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, **given: Any) -> Operation | None:
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
         return None
     module = _stand_in(nn.Embedding, *weight.shape, padding_idx)
     return _operation(module, input, weight, None, lambda w, b: F.embedding(input, w, padding_idx))

@@ -61,9 +61,8 @@ def run_recurrent(
     if getattr(module, "proj_size", 0):
         raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
     if packed is not None and dropout:
-        raise UnsupportedCallError(
-            f"a {kind} with dropout={dropout} of packed sequences draws across examples; use dropout=0 there"
-        )
+        what = f"a {kind} with dropout={dropout} of packed sequences draws across examples"
+        raise UnsupportedCallError(f"{what}; use dropout=0 there")
     x, lengths = (sequences, None) if packed is None else _unpacked(packed)
     time_first = packed is None and not module.batch_first
     x = x.transpose(0, 1) if time_first else x
@@ -333,9 +332,7 @@ def _swept_back(
     return delta, dh, dm
 
 
-def _swept_on(
-    slopes: Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _swept_on(slopes: Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
     """ȧ, [T, probes, batch, gates, H], ḣ_1 … ḣ_T and ṁ_0 … ṁ_T, for changes u of x and of the first state."""
     steps, count, batch, _, width = u.shape
     a = u.new_empty(u.shape)

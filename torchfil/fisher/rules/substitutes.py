@@ -39,7 +39,7 @@ class _Substitute(NamedTuple):
     device: str | None
 
 
-# Substitutes of functions by device, for :class:`torchfil.fisher.models.Replaced`.
+# Torch's functions that recorded passes compute otherwise, by device, for :class:`torchfil.fisher.models.Replaced`.
 FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {"cpu": {}, "cuda": {}}
 
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
@@ -144,11 +144,6 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
             delattr(module, method)
 
 
-def register_function(function: Any, substitute: Callable[..., Tensor | None], *, device: str = "cpu") -> None:
-    """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch."""
-    FUNCTIONS[device][function] = substitute
-
-
 def is_served(value: Any) -> bool:
     """Whether substitutes of functions apply: to a differentiated tensor on a CPU, in float32 or float64.
 
@@ -244,24 +239,19 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-def convolution_precision(tensor: Tensor) -> str:
-    """The precision that the user has set for convolutions of such tensors, for :func:`products_in`.
-
-    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
-    matrix products.
-    """
-    return "tf32" if tensor.is_cuda and convolutions_in_tf32() else product_precision()
-
-
 _of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution
 
 
 @contextlib.contextmanager
 def products_of_patches(like: Tensor) -> Iterator[None]:
-    """Inside, products have the precision set for convolutions of such tensors."""
+    """Inside, products have the precision that the user has set for convolutions of such tensors.
+
+    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
+    matrix products.
+    """
     token = _of_patches.set(True)
     try:
-        with products_in(convolution_precision(like)):
+        with products_in("tf32" if like.is_cuda and convolutions_in_tf32() else product_precision()):
             yield
     finally:
         _of_patches.reset(token)
@@ -336,4 +326,4 @@ def _product_of_alike(*operands: Any, **options: Any) -> Tensor | None:
 
 
 for _function in (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm):
-    register_function(_function, _product_of_alike)
+    FUNCTIONS["cpu"][_function] = _product_of_alike
