@@ -121,6 +121,8 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"private": Private(shared={0: SHARED}), "criterion": LOSS}, {}, "train_step"),
     ({"private": Private(shared={0: SHARED}), "rows_per_owner": 3}, {"physical": 1}, "auto"),
     ({"poisson_sampling": False}, {}, "auto"),
+    ({"accumulation_steps": 2, "rows_per_owner": 2}, {"every": 2}, "auto"),
+    ({"grad_sample_mode": "ghost", "clip": DEFAULT_CLIP, "loading": {"num_workers": 2}}, {}, "auto"),
     ({"private": Private(shared={0: SHARED}), "max_memory": 4096}, {}, "auto"),  # rows of a person, a few at a time
 ]
 

@@ -24,6 +24,8 @@ from tests.integrations.model_zoo.hugging_face import BERT_DROPS, BODY, built  #
 from torchfil.integrations.huggingface import STATE_FILE, FILTrainer  # noqa: E402
 
 LENGTH, WORDS, LR, C = 5, 12, 0.1, 0.8
+PEOPLE = [min(i, 23 - i) // 2 if i % 5 else 6 for i in range(24)]  # whose the texts are: of seven people
+PEOPLE = [sorted(set(PEOPLE), key=PEOPLE.index).index(each) for each in PEOPLE]  # numbered as they come
 
 
 def model(labels: int = 3, dropout: float = 0.0) -> Any:
@@ -89,16 +91,17 @@ def by_logits(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits, labels)
 
 
-def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
+def plain_loop(trainer: Any, **more: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     """The same steps by hand, on the batches and with the order of parameters (of the noise) that the trainer had."""
+    drawn = [list(dict.fromkeys(more["owner_of"][i] for i in rows)) if more else rows for rows in trainer.batches]
     network = model().train()
     names = {id(value): name for name, value in trainer.model.named_parameters()}
     ordered = [network.get_parameter(names[id(p)]) for group in trainer.optimizer.param_groups for p in group["params"]]
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(ordered, lr=LR)
     loader: Any = DataLoader(examples(), batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
-    given = {"max_grad_norm": C, "criterion": by_logits, **privacy()}
+    given = {"max_grad_norm": C, "criterion": by_logits, **privacy(**more)}
     wrapped, optimizer, loader = engine.make_private(network, optimizer, loader, **given)
-    with replaying(trainer.batches):
+    with replaying(drawn):
         for batch in chain(loader, loader):
             optimizer.zero_grad()
             by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
@@ -115,6 +118,16 @@ def test_the_ledger_is_that_of_the_plain_loop(workers: int, criterion: Any, tmp_
     assert_same_run(trainer.engine, trainer.model, *plain_loop(trainer))
     assert len((tmp_path / "leakage.csv").read_text().splitlines()) == 1 + 24
     assert not any(part._forward_hooks or part._backward_hooks for part in trainer.model.modules())
+
+
+@pytest.mark.parametrize("owner_of", [PEOPLE, "patient"])
+def test_people_with_several_texts(owner_of: Any, tmp_path: Path) -> None:
+    """The model's own loss; a column that the model does not take."""
+    texts = [{**each, "patient": owner} for each, owner in zip(examples(), PEOPLE, strict=True)]
+    given = {"train_dataset": texts, "privacy": privacy(owner_of=owner_of)}
+    trainer = trained(tmp_path, given=given, dataloader_num_workers=1)
+    assert_same_run(trainer.engine, trainer.model, *plain_loop(trainer, owner_of=PEOPLE))
+    assert trainer.engine.ledger.num_examples == 7
 
 
 def test_empty_batches_release_noise_and_are_accounted_for(tmp_path: Path) -> None:

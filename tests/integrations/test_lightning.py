@@ -19,6 +19,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 from torchfil.integrations.lightning import FILCallback  # noqa: E402
 
 LR = 0.3
+PEOPLE = [f"patient {i * i % 23}" for i in range(40)]
 
 
 class Classifier(pl.LightningModule):
@@ -74,6 +75,14 @@ class ByName(TensorDataset):
     __getitems__ = None
 
 
+class WithPatients(TensorDataset):
+    def __getitem__(self, index: Any) -> tuple[torch.Tensor, str, torch.Tensor]:
+        x, y = super().__getitem__(index)
+        return x, PEOPLE[index], y
+
+    __getitems__ = None
+
+
 def module(kind: type = Classifier) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -98,20 +107,21 @@ def trainer(callback: Any, folder: Path, **more: Any) -> Any:
 
 
 def fit(
-    folder: Path, kind: type = Classifier, data: Any = None, validated: bool = False, inner: Any = None, **more: Any
-) -> tuple[Any, Any]:
+    folder: Path, kind: type = Classifier, data: Any = None, validated: bool = False, inner: Any = None,
+    private: Any = None, **more: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     """The callback and the module after a fit."""
-    callback, fitted = FILCallback(module=inner, **options()), module(kind)
+    callback, fitted = FILCallback(module=inner, **options(**private or {})), module(kind)
     trainer(callback, folder, **more).fit(fitted, loader(**(data or {})), loader(batch_size=10) if validated else None)
     return callback, fitted
 
 
-def plain_loop(kind: type = TensorDataset, *, workers: int = 0) -> tuple[FILPrivacyEngine, Any]:
+def plain_loop(kind: type = TensorDataset, *, workers: int = 0, **more: Any) -> tuple[FILPrivacyEngine, Any]:
     network, engine, batches = module().network, FILPrivacyEngine(), loader(kind, num_workers=workers)
     optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     torch.empty((), dtype=torch.int64).random_(generator=batches.generator)  # Lightning opens the plain loader once
-    model, optimizer, private = engine.make_private(network, optimizer, batches, **options())
+    model, optimizer, private = engine.make_private(network, optimizer, batches, **options(**more))
     for _ in range(2):
         for batch in private:
             x, y = batch.values() if isinstance(batch, dict) else batch
@@ -131,6 +141,8 @@ FITS: dict[str, dict[str, Any]] = {
     "a module of the module": {"kind": CallsASubmodule, "inner": "network", "data": {"kind": ByName}},
 }
 FITS["a module of the module"]["truth"] = {"kind": ByName}
+FITS["people"] = {"private": {"owner_of": PEOPLE}, "truth": {"owner_of": PEOPLE}}
+FITS["people in a column"] = {**FITS["people"], "private": {"owner_of": 1}, "data": {"kind": WithPatients}}
 
 
 @pytest.mark.parametrize("name", FITS)

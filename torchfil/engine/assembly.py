@@ -71,13 +71,14 @@ class DatasetPasses:
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
         """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""
         options, limit = self.run.options, float(optimizer.max_grad_norm)
-        parts: dict[Hashable, list[Tensor]] = {}
-        for _, gradients in self._batches(rows):
+        parts, place = dict[Hashable, list[Tensor]](), dict[int, int]()
+        for found, gradients in self._batches(list(dict.fromkeys(rows))):  # owners come in another order
+            place |= {row: len(place) + k for k, row in enumerate(found)}
             mechanism = options.mechanism(float(optimizer.noise_multiplier), limit) if private else None
             slopes = susceptibility(gradients, mechanism, max_memory=options.max_memory).gradient
             for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
-        return {key: _joined(pieces) for key, pieces in parts.items()}
+        return {key: _joined(pieces)[[place[row] for row in rows]] for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
         """These examples with their private coordinates."""

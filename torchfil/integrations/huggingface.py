@@ -132,6 +132,11 @@ class FILTrainer(Trainer):
         collate = partial(_as_dict, plain.collate_fn)
         loader: DataLoader[Any] = DataLoader(plain.dataset, batch_sampler=batches, collate_fn=collate, **workers)
 
+        owner_of, rows = self.privacy.get("owner_of"), self.train_dataset
+        if isinstance(owner_of, str) and hasattr(rows, "__len__"):  # a column that the trainer takes out
+            columns = getattr(rows, "column_names", None) or ()
+            self.privacy["owner_of"] = list(rows[owner_of]) if owner_of in columns else [row[owner_of] for row in rows]
+
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
         parts = shared_by(self.args.world_size, self.model), self.create_optimizer(), loader

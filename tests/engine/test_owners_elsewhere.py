@@ -1,0 +1,175 @@
+"""People with several rows meet the rest: estimators, checkpoints, averages, samplers, readings, run files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from tests.cases import DEVICE, relative_error
+from tests.engine.brute_force import Run, make, train
+from tests.engine.loops import data, network
+from tests.engine.test_owners import OWNERS, QUESTIONS, SHARED, visits
+from torchfil import FILPrivacyEngine, Private
+from torchfil.accounting.norms import NormHistory
+from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.gate import gate
+from torchfil.report import load, write_report
+
+NAMES = [f"p{owner}" for owner in OWNERS.tolist()]
+OTHERS = [NAMES[0], NAMES[0], *NAMES[2:]]  # the second row is that of somebody else
+
+
+def made(dataset: Any = None, **options: Any) -> Run:
+    dataset = visits() if dataset is None else dataset
+    given = {"owner_of": NAMES, "noise_multiplier": 0.9, "criterion": nn.CrossEntropyLoss(), **options}
+    return make(network(), dataset, batch_size=7, **given)
+
+
+ESTIMATORS: list[dict[str, Any]] = [
+    {"estimator": "weight-probes", "num_probes": 2, "extra_probes": 2},
+    {"estimator": "input-probes", "num_probes": 4},
+    {"estimator": "coordinates", "num_probes": 4},
+    {"estimator": "weight-probes", "fil_rate": 0.5, "track": ("sketch", "plis")},
+    {"estimator": "weight-probes", "rel_error": 0.1, "rows_per_owner": 2},
+    {"estimator": "weight-probes", "private": Private(shared={0: SHARED}), "clipping": "per_layer"},
+]
+
+
+@pytest.mark.parametrize("options", ESTIMATORS)
+def test_estimates_are_those_of_the_exact_trace(options: dict[str, Any]) -> None:
+    layers = {"max_grad_norm": [0.3] * 4} if "clipping" in options else {}
+    steps = 40 if "fil_rate" in options else 12
+    found, exact = (
+        train(made(**{**options, **layers, **more}), steps=steps).engine.totals.get_trace()
+        for more in ({}, {"estimator": "exact", "track": (), "extra_probes": 0, "fil_rate": 1.0, "rel_error": None})
+    )
+    error = found.value.sum() - exact.value.sum()
+    assert abs(float(error)) < 3 * float(found.standard_error.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("rows_per_owner", [None, 2])
+def test_a_resumed_run_is_the_uninterrupted_one(rows_per_owner: int | None, tmp_path: Path) -> None:
+    """With the numbers of coordinates of all rows that a person has brought; other owners are refused."""
+    options = {"rows_per_owner": rows_per_owner, "track": ("diagonal",), "norm_refresh": 2}
+    first, second = made(**options), made(**options)
+    train(first, steps=4)
+    first.engine.save_checkpoint(path=tmp_path / "run", module=first.module, optimizer=first.optimizer)
+    state = torch.get_rng_state()
+    train(first, steps=8)
+    second.engine.load_checkpoint(path=tmp_path / "run", module=second.module, optimizer=second.optimizer)
+    torch.set_rng_state(state)
+    train(second, steps=4)
+    sums = second.engine.ledger.sums
+    for name, value in first.engine.ledger.sums.items():
+        assert torch.equal(value, sums[name]), name
+    for different in ({"owner_of": OTHERS}, {"rows_per_owner": 3}, {"row_reduction": "sum"}):
+        other = made(**{**options, **different})
+        with pytest.raises(ValueError, match="rows=.*instead of.*Nothing was loaded"):
+            other.engine.load_state_dict(first.engine.state_dict())
+        with pytest.raises(ValueError, match="must share"):
+            FILPrivacyEngine.merge([first.engine, train(other, steps=8).engine])
+
+
+def test_readings_at_the_current_weights_are_by_person() -> None:
+    """Norms of everybody, and PLIS in the order of the ids, whatever the order of the passes."""
+    run = train(made(max_grad_norm=3.0), steps=3)
+    ratios = torch.zeros(6).double()
+    with mock.patch.object(NormHistory, "set_ratios", lambda _, rows, ratio: ratios.index_copy_(0, rows, ratio.cpu())):
+        run.engine.refresh_norms()
+    names, (x, y), clip = list(dict.fromkeys(NAMES)), visits().tensors, get_clip(DEFAULT_CLIP)
+    plis, twice = run.engine.plis(), run.engine.plis([names[1], names[4], names[1]])
+    for place, name in enumerate(names):
+        rows = [row for row, own in enumerate(NAMES) if own == name]
+
+        def clipped(x: Tensor, rows: list[int] = rows) -> Tensor:
+            loss = F.cross_entropy(run.module(x), y[rows].to(DEVICE))
+            parts = torch.autograd.grad(loss, [*run.module.parameters()], create_graph=True)
+            norm = torch.cat([part.flatten() for part in parts]).norm()
+            return norm / clip.c(norm / clip.threshold(3.0))
+
+        at = x[rows].to(DEVICE).requires_grad_()
+        assert float(ratios[place]) == pytest.approx(float(clipped(at)) / 3, rel=1e-5)
+        slopes = torch.autograd.grad((clipped(at) / run.noise_std).square(), at)[0]
+        assert relative_error(plis[place, : len(rows)], slopes) < 1e-5
+        assert plis[place, len(rows) :].isnan().all()
+    torch.testing.assert_close(twice[:, :6], plis[[1, 4, 1]], equal_nan=True)
+
+
+def test_samplers_that_choose_rows_are_refused() -> None:
+    chosen: list[dict[str, Any]] = [
+        {"sampler": SubsetRandomSampler(range(9)), "batch_size": 4},
+        {"batch_sampler": [[0, 1], [2]]},
+    ]
+    for how in chosen:
+        module = network()
+        optimizer, loader = torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(visits(), **how)
+        given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False, "owner_of": NAMES}
+        with pytest.raises(ValueError, match="chooses rows, and owners are drawn"):
+            FILPrivacyEngine().make_private(module, optimizer, loader, **given)
+
+
+class Augmented(TensorDataset):
+    """Rows that are moved at random whenever they are read."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(row)
+        return x + 0.1 * torch.randn_like(x), y
+
+    __getitems__ = None
+
+
+def test_rows_that_change_whenever_they_are_read() -> None:
+    run = train(made(Augmented(*visits().tensors)), steps=3)
+    assert run.engine.get_fil().value.max() > 0
+    with pytest.raises(ValueError, match="other values each time"):
+        made(Augmented(*visits().tensors), track=("diagonal",))
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_a_person_with_many_rows_among_people_with_one(way: str) -> None:
+    """Who is drawn alone, or with others, or when nobody else is, adds what brute force adds."""
+    owners = torch.cat([torch.zeros(300).long(), torch.arange(12)])
+    run = train(made(data(312), owner_of=owners, sample_rate=0.15), steps=12, way=way)
+    assert any(not step[0].ids for step in run.passes)
+    clip, limit, whole = get_clip(DEFAULT_CLIP), run.options["max_grad_norm"], (owners == 0).nonzero().flatten()
+    for (begun,), released in zip(run.passes, run.released, strict=True):
+        total, model = torch.zeros_like(released), copy.deepcopy(run.plain)
+        model.load_state_dict(begun.weights)
+        drawn = owners[begun.ids]
+        for owner in drawn.unique():
+            own = drawn == owner
+            assert int(own.sum()) == (len(whole) if owner == 0 else 1)
+            loss = F.cross_entropy(model(begun.x[own]), begun.y[own])
+            g = torch.cat([part.flatten() for part in torch.autograd.grad(loss, [*model.parameters()])])
+            total += g / clip.c(g.norm() / clip.threshold(limit))
+        assert float((released - total).norm()) < 1e-6 * max(1.0, float(total.norm()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"track": ("diagonal",)},
+        {"rows_per_owner": 2},
+        {"private": Private(shared={0: SHARED}), "track": ("diagonal",)},
+    ],
+)
+def test_a_saved_run_of_people(options: dict[str, Any], tmp_path: Path) -> None:
+    run = train(made(questions=QUESTIONS, clip_weights={"p4": 0.5}, **options), steps=4)
+    engine = run.engine
+    groups = {"kind": {name: "even" if int(name[1:]) % 2 == 0 else "odd" for name in NAMES}}
+    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, groups=groups))
+    assert saved.ids.tolist() == list(dict.fromkeys(NAMES))
+    assert relative_error(torch.as_tensor(saved.columns["fil"]), engine.get_fil().value) < 1e-6
+    assert saved.columns["clip_weight"].tolist() == [0.5 if name == "p4" else 1.0 for name in saved.ids]
+    assert (saved.baselines is None) == ("rows_per_owner" in options)  # rows that nobody has brought yet have no d
+    write_report(saved, tmp_path)
+    assert gate.check(saved, gate.default_policy(saved))
