@@ -20,6 +20,7 @@ SMALL: dict[str, dict[str, object]] = {
     "images-plis": {"STEPS": 20},
     "linear-models": {"SIGMA_GRID": 3, "RELEASES": 200},
     "text-lora": {"EPOCHS": 1, "PUBLIC_STEPS": 20},
+    "visits": {"EPOCHS": 1, "PATIENTS": 30},
 }
 
 
