@@ -174,3 +174,23 @@ def test_a_saved_run_of_people(options: dict[str, Any], tmp_path: Path) -> None:
     assert (saved.baselines is None) == ("rows_per_owner" in options)  # rows that nobody has brought yet have no d
     write_report(saved, tmp_path / "page")
     assert gate.check(saved, gate.default_policy(saved))
+
+
+def test_attributes_are_named_by_row(tmp_path: Path) -> None:
+    """Those that a person's rows share have one name, and their errors are those of the ledger."""
+    run = train(
+        made(track=("diagonal",), private=Private(shared={0: SHARED}), unit_names=("patient", "visit")), steps=4
+    )
+    named: dict[str, Any] = {
+        "attribute_names": list("abcde"),
+        "attribute_scales": {"b": ("mg", 2.0), "d": ("years", 3.0)},
+    }
+    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, **named))
+    assert saved.attributes is not None
+    names = [f"{name}, visit {visit}" for visit in range(1, 7) for name in "bce"] + ["a", "d"]
+    assert list(saved.attributes.names) == names
+    scales = torch.tensor([2.0, 1.0, 1.0] * 6 + [1.0, 3.0])
+    fil = run.engine.get_attribute_fil().value
+    assert relative_error(1 / torch.tensor(saved.attributes.error), fil / scales) < 1e-6
+    with pytest.raises(ValueError, match="5 private coordinates of a row"):
+        run.engine.save_run(tmp_path / "other.parquet", delta=1e-5, attribute_names=["a"])

@@ -443,6 +443,10 @@ class FILPrivacyEngine(PrivacyEngine):
         logger.log(*log_line(training.optimizer.noise))
         if training.optimizer.noise_multiplier == 0:
             warnings.warn("noise_multiplier=0: the run has no privacy; ε and every FIL are infinite", stacklevel=3)
+        owners = training.run.owners
+        if owners is not None and training.run.row_ids is None and len(owners) < len(owners.of_row):
+            several = f"unit='row': ε and readings are about single rows, and a person has up to {owners.counts.max()}"
+            warnings.warn(f"{several}. Read by='owner' for what this means for a person, or drop unit=.", stacklevel=3)
         if training.run.options.default_noise:
             logger.warning("noise_multiplier was not given; the run uses the default, 1.0")
         if poisson_sampling:

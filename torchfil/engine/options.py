@@ -24,7 +24,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
-from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of
+from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of, tracked
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import is_in_training
@@ -532,6 +532,9 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
         "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
         "rows_per_owner": "an owner's other rows are not known; leave rows out in the stream itself",
     }
+    by_coordinate = [quantity.name for quantity in tracked(tuple(accounting.track)) if quantity.by_coordinate]
+    rows = f"track={tuple(by_coordinate)} sums by coordinate, and a stream does not number the rows of an owner"
+    require(not (by_coordinate and accounting.by_owner), f"{rows}. Track the trace only.")
     for option, reason in unknown.items():
         given = getattr(accounting, option)
         require(given is None, f"{option}={given!r} cannot be used with a stream: {reason}")

@@ -140,6 +140,11 @@ class _RowsSlot:
     padded = property(lambda self: not self.shared)
 
     @property
+    def columns(self) -> Sequence[int]:
+        """Which numbers of the flattened tensor of a row are private here."""
+        return range(self.row.size) if self.row.index is None else self.row.index.tolist()
+
+    @property
     def size(self) -> int:
         return self.row.size * (1 if self.shared else self.laid_out)
 

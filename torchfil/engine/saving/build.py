@@ -82,7 +82,7 @@ def build_saved_run(
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
-    table = tracked_table(leakage, named, with_texts=texts is not None)
+    table = tracked_table(leakage, named_by_row(training, **named), with_texts=texts is not None)
     compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
     records = [each.record(ids.all()) for each in compared]
     labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
@@ -463,6 +463,42 @@ def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
     """Which coordinate has this name."""
     require(name in coordinates, f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
     return coordinates.index(name)
+
+
+def named_by_row(training: PrivateTraining, **named: Any) -> dict[str, Any]:
+    """Options of :func:`attribute_table` for all rows of an owner ("dose, visit 3"), from those for one row."""
+    run, names = training.run, named.get("attribute_names")
+    if names is None or run.max_rows is None or not run.options.accounting.by_owner:
+        return named
+    slots: Any = training.passes.examples([0]).layout.slots
+    keys = list(dict.fromkeys(slot.key for slot in slots))
+    of_row = sorted((keys.index(slot.key), j) for slot in slots for j in slot.columns)
+    counts = f"attribute_names has {len(names)} entries for {len(of_row)} private coordinates of a row"
+    require(len(names) == len(of_row), f"{counts}; give one each")
+    coordinates = [
+        (of_row.index((keys.index(slot.key), j)), row)
+        for slot in slots
+        for row in ([None] if slot.shared else range(slot.laid_out))
+        for j in slot.columns
+    ]
+
+    def of(name: str, row: int | None) -> str:
+        return name if row is None else f"{name}, {run.options.accounting.unit_names[1]} {row + 1}"
+
+    rows: dict[str, list[int | None]] = {}
+    for place, row in coordinates:
+        rows.setdefault(names[place], []).append(row)
+    units, scales, groups = (named.get(f"attribute_{what}") or {} for what in ("units", "scales", "groups"))
+    return {
+        "attribute_names": [of(names[place], row) for place, row in coordinates],
+        "attribute_units": [units[place] for place, _ in coordinates] if units else None,
+        "attribute_scales": {of(name, row): scales[name] for name in scales for row in rows.get(name, [None])},
+        "attribute_groups": {
+            of(group, row): [of(level, row) for level in levels]
+            for group, levels in groups.items()
+            for row in rows.get(levels[0], [None])
+        },
+    }
 
 
 def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool) -> AttributeTable | None:
