@@ -575,9 +575,9 @@ def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, mos
     """
     dataset = OwnerRows(loader.dataset, owners, most)
     inner: Any = getattr(loader.batch_sampler, "sampler", None)
-    name, usual = type(inner or loader.batch_sampler).__name__, (data.SequentialSampler, data.RandomSampler)
-    known = isinstance(inner, (*usual, data.DistributedSampler))
-    require(known, f"{name} chooses rows, and owners are drawn; use shuffle=, a DistributedSampler or a Subset")
+    known = isinstance(inner, data.SequentialSampler | data.RandomSampler | data.DistributedSampler)
+    refused = f"{type(inner or loader.batch_sampler).__name__} chooses rows, and owners are drawn"
+    require(known, f"{refused}; use shuffle=, a DistributedSampler or a Subset")
     sampler = _DistributedOwners(dataset, inner) if isinstance(inner, data.DistributedSampler) else None
     collate_fn: Any = loader.collate_fn
     if isinstance(owner_of, str | int):

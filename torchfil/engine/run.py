@@ -122,9 +122,8 @@ class Run:
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
         self.test_matrix: Tensor | None = None
-        if owners is not None:  # those that were seen so far, without shared ones
-            self._coordinates_of_rows = torch.zeros(len(owners.of_row), dtype=torch.long, device=device)
-            self._coordinates_of_owners = torch.zeros(len(owners), dtype=torch.long, device=device)
+        num_rows = 0 if owners is None else len(owners.of_row)
+        self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)  # seen so far, not shared
         self.pace = options.accounting.pace()
         self.paused = False
         self.persons: Persons | None = None
@@ -148,6 +147,8 @@ class Run:
             return
         self.ranks.meet()
         self.history.enter()
+        if self.owners is not None:
+            self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(self.device)
         mine = self.ledger, self.test_matrix
         self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
 
@@ -257,10 +258,10 @@ class Run:
             return examples.own_coordinates
         by_row, shared = examples.coordinates_by_row
         own, numbers = part.own.to(self.device), torch.tensor(call.ids)[part.rows].to(self.device)
-        owners, known = self.owners.of_row.to(self.device)[numbers], self._coordinates_of_rows[numbers]
-        self._coordinates_of_owners.index_add_(0, owners, by_row[own] - known)
         self._coordinates_of_rows[numbers] = by_row[own]
-        return self._coordinates_of_owners[torch.tensor(part.owners).to(self.device)] + shared
+        of_row, empty = self.owners.of_row.to(self.device), self._coordinates_of_rows.new_zeros(len(self.owners))
+        of_owners = empty.index_add(0, of_row, self._coordinates_of_rows)
+        return of_owners[torch.tensor(part.owners).to(self.device)] + shared
 
     @property
     def rows_in_words(self) -> str:
@@ -484,11 +485,9 @@ class Run:
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "ranks": None if self._whole is None else dict(self._whole.parts),
+            "coordinates_of_rows": self._coordinates_of_rows.clone(),
             "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
-        if self.owners is not None:
-            rows = self._coordinates_of_rows
-            state["coordinates_of_rows"] = rows.clone() if self.ranks is None else self.ranks.maximum(rows)
         return {**state, "keys": self.ids.all()} if self._grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -504,10 +503,7 @@ class Run:
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
-        if self.owners is not None:
-            self._coordinates_of_rows = state["coordinates_of_rows"].to(self.device)
-            empty, of_row = torch.zeros_like(self._coordinates_of_owners), self.owners.of_row.to(self.device)
-            self._coordinates_of_owners = empty.index_add(0, of_row, self._coordinates_of_rows)
+        self._coordinates_of_rows = state["coordinates_of_rows"].clone().to(self.device)
         self.generator.set_state(state["generator"].cpu())
         if self.ranks is not None:
             take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)

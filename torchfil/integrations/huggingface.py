@@ -134,8 +134,8 @@ class FILTrainer(Trainer):
 
         owner_of, rows = self.privacy.get("owner_of"), self.train_dataset
         if isinstance(owner_of, str) and hasattr(rows, "__len__"):  # a column that the trainer takes out
-            columns = getattr(rows, "column_names", None) or ()
-            self.privacy["owner_of"] = list(rows[owner_of]) if owner_of in columns else [row[owner_of] for row in rows]
+            found = rows[owner_of] if hasattr(rows, "column_names") else (row[owner_of] for row in rows)
+            self.privacy["owner_of"] = list(found)
 
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
