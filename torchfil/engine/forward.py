@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torchfil.engine.loader import BatchTracker, is_target_name, make_current, plain
 from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.rows import OwnedRows
 from torchfil.fisher import models
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
@@ -79,7 +78,6 @@ class ForwardPass:
             has reached it.
         loss_grads: For the place of a loss that is made from the rest, ∂loss/∂output by these outputs' places.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
-        parts: Its rows by owner, if the examples are owners; None: not known yet.
     """
 
     ids: list[int] | None
@@ -95,7 +93,6 @@ class ForwardPass:
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     whole: tuple[dict[str, Any], Any] | None = None
-    parts: list[OwnedRows] | None = None
 
     @property
     def num_rows(self) -> int:

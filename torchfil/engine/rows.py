@@ -148,14 +148,19 @@ class OwnedRows:
     numbers: Tensor
 
     @cached_property
-    def own(self) -> Tensor:
-        """True at rows, False at padding, [batch, K]."""
-        return self.numbers >= 0
+    def places(self) -> Tensor:
+        """Which of batch · K places have a row, in order; on the CPU, because a GPU would wait for their number."""
+        return (self.numbers >= 0).flatten().nonzero()[:, 0]
 
     @cached_property
     def rows(self) -> Tensor:
         """The places of these rows in the batch, owner by owner."""
-        return self.index[self.own]
+        return self.index.flatten()[self.places]
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How many rows each owner has here, [batch]."""
+        return (self.numbers >= 0).sum(dim=1)
 
     def grouped(self, tree: Any) -> Any:
         """The owners' rows, [batch, K, …], from tensors by row, [rows, …]."""
@@ -163,13 +168,20 @@ class OwnedRows:
 
     def by_row(self, leaf: Tensor, reduction: str) -> Tensor:
         """∂ℓ_r of each row, in the order of :attr:`rows`, from ∂ℓ_o of the owners, [batch, K, …]."""
-        own = self.own.to(leaf.device)
-        size = own.sum(dim=1).repeat_interleave(own.sum(dim=1)) if reduction == "mean" else own.new_ones(())
-        return leaf[own] * size.to(leaf).reshape(-1, *(1,) * (leaf.ndim - 2))
+        by_row = leaf.flatten(0, 1)[self.places.to(leaf.device, non_blocking=True)]
+        if reduction == "sum":
+            return by_row
+        sizes = self.counts.repeat_interleave(self.counts).to(by_row, non_blocking=True)
+        return by_row * sizes.reshape(-1, *(1,) * (by_row.ndim - 1))
+
+    def in_order(self, outputs: Any) -> Any:
+        """Outputs of the owners, [batch, K, …], in the order of the batch's rows."""
+        places = self.places[self.rows.argsort()]
+        return map_tensors(lambda leaf: leaf.flatten(0, 1)[places.to(leaf.device, non_blocking=True)], outputs)
 
     def over_rows(self, losses: Tensor, reduction: str) -> Tensor:
         """ℓ_o of the owners, [batch], from ℓ_r of all rows of the batch."""
-        own = self.own.to(losses.device)
+        own = (self.numbers >= 0).to(losses.device, non_blocking=True)
         total = torch.where(own, self.grouped(losses), 0.0).sum(dim=1)
         return total / own.sum(dim=1) if reduction == "mean" else total
 

@@ -133,6 +133,7 @@ class Run:
             self.persons = Persons(owners, options.accounting.asked, lambda: self.leakage, how, self.clip_weights)
 
         # the current step
+        self._grouped: tuple[Any, list[OwnedRows]] = (None, [])  # the last batch's ids, and its rows by owner
         self._releases = releases
         self.clear_batch()
         if self._knows_batches:
@@ -236,12 +237,12 @@ class Run:
 
     def by_owner(self, call: ForwardPass) -> list[OwnedRows]:
         """The rows of a call by owner, in parts in which owners have about as many."""
-        if call.parts is None:
+        if call.ids is not self._grouped[0]:
             most = self.options.accounting.rows_per_owner
             largest = None if self.owners is None else int(self.owners.counts.max())
             largest = min(filter(None, (largest, most)), default=None)
-            call.parts = rows_by_owner(call.ids or (), self.owners, largest)
-        return call.parts
+            self._grouped = call.ids, rows_by_owner(call.ids or (), self.owners, largest)
+        return self._grouped[1]
 
     def loss_of_examples(self, loss: IdentifiedLoss) -> IdentifiedLoss | OverRows:
         """The loss of an example; of its rows together, if it is an owner."""
@@ -257,8 +258,8 @@ class Run:
         if part is None or self.owners is None or accounting.rows_per_owner is None:
             return examples.own_coordinates
         by_row, shared = examples.coordinates_by_row
-        own, numbers = part.own.to(self.device), torch.tensor(call.ids)[part.rows].to(self.device)
-        self._coordinates_of_rows[numbers] = by_row[own]
+        numbers, places = (each.to(self.device) for each in (torch.tensor(call.ids)[part.rows], part.places))
+        self._coordinates_of_rows[numbers] = by_row.flatten()[places]
         of_row, empty = self.owners.of_row.to(self.device), self._coordinates_of_rows.new_zeros(len(self.owners))
         of_owners = empty.index_add(0, of_row, self._coordinates_of_rows)
         return of_owners[torch.tensor(part.owners).to(self.device)] + shared

@@ -345,7 +345,7 @@ class Step:
         )
         recorded = self.executor.begin_live(gradients)
         if recorded is not None:
-            return examples, recorded, _by_row(recorded.outputs, part)
+            return examples, recorded, recorded.outputs if part is None else part.in_order(recorded.outputs)
         if self.replica.device.type != "cuda":
             return None
 
@@ -358,7 +358,9 @@ class Step:
         masked = replace(examples, masks=masks, clip_weights=weights)
         of_copy = self.replica.gradients(masked, own_loss)
         begun = self.executor.begin_graph(self._in_precision(of_copy, gradients.autocast))
-        return None if begun is None else (examples, begun, _by_row(begun.outputs, part))
+        if begun is None:
+            return None
+        return examples, begun, begun.outputs if part is None else part.in_order(begun.outputs)
 
     # ------------------------------------------------------------------ a call instead of the loop's
 
@@ -460,19 +462,6 @@ def private_without_labels(private: Private | None, args: tuple[Any, ...], kwarg
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     others = [key for key in floating if key not in labels]
     return Private(inputs=others) if others and others != floating else None
-
-
-def _by_row(outputs: Any, part: OwnedRows | None) -> Any:
-    """A pass's outputs in the order of the batch's rows."""
-    if part is None:
-        return outputs
-
-    def in_order(leaf: Tensor) -> Tensor:
-        rows = leaf.new_empty(len(part.rows), *leaf.shape[2:])
-        rows[part.rows.to(leaf.device)] = leaf.detach()[part.own.to(leaf.device)]
-        return rows
-
-    return map_tensors(in_order, outputs)
 
 
 def _own_coordinates(pieces: Sequence[_Piece], run: Run) -> Tensor | int:
