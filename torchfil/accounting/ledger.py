@@ -139,11 +139,9 @@ class Ledger:
 
     def __repr__(self) -> str:
         """What it holds, and its memory."""
-        kept = ", ".join(("trace", *self.track, *self.questions))
-        return (
-            f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
-            f"{self.bytes_per_example:,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
-        )
+        kept, size = ", ".join(("trace", *self.track, *self.questions)), f"{self.bytes_per_example:,} bytes per example"
+        content = f"{kept} of {self.num_examples:,} examples after {self.steps:,} steps"
+        return f"Ledger({content}, {size}, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
 
     @property
     def sums(self) -> RowTable:

@@ -250,11 +250,9 @@ def _examined(
     examples = replica.lay_out(forward.args, forward.kwargs, targets, private)
     replica.follow()  # the live model's pass may have changed attributes
     masks = replica.masks_by_example(forward.masks, forward.args, forward.kwargs)
-    gradients = replace(
-        replica.gradients(replace(examples, masks=masks), loss),
-        autocast=forward.autocast,
-        probe_precision=execution.probe_precision_on(replica.device),
-    )
+    gradients = replica.gradients(replace(examples, masks=masks), loss)
+    precision = execution.probe_precision_on(replica.device)
+    gradients = replace(gradients, autocast=forward.autocast, probe_precision=precision)
     executor = Executor(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs)
     plan = executor.plan(gradients)
     mechanism = options.mechanism(_NOISE, _THRESHOLD)

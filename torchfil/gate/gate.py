@@ -128,7 +128,5 @@ def large_delta(delta: float | None, examples: int) -> str:
     """
     if delta is None or delta * examples < 1:
         return ""
-    return (
-        f"δ = {delta:g} is not below 1/{examples}: publishing one record at random would keep to it, so ε says little. "
-        "Save the run with a smaller δ"
-    )
+    little = "publishing one record at random would keep to it, so ε says little. Save the run with a smaller δ"
+    return f"δ = {delta:g} is not below 1/{examples}: {little}"

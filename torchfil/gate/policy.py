@@ -111,10 +111,8 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     defaults = msgspec.structs.asdict(Policy())
     limits = [name for name in defaults if name.startswith(("min_", "max_")) and defaults[name] in (None, {})]
     if all(getattr(policy, name) in (None, {}) for name in limits):
-        raise PolicyError(
-            f"{where}: the policy limits nothing, so that every run would pass; set at least one of "
-            f"{', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
-        )
+        remedy = f"set at least one of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
+        raise PolicyError(f"{where}: the policy limits nothing, so that every run would pass; {remedy}")
     return policy
 
 

@@ -30,7 +30,6 @@ from torchfil.run.unit import Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
 
 _TRACKED, _ASKED = "make_private(track=('diagonal',))", "make_private(…, questions={…}) keeps them"
-_AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,16 +307,11 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
             return [asked.unknown(f"the spread of “{name}” is not known", how)]
 
     least, wrong = np.full(blind.shape[1], math.inf), np.zeros(len(asked.run), dtype=bool)
-    codes = baselines.public_classes(asked.run) if len(blind) > 1 else np.zeros(len(asked.run), dtype=np.int64)
-    for start in range(0, len(asked.run), _AT_ONCE):
-        known = np.flatnonzero(asked.told[start : start + _AT_ONCE])
-        errors = np.asarray(attributes.error_low[start : start + _AT_ONCE], dtype=np.float64)[known]
-        shares = baselines.ratio_to_blind_guess(errors, blind[codes[known + start]])  # [rows, k]
-        wrong[known + start] = ~(shares >= asked.limit).all(axis=1)
-        least = np.minimum(least, shares.min(axis=0, initial=math.inf))
+    for rows, shares in baselines.attribute_ratio_parts(asked.run, attributes.error_low, blind):
+        wrong[rows] = asked.told[rows] & ~(shares >= asked.limit).all(axis=1)
+        least = np.minimum(least, shares[asked.told[rows]].min(axis=0, initial=math.inf))
     worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
-    rows = np.flatnonzero(wrong)
-    return [asked.verdict(not len(rows), float(least[worst]), rows, subject=attributes.names[worst])]
+    return [asked.verdict(not wrong.any(), float(least[worst]), np.flatnonzero(wrong), "", attributes.names[worst])]
 
 
 @_BLIND_GUESS.rule(

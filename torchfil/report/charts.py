@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from torchfil.report.formats import count, number
 from torchfil.report.groups import GroupSummary
 from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options
-from torchfil.report.summary import FALSE_POSITIVE_RATE, AttributeSummary, Report, Summary, named_level
+from torchfil.report.summary import FALSE_POSITIVE_RATE, Report, Summary, named_level
 from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told
 from torchfil.run.saved_run import AttackRecord
 from torchfil.run.unit import unit_of
@@ -32,7 +31,6 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
     """Every chart that the report has data for; of a public report, from the summary alone."""
     summary, bars = report.summary, partial(svg.histogram, what=unit_of(report.about("mechanism") or {}).many)
     charts: dict[str, svg.Chart] = {}
-    axes: dict[str, Any]
     mark: tuple[float, str] | None
 
     # how close an unbiased attacker comes, and what any attacker learns
@@ -41,9 +39,8 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther|"
         axis += "error over a blind guess’s (log scale)"
         tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
-        mark = (1.0, "as good as a blind guess")
-        drawn = partial(bars, bins.edges, bins.counts, axis=axis, mark=mark, tones=tones)
-        charts["closeness"] = partial(drawn, multiples=True)
+        drawn = partial(bars, bins.edges, bins.counts, axis=axis, tones=tones, multiples=True)
+        charts["closeness"] = partial(drawn, mark=(1.0, "as good as a blind guess"))
     bins = summary.mse_histogram
     if bins is not None:
         square = None if summary.blind is None else summary.blind**2
@@ -55,21 +52,18 @@ def charts_of(report: Report) -> dict[str, svg.Chart]:
         charts["questions"] = partial(svg.answers, answers)
 
     # who and what leaks more than others
-    pixels = pixels_of(summary)
-    if pixels:
-        charts["pixels"] = _maps(pixels, summary)
-    charts |= _groups(summary)
+    charts |= _pixels(summary) | _groups(summary)
     bins, epsilon = summary.epsilon_histogram, report.about("epsilon")
     if bins is not None:
         mark = None if epsilon is None else (float(epsilon), f"ε for everybody, {number(epsilon)}")
-        drawn = partial(bars, bins.edges, bins.counts, axis="individual ε", log=False, mark=mark)
-        charts["individual_epsilon"] = drawn
+        drawn = partial(bars, bins.edges, bins.counts, axis="individual ε", log=False)
+        charts["individual_epsilon"] = partial(drawn, mark=mark)
 
     # the course of training, and attacks, which a public report does not show
     charts |= _history(summary.history)
     for place, attack in enumerate([] if report.run is None else report.run.attacks, start=1):
-        axes = {"title": f"error achieved by {attack.name}", "axis": "bound on the error"}
-        charts[f"attack_{place}"] = partial(svg.scatter, attack_points(attack), **axes)
+        points, title = attack_points(attack), f"error achieved by {attack.name}"
+        charts[f"attack_{place}"] = partial(svg.scatter, points, title=title, axis="bound on the error")
     return charts
 
 
@@ -98,22 +92,23 @@ def answers_of(report: Report) -> list[svg.Answer]:
     return rows
 
 
-def pixels_of(summary: Summary) -> list[AttributeSummary]:
-    """The attributes where all of them are pixels beside a blind guess, and enough for a map; otherwise none."""
+def _pixels(summary: Summary) -> dict[str, svg.Chart]:
+    """One picture a level of exposure, where all attributes are pixels beside a blind guess, and enough for a map.
+
+    The stronger the colour, the more closely a pixel can be guessed.
+    """
     tracked = summary.tracked
-    return tracked if len(tracked) >= FEWEST_PIXELS and all(a.pixel and a.ratio for a in tracked) else []
-
-
-def _maps(pixels: list[AttributeSummary], summary: Summary) -> svg.Chart:
-    """One picture a level of exposure: the stronger the colour, the more closely a pixel can be guessed."""
+    if len(tracked) < FEWEST_PIXELS or not all(a.pixel and a.ratio for a in tracked):
+        return {}
+    places = [a.pixel for a in tracked if a.pixel]
     grids = {
         named_level(float(level), summary).removesuffix(" together"): svg.grid_of_shares(
-            [a.pixel for a in pixels if a.pixel], [a.ratio.get(level, 1.0) for a in pixels]
+            places, [a.ratio.get(level, 1.0) for a in tracked]
         )
         for level in ("0", "0.05", "0.5")
-        if any(level in {**a.error, **a.ratio} for a in pixels)
+        if any(level in {**a.error, **a.ratio} for a in tracked)
     }
-    return partial(svg.maps_of_shares, grids)
+    return {"pixels": partial(svg.maps_of_shares, grids)}
 
 
 def _groups(summary: Summary) -> dict[str, svg.Chart]:

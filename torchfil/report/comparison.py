@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.formats import count, number, rate
+from torchfil.report.formats import templates
 from torchfil.report.groups import joined, split_beside
+from torchfil.report.summary import class_counts
 from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, NOT_MEASURED, UNTOLD
 from torchfil.run.saved_run import SavedRun
@@ -196,6 +197,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         check_enough(sizes, len(before), smallest)
 
     # nobody is newly exposed who was untold before: nothing says that it was protected
+    settings = [(text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()]
     found = _exposures(before, after)
     newly = no_longer = None
     moved: dict[tuple[int, int], int | str] = {}
@@ -214,7 +216,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         before=_side(before, sizes[0], None if found is None else found[0], smallest),
         after=_side(after, sizes[1], None if found is None else found[1], smallest),
         matched=rounded_count(len(before), smallest),
-        settings=_settings(before, after),
+        settings=[(text, one, other) for text, one, other in settings if one != other],
         ratio=_ratio(*bounds, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
@@ -229,11 +231,6 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         notes=notes,
         moves=None if redacted else moves,
     )
-
-
-def _settings(before: SavedRun, after: SavedRun) -> list[tuple[str, Any, Any]]:
-    pairs = [(text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()]
-    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _expected(before: SavedRun, after: SavedRun) -> float | None:
@@ -279,9 +276,6 @@ def _clearly(before: SavedRun, after: SavedRun) -> np.ndarray:
 
 
 def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
-    counts = {UNTOLD: int((~baselines.is_told(run)).sum())}
-    if classes is not None:
-        counts = dict(enumerate(np.bincount(classes, minlength=len(CLASSES)).tolist()))
     low_end = levels_of(_lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
@@ -290,7 +284,7 @@ def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: in
         fil=rounded(geometric_mean(_numbers(run, "fil"), smallest), smallest),
         bound=levels_of(_numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
-        classes={each: published_count(some, smallest) for each, some in counts.items()},
+        classes=class_counts(run, classes, smallest),
         exposed=None if classes is None else _count(classes <= BELOW, smallest),
     )
 
@@ -359,42 +353,7 @@ def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) 
 
 def in_short(comparison: Comparison) -> list[str]:
     """What a reader with one minute should know, a sentence each."""
-    c, about = comparison, "About " * comparison.redacted
-    lines = [f"{about}{c.matched:,} {c.unit.many} are in both runs, matched by id."]
-    if c.is_same:
-        lines.append(f"Nothing moved: every {c.unit.one} has the same numbers in both.")
-    elif c.nothing_moved:
-        lines.append(f"No single {c.unit.one} clearly moved: no FIL differs by more than chance explains for it alone.")
-    else:
-        clearly = "" if c.exact else " clearly"
-        more, less = ("none is" if some == 0 else f"{count(some)} are" for some in (c.more, c.less))
-        by_chance = "" if c.exact else f" Of {c.unit.many} that did not move, about one in twenty looks so by chance."
-        lines.append(f"After the change {less}{clearly} less exposed, and {more}{clearly} more exposed.{by_chance}")
-
-    # by how much, beside what the noise alone would have done
-    if c.ratio and not c.is_same:
-        fixed = "fit" if c.exact else "gradients"
-        alone = "" if c.expected is None else f"; the change of σ alone, at the same {fixed}, makes it "
-        alone += f"{number(c.expected)} times" if alone else ""
-        lines.append(f"Typically, the MSE bound after is {number(c.ratio['mean'])} times that before{alone}.")
-    if c.before.exposed is not None and c.after.exposed is not None:
-        lines.append(
-            f"Exposed (protected to less than a blind guess’s error): {count(c.before.exposed)} before, "
-            f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly). Too few draws to tell: "
-            f"{count(c.before.classes[UNTOLD])} before, {count(c.after.classes[UNTOLD])} after."
-        )
-
-    lines += [
-        f"“{pair.name}”: any attacker is right in at most {rate(pair.after)} of the runs, where wrong in 1 %; before, "
-        f"in {rate(pair.before)}."
-        for pair in c.questions
-    ]
-    random = "the noise that is added to the weights" if c.exact else "the run: its noise and its draw of batches"
-    return [
-        *lines,
-        f"MSE bounds bind unbiased attackers, on average over {random}; biased attackers may err less. Questions bind "
-        "every attacker.",
-    ]
+    return templates().get_template("in_short.html").render(comparison=comparison, untold=UNTOLD).strip().split("\n")
 
 
 def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:

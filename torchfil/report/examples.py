@@ -6,7 +6,7 @@ Nothing of it is part of a redacted report: a public context has no field for it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, UNTOLD, st
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 
-MOST, AT_ONCE = 10, 2**16
+MOST = 10
 FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
 
 
@@ -69,17 +69,11 @@ class Measures:
     def closest(self) -> np.ndarray | None:
         """The smallest ratio over the attributes of an example, [n], NaN where untold; None: none is known."""
         run = self.run
-        if run.attributes is None:
+        if run.attributes is None or np.isnan(self.report.blind_errors).all():
             return None
-        blind = self.report.blind_errors
-        if np.isnan(blind).all():
-            return None
-        codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
         found = np.full(len(run), math.inf)
-        for start in range(0, len(run), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            errors = np.asarray(run.attributes.shown[part], dtype=np.float64)
-            found[part] = np.fmin.reduce(baselines.ratio_to_blind_guess(errors, blind[codes[part]]), axis=1)
+        for rows, ratios in baselines.attribute_ratio_parts(run, run.attributes.shown, self.report.blind_errors):
+            found[rows] = np.fmin.reduce(ratios, axis=1)
         return np.where(self.told, found, math.nan)
 
     @cached_property
@@ -104,7 +98,7 @@ class Measures:
         flagged = np.sum(list(self.flags.values()), axis=0, dtype=np.int64) * np.ones(len(self.run), dtype=np.int64)
         errors = self.bounds if self.ratios is None else self.ratios
         order = rows[np.lexsort((errors[rows], -flagged[rows]))][:MOST].tolist()
-        epsilon, why = self.run.columns.get("epsilon"), _Reasons(self.run)
+        epsilon = self.run.columns.get("epsilon")
         return [
             Exposed(
                 row,
@@ -114,54 +108,41 @@ class Measures:
                 [float(found[row]) for found in self.success.values()],
                 None if epsilon is None else float(epsilon[row]),
                 int(flagged[row]),
-                "; ".join(why(row)),
+                "; ".join(why),
             )
-            for row in order
+            for row, why in zip(order, _reasons(self.run, order), strict=True)
         ]
 
 
-class _Reasons:
-    """What is unusual about an example."""
+def _reasons(run: SavedRun, rows: Iterable[int]) -> Iterator[list[str]]:
+    """What is unusual about each of these examples."""
+    kept = {} if run.records is None else dict(zip(run.records.rows.tolist(), run.records.values, strict=True))
+    groups = {f"{name} ": run.coded_group(name) for name in run.groups}
+    if "public_class" in run.columns:
+        groups["its label"] = np.unique(run.columns["public_class"], return_inverse=True)
+    drawn = run.columns.get("participations")
+    for row in rows:
+        reasons = list[str]()
 
-    def __init__(self, run: SavedRun) -> None:
-        self.run, records = run, run.records
-        self.values = {} if records is None else dict(zip(records.rows.tolist(), records.values, strict=True))
-        self.drawn = run.columns.get("participations")
-        self.groups = {name: run.coded_group(name) for name in run.groups}
-        if "public_class" in run.columns:
-            self.groups["its label"] = np.unique(run.columns["public_class"], return_inverse=True)
+        # attributes at the end of their range, or two deviations from their mean; the farthest two
+        if row in kept and run.baselines is not None and run.attributes is not None:
+            spread, values, names = run.baselines.attributes, kept[row], run.attributes.names
+            with np.errstate(invalid="ignore", divide="ignore"):
+                away = np.nan_to_num(np.abs(values - spread.mean) / spread.std)
+            for j in np.argsort(-away, kind="stable")[:2]:
+                end = "lowest" if values[j] <= spread.low[j] else "highest" if values[j] >= spread.high[j] else ""
+                if FAR <= away[j] < math.inf:
+                    reasons.append(f"{end} {names[j]}" if end else f"{names[j]} far from the mean")
+        if drawn is not None and float(np.mean(drawn >= drawn[row])) <= OFTEN:
+            reasons.append(f"drawn {int(drawn[row]):,} times")
 
-    def __call__(self, row: int) -> list[str]:
-        return [*self._far(row), *self._often(row), *self._rare(row)]
-
-    def _far(self, row: int) -> Iterable[str]:
-        """Attributes at the end of their range, or two deviations from their mean; the farthest two."""
-        if row not in self.values or self.run.baselines is None or self.run.attributes is None:
-            return []
-        spread, values = self.run.baselines.attributes, self.values[row]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            away = np.nan_to_num(np.abs(values - spread.mean) / spread.std)
-        far = [int(j) for j in np.argsort(-away, kind="stable")[:2] if FAR <= away[j] < math.inf]
-        ends = {True: "lowest", False: "highest"}
-        return [
-            f"{ends[bool(values[j] <= spread.low[j])]} {self.run.attributes.names[j]}"
-            if values[j] <= spread.low[j] or values[j] >= spread.high[j]
-            else f"{self.run.attributes.names[j]} far from the mean"
-            for j in far
-        ]
-
-    def _often(self, row: int) -> Iterable[str]:
-        if self.drawn is not None and float(np.mean(self.drawn >= self.drawn[row])) <= OFTEN:
-            return [f"drawn {int(self.drawn[row]):,} times"]
-        return []
-
-    def _rare(self, row: int) -> Iterable[str]:
-        """Groups, and labels, of few."""
-        for name, (levels, codes) in self.groups.items():
+        # groups, and labels, of few; where most groups are small, that is nothing unusual
+        for name, (levels, codes) in groups.items():
             share = float(np.mean(codes == codes[row]))
-            if share < RARE and len(levels) * RARE < 1:  # where most groups are small, that is nothing unusual
-                text = name if name == "its label" else f"{name} {levels[codes[row]]}"
-                yield f"{text} is rare ({percent(share)})"
+            if share < RARE and len(levels) * RARE < 1:
+                text = name if name == "its label" else f"{name}{levels[codes[row]]}"
+                reasons.append(f"{text} is rare ({percent(share)})")
+        yield reasons
 
 
 # ---------------------------------------------------------------------- the table of all examples
@@ -254,15 +235,14 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
         "measured": len(measured),
         "marks": {name: "".join("01"[on] for on in chosen[places].tolist()) for name, chosen in marks.items()},
         "columns": _columns(exposure, run, places, (status == NOT_MEASURED)[places]),
-        "groups": _groups(run),
+        "groups": [
+            {"name": name, "levels": levels.astype(str).tolist(), "codes": codes.tolist()}
+            for name, (levels, codes) in ((name, run.coded_group(name)) for name in run.groups)
+        ],
         "attributes": attributes,
         "attacks": [
-            {
-                "name": attack.name,
-                "rows": attack.rows.tolist(),
-                "predicted": _json_numbers(attack.predicted),
-                "achieved": _json_numbers(attack.achieved),
-            }
+            {"name": attack.name, "rows": attack.rows.tolist()}
+            | {part: _json_numbers(getattr(attack, part)) for part in ("predicted", "achieved")}
             for attack in run.attacks
         ],
         "origin": report.origin,
@@ -316,14 +296,6 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
         if column.key in BLANK_WHERE_UNKNOWN:
             values = np.where(unknown, np.nan, values.astype(np.float64))
         add(column, values)
-    return entries
-
-
-def _groups(run: SavedRun) -> list[dict[str, Any]]:
-    entries = []
-    for name in run.groups:
-        levels, codes = run.coded_group(name)
-        entries.append({"name": name, "levels": [str(level) for level in levels], "codes": codes.tolist()})
     return entries
 
 

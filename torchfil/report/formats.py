@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from torchfil.utils.text import visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 __all__ = ["capital", "count", "number", "percent", "plus_minus", "rate", "shown", "times"]
 
@@ -95,3 +103,20 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else number(value)
     return "none" if value is None else str(value)
+
+
+@functools.cache
+def templates() -> Environment:
+    """Templates that escape every value, show what acts instead of being seen, and stop at what they do not know."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    def safe(value: Any) -> Any:
+        if value is None:
+            return ""
+        return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.do"]}
+    loader = PackageLoader("torchfil.report")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=safe, **blocks)
+    environment.filters |= {name: globals()[name] for name in __all__}
+    return environment

@@ -105,7 +105,9 @@ def _grouping(
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 
-    fil, before = (_positive(run.columns.get(column), measured) for column in ("fil", "fil_before"))
+    unknown = np.full(len(run), math.nan)
+    both = [np.asarray(run.columns.get(column, unknown), np.float64)[measured] for column in ("fil", "fil_before")]
+    fil, before = map(statistics.positive_fil, both)  # zeros as the least that was measured
     overall = float(np.log(statistics.capped(fil, smallest)).mean()) if len(fil) else math.nan
 
     rows = []
@@ -122,33 +124,21 @@ def _grouping(
         rows[:MOST_GROUPS],
         merged,
         left_out,
-        _disparity(run.columns.get("fil"), measured, smallest, split),
-        _disparity(run.columns.get("fil_before"), measured, smallest, split),
+        _disparity(both[0], smallest, split),
+        _disparity(both[1], smallest, split),
         split.withheld,
     )
 
 
-def _disparity(
-    fil: np.ndarray | None, measured: np.ndarray, smallest: int, split: Split
-) -> statistics.Disparity | None:
+def _disparity(values: np.ndarray, smallest: int, split: Split) -> statistics.Disparity | None:
     """Of the groups that stand by themselves; None for fewer than two, and where one of them is not known."""
-    if fil is None:
-        return None
-    values, size = np.asarray(fil, dtype=np.float64)[measured], max(smallest, statistics.SMALLEST_GROUP)
-    known = ~np.isnan(values)
+    known, size = ~np.isnan(values), max(smallest, statistics.SMALLEST_GROUP)
     levels = statistics.group_levels(values[known], split.codes[known], split.names, size, public=smallest > 1)
     members = np.bincount(split.codes + 1, minlength=len(split.names) + 1)[1:]  # −1 stands for left out
     if len(levels) < int((members[: len(split.names)] >= size).sum()):
         return None
     disparity = statistics.disparity_of({name: statistics.rounded(level, smallest) for name, level in levels.items()})
     return None if disparity is None else replace(disparity, ratio=statistics.rounded(disparity.ratio, smallest))
-
-
-def _positive(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
-    """η̄ of the measured examples, zeros as the least that was measured; NaN where it is not known."""
-    if fil is None:
-        return np.full(int(measured.sum()), math.nan)
-    return statistics.positive_fil(np.asarray(fil, dtype=np.float64)[measured])
 
 
 def _typical(fil: np.ndarray, smallest: int) -> float | None:

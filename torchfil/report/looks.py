@@ -13,16 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchfil.report.formats import plus_minus
 from torchfil.report.summary import Report
 from torchfil.report.svg import Row
 from torchfil.run.baselines import is_told, public_classes, ratio_to_blind_guess
 from torchfil.run.saved_run import SavedRun
 
-SHOWN, PAIRS, PICTURED, NEAREST = 4, 5, 24, 50
+PAIRS, PICTURED, NEAREST = 5, 24, 50
 ORANGE, PURPLE = np.array([179, 88, 6]), np.array([84, 39, 136])  # the ends of ColorBrewer's PuOr
 NUMBERED = 3  # tokens of a text, by their share
-UNDERLINES = ((0.3, 3), (0.15, 2), (0.05, 1))  # from this share on, so many pixels of a line under the token
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,12 @@ def pictures_of(run: SavedRun, ratios: np.ndarray | None) -> list[Pictured]:
         row = int(saved.rows[place])
         if not told[row] or len(found) == PICTURED:
             continue
-        drawn = list[tuple[str, float]]()
-        if estimates is not None and errors is not None:
-            drawn = [(as_data_url(thumbnail(estimates[place, k])), float(errors[place, k])) for k in range(3)]
-        found.append(Pictured(row, str(run.ids[row]), place >= few, _with_map(run, place), drawn))
+        both = () if estimates is None or errors is None else (estimates[place], errors[place].tolist())
+        drawn = [(as_data_url(thumbnail(each)), error) for each, error in zip(*both, strict=True)]
+        image = thumbnail(saved.images[place])
+        shown = [image] if saved.maps is None else [image, overlay(image, thumbnail(saved.maps[place]))]
+        found.append(Pictured(row, str(run.ids[row]), place >= few, list(map(as_data_url, shown)), drawn))
     return found
-
-
-def side_by_side(pictured: list[Pictured]) -> list[Pictured]:
-    """The most exposed ones and a typical one, for the first screen."""
-    typical = [each for each in pictured if each.typical][:1]
-    return [each for each in pictured if not each.typical][: SHOWN + 1 - len(typical)] + typical
 
 
 @dataclass(frozen=True)
@@ -92,14 +85,6 @@ class ClosestValue:
     def ratio(self) -> float:
         """The error over a blind guess's."""
         return float(ratio_to_blind_guess(self.error, self.blind))
-
-    @property
-    def told(self) -> str:
-        """Both errors in the attribute's own unit, in words; one beyond a blind guess's is called so."""
-        blind = plus_minus(self.blind, self.unit)
-        if self.ratio >= 1:
-            return f"beyond a blind guess’s error, {blind}"
-        return f"{plus_minus(self.error, self.unit)} (blind guess: {blind})"
 
     @property
     def drawn(self) -> Row | None:
@@ -159,13 +144,12 @@ def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestVa
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token of a text: its size, its share of the text, how strong its ground and its line are; its rank, or 0."""
+    """A token of a text: its size, its share of the text, how strong its ground is; its rank, or 0."""
 
     word: str
     size: float
     share: float
     strength: float
-    line: int
     rank: int
 
 
@@ -191,7 +175,6 @@ def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
             float(sizes[place]),
             share,
             share / largest,
-            next((width for least, width in UNDERLINES if share >= least), 0),
             numbered.index(place) + 1 if place in numbered else 0,
         )
         for place, (word, share) in enumerate(zip(words, shares.tolist(), strict=True))
@@ -208,15 +191,6 @@ def shares_of(sizes: np.ndarray) -> np.ndarray:
     squares = np.nan_to_num(np.asarray(sizes, dtype=np.float64)) ** 2
     total = squares.sum()
     return squares / total if total > 0 else squares
-
-
-def _with_map(run: SavedRun, place: int) -> list[str]:
-    """A saved picture and, where it has a map, the map laid over it."""
-    assert run.pictures is not None
-    image = thumbnail(run.pictures.images[place])
-    if run.pictures.maps is None:
-        return [as_data_url(image)]
-    return [as_data_url(image), as_data_url(overlay(image, thumbnail(run.pictures.maps[place])))]
 
 
 def as_data_url(image: np.ndarray) -> str:

@@ -171,11 +171,9 @@ def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: boo
     if not rate or not steps:  # known batches, or a linear model
         return then
     largest = largest_divergences([(sigma, rate, steps)])
-    asked = list[Any](then.questions)
-    most = [_Times(each.divergence_high, 1.0, largest[not each.membership]) for each in asked]
-    return replace(
-        then, questions=[replace(each, divergence_high=high) for each, high in zip(asked, most, strict=True)]
-    )
+    high: list[Any] = [_Times(each.divergence_high, 1.0, largest[not each.membership]) for each in then.questions]
+    asked = zip(then.questions, high, strict=True)
+    return replace(then, questions=[replace(each, divergence_high=own) for each, own in asked])
 
 
 def with_steps(run: SavedRun, steps: int) -> SavedRun:
@@ -276,11 +274,8 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> f
         points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
         absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
         density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-        rdp += (
-            math.ceil(length * count)
-            * logsumexp(orders[:, None] * np.logaddexp(absent, present) + density, axis=1)
-            / (orders - 1)
-        )
+        moments = logsumexp(orders[:, None] * np.logaddexp(absent, present) + density, axis=1)
+        rdp += math.ceil(length * count) * moments / (orders - 1)
     epsilon = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return max(0.0, float(epsilon.min()))
 
@@ -292,12 +287,10 @@ def _cost(run: SavedRun, sigma: float) -> str:
     if not len(pairs):
         now = ", ".join(f"{name} {metric['value']:.3g}" for name, metric in metrics.items())
         pilots = (run.about.get("noise_choice") or {}).get("pilot_noise_multipliers")
-        spent = (
-            f"; ε = {epsilon_of(run, [*pilots, sigma]):.3g} with its pilots"
-            if pilots and run.about.get("delta")
-            else ""
-        )
-        return (f"not measured (now {now})" if now else "not measured") + spent
+        told = f"not measured (now {now})" if now else "not measured"
+        if not pilots or not run.about.get("delta"):
+            return told
+        return f"{told}; ε = {epsilon_of(run, [*pilots, sigma]):.3g} with its pilots"
     name, blind = linear.get("score_name", "score"), linear.get("blind_score", 0.0)
     now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(pairs[:, 0]), pairs[:, 1])
     if then <= blind:

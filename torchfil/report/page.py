@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -38,10 +38,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.unit import counted, plural, unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
-from torchfil.utils.text import visible, write_csv_parts
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from torchfil.utils.text import write_csv_parts
 
 MOST_MOVED = 10
 
@@ -72,8 +69,7 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
-        if verdict.found is None:
-            found = verdict.detail.partition(": ")[0]
+        found = verdict.detail.partition(": ")[0] if verdict.found is None else found
         state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"
         rows.append((state, title, found, limit))
     rows.sort(key=lambda row: ("broken", "unknown", "kept").index(row[0]))
@@ -93,8 +89,8 @@ def context_of(report: Report) -> dict[str, Any]:
     * ``run``; ``ruling``, what the policy says, None where the run does not keep what its rules are about; ``options``,
       what would keep the policy;
     * ``most``, the most exposed examples, and ``measures``, by which examples are flagged;
-    * ``pictured``, examples as pictures, and ``shown_pictures``, those of the first screen; ``values``, attributes of
-      examples that can be estimated most closely; ``texts``, tokens text by text;
+    * ``pictured``, examples as pictures; ``values``, attributes of examples that can be estimated most closely;
+      ``texts``, tokens text by text;
     * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
     run, verdicts, policy = report.run, report.verdicts, report.policy
@@ -120,15 +116,10 @@ def context_of(report: Report) -> dict[str, Any]:
         drawn["options"] = charts.options_chart(options)
     named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
     priors = {question.name: prior_guess(question, told) for question in run.questions}
+    made = {"run": run, "ruling": ruling, "options": options, "most": most, "pictured": pictured, "values": values}
     return public | {
-        "run": run,
-        "ruling": ruling,
-        "options": options,
-        "most": most,
+        **made,
         "measures": list(exposure.flags),
-        "pictured": pictured,
-        "shown_pictures": looks.side_by_side(pictured),
-        "values": values,
         "texts": looks.tokens_of(run),
         "priors": {name: guess for name, guess in priors.items() if guess is not None},
         "table": examples.table_of(exposure, named),
@@ -212,14 +203,9 @@ def render(report: Report) -> str:
     context, public = context_of(report), report.run is None
 
     # sections with nothing to say are left out
-    sections = list[tuple[Section, Markup]]()
-    for section in _SECTIONS:
-        if section.render is not None:
-            content = section.render(report)
-        else:
-            content = None if public and section.confidential else block(section.slug, context)
-        if content:
-            sections.append((section, content))
+    shown = [section for section in _SECTIONS if not (public and section.confidential)]
+    contents = [block(each.slug, context) if each.render is None else each.render(report) for each in shown]
+    sections = [(section, content) for section, content in zip(shown, contents, strict=True) if content]
     title, script = str(report.about("title") or "Leakage report"), Markup(asset("page.js"))
     page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
@@ -280,28 +266,12 @@ def _dress(redacted: bool) -> dict[str, Any]:
 
 
 @functools.cache
-def _environment() -> Environment:
-    """Templates that escape every value, show what acts instead of being seen, and stop at what they do not know."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    def safe(value: Any) -> Any:
-        if value is None:
-            return ""
-        return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    environment = Environment(
-        loader=PackageLoader("torchfil.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=safe,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.do"],
-    )
+def _environment() -> Any:
+    """The templates with all that pages are made from."""
+    environment = formats.templates()
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
     environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
-    environment.filters |= {name: getattr(formats, name) for name in formats.__all__}
     environment.filters |= {each.__name__: each for each in (named_level, counted, plural)}
     environment.filters |= {
         "plainly": _plainly,
@@ -365,8 +335,8 @@ def write_report(
         The path of ``index.html``.
     """
     for name in ("fil", "mse_bound"):
-        if name not in run.columns:
-            raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
+        lacks = f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}"
+        require(name in run.columns, lacks)
     # a verdict may hang on a single example
     require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
     policy, verdicts = (None, None) if redacted else _judged(run, policy)
@@ -399,9 +369,8 @@ def write_report(
             "files": files,
             "notes": notes,
         }
-        (folder / SUMMARY).write_text(
-            json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8"
-        )
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        (folder / SUMMARY).write_text(text, encoding="utf-8")
 
         # the page comes last: it names the files beside it
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
@@ -410,13 +379,13 @@ def write_report(
 
 def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:
     """The policy, or the default one, and its verdicts; None where nobody gave one and the run keeps too little."""
-    if policy is not None:
-        return policy, check(run, policy)
-    policy = default_policy(run)
+    judging = policy or default_policy(run)
     try:
-        return policy, check(run, policy)
+        return judging, check(run, judging)
     except RunFileError:
-        return policy, None
+        if policy is not None:
+            raise
+        return judging, None
 
 
 def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
@@ -478,10 +447,8 @@ def check_replaceable(target: Path) -> None:
             own_files = {PAGE, SUMMARY, *summary["files"]}
     foreign = sorted(path.name for path in target.iterdir() if path.name not in own_files)
     if foreign:
-        raise FileExistsError(
-            f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "
-            "and is not replaced; name a new folder"
-        )
+        found = f"{', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report"
+        raise FileExistsError(f"{target} holds {found}, and is not replaced; name a new folder")
 
 
 def _json_ready(value: Any) -> Any:

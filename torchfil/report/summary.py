@@ -198,11 +198,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
     from_data = stated is None and run.baselines is not None
     blind = None if redacted and from_data else baselines.typical_blind_error(run, stated)
-    exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
-    if redacted and exposure:
-        exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
-    if blind is not None:
-        exposure = [_beside_guess(row, blind, smallest) for row in exposure]
+    lowest_end = _lowest_end(low, smallest)
 
     # rounding must not lift an example's own ε above ε for everybody
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
@@ -219,9 +215,9 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         blind=blind,
         knows=None if blind is None or not from_data or run.baselines is None else run.baselines.knows,
-        classes=_classes(run, ratios, smallest),
+        classes=class_counts(run, None if ratios is None else baselines.classes_of_ratios(ratios), smallest),
         exposed=None if ratios is None else stats.published_count(int((ratios < 1).sum()), smallest),
-        exposure=exposure,
+        exposure=_exposure(fil, bound, low, lowest_end, blind, smallest),
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
@@ -252,24 +248,22 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[ExposureLevel]:
-    order = np.argsort(-fil, kind="stable")
-
-    def typical(values: np.ndarray, members: np.ndarray, power: int = 2) -> float:
-        return stats.rounded(stats.geometric_mean(values[members], smallest, power), smallest)
-
-    members = {level: order[window] for level, window in stats.windows(len(fil), LEVELS, smallest).items()}
-    return [
-        ExposureLevel(
-            level, len(own), typical(fil, own, 1), typical(bound, own), None if low is None else typical(low, own)
-        )
-        for level, own in members.items()
-    ]
-
-
-def _beside_guess(row: ExposureLevel, blind: float, smallest: int) -> ExposureLevel:
-    bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
-    return replace(row, ratio=stats.rounded(float(baselines.ratio_to_blind_guess(math.sqrt(bound), blind)), smallest))
+def _exposure(
+    fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, lowest: float | None, blind: float | None, smallest: int
+) -> list[ExposureLevel]:
+    """The levels, the most exposed first, whose low end in public is the lowest of all."""
+    order, rows = np.argsort(-fil, kind="stable"), list[ExposureLevel]()
+    for level, window in stats.windows(len(fil), LEVELS, smallest).items():
+        columns = [(fil, 1), (bound, 2), *([] if low is None else [(low, 2)])]
+        means = [stats.geometric_mean(values[order[window]], smallest, power) for values, power in columns]
+        row = ExposureLevel(level, len(order[window]), *(stats.rounded(mean, smallest) for mean in means))
+        if smallest > 1 and not rows:
+            row = replace(row, mse_bound_low=lowest)
+        if blind is not None:
+            error = math.sqrt(row.mse_bound if row.mse_bound_low is None else row.mse_bound_low)
+            row = replace(row, ratio=stats.rounded(float(baselines.ratio_to_blind_guess(error, blind)), smallest))
+        rows.append(row)
+    return rows
 
 
 def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
@@ -281,10 +275,11 @@ def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
     return stats.histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
 
 
-def _classes(run: SavedRun, ratios: np.ndarray | None, smallest: int) -> dict[int, int | str]:
-    if ratios is None:
+def class_counts(run: SavedRun, classes: np.ndarray | None, smallest: int) -> dict[int, int | str]:
+    """How many examples are in each class of exposure, [n]; where these are None, how many are untold."""
+    if classes is None:
         return {baselines.UNTOLD: stats.published_count(int((~baselines.is_told(run)).sum()), smallest)}
-    counts = np.bincount(baselines.classes_of_ratios(ratios), minlength=len(baselines.CLASSES)).tolist()
+    counts = np.bincount(classes, minlength=len(baselines.CLASSES)).tolist()
     return {each: stats.published_count(counts[each], smallest) for each in baselines.CLASSES}
 
 
@@ -327,10 +322,7 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
         from_data = spread is not None and bool(np.isfinite(spread.attribute_errors[:, j]).all())
         ratios = baselines.attribute_ratios(run, j, blind)
         ratios = ratios[~np.isnan(ratios)]
-        exposed = None
-        if len(ratios) >= max(smallest, 1):
-            exposed = stats.published_count(int((ratios < 1).sum()), smallest)
-
+        exposed = stats.published_count(int((ratios < 1).sum()), smallest)
         summaries.append(
             AttributeSummary(
                 name,
@@ -338,7 +330,7 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
                 error={} if public and from_data else stats.levels_of(errors, smallest),
                 lower_end=run.attributes.error_low is not None,
                 ratio=stats.levels_of(np.minimum(ratios, 1.0) if public else ratios, smallest),
-                exposed=exposed,
+                exposed=exposed if len(ratios) >= max(smallest, 1) else None,
                 blind=None if math.isnan(typical[j]) or (public and from_data) else float(typical[j]),
                 levels={} if public or spread is None else spread.levels.get(name, {}),
                 pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
@@ -349,31 +341,26 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
 
 def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     """One attack, of which nothing rests on fewer than ``smallest`` examples."""
-    targets, predicted = len(attack.rows), np.asarray(attack.predicted, dtype=np.float64)
-    few = targets < smallest
-    summary = AttackSummary(
-        attack.name,
-        attack.threat_model,
-        stats.published_count(targets, smallest) if few else stats.rounded_count(targets, smallest),
-        stats.published_count(int(np.asarray(attack.violated).sum()), smallest),
-        testable=attack.testable,
-        untestable=attack.untestable or ("" if attack.testable else "one trial"),
-    )
-    if few:
-        return summary
-
+    predicted, few = np.asarray(attack.predicted, dtype=np.float64), len(attack.rows) < smallest
     bounded = np.isfinite(predicted)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
 
-    def below(errors: np.ndarray) -> int | str:
+    def below(errors: np.ndarray | None) -> int | str | None:
+        if few or errors is None:
+            return None
         return stats.published_count(int((errors < predicted)[bounded].sum()), smallest)
 
-    return replace(
-        summary,
-        ratio=stats.levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
-        below=below(attack.achieved),
-        blind_below=None if attack.blind is None else below(attack.blind),
+    return AttackSummary(
+        attack.name,
+        attack.threat_model,
+        stats.published_count(len(attack.rows), smallest),
+        stats.published_count(int(np.asarray(attack.violated).sum()), smallest),
+        {} if few else stats.levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        attack.testable,
+        attack.untestable or ("" if attack.testable else "one trial"),
+        below(attack.achieved),
+        below(attack.blind),
     )
 
 
@@ -431,25 +418,6 @@ class Report:
         if self.is_linear:
             return "computed in closed form, without error"
         return "an estimate from one run" if self.runs == 1 else f"an estimate from {self.runs} runs together"
-
-    @property
-    def over(self) -> str:
-        """What means are taken over, after "on average"."""
-        return "over the noise that is added to the weights" if self.is_linear else "over repeated trainings"
-
-    @property
-    def randomness(self) -> str:
-        """What is random, after "what is random is"."""
-        return "the noise that is added to the weights" if self.is_linear else "the run: its batches and its noise"
-
-    @property
-    def sigma(self) -> float | None:
-        """The noise that the run was trained with; None where it is not known or there was none."""
-        for name in ("noise_multiplier", "sigma"):
-            sigma = self.about("mechanism", name)
-            if isinstance(sigma, int | float) and 0 < sigma < math.inf:
-                return float(sigma)
-        return None
 
     @functools.cached_property
     def ratios(self) -> np.ndarray | None:

@@ -152,12 +152,9 @@ def histogram(
     y = Scale(0, max(heights) or 1.0, floor, 30 + below, False)
 
     parts = [_text(width - 2, 14, what, "axis", anchor="end")]
-    for count in y.ticks(4):
-        if count:
-            parts += [
-                _line(6, right, y(count), y(count), "guide"),
-                _text(right + 6, y(count) + 4, number(count), "tick"),
-            ]
+    for count in filter(None, y.ticks(4)):
+        parts.append(_line(6, right, y(count), y(count), "guide"))
+        parts.append(_text(right + 6, y(count) + 4, number(count), "tick"))
     for i, (count, tall) in enumerate(zip(counts, heights, strict=True)):
         a, b = edges[i], edges[i + 1]
         top = min(y(tall), floor - 1.0)
@@ -165,8 +162,7 @@ def histogram(
         if count:
             bar = _tag("rect", **place, class_=f"bar {tones[i]}" if tones else "bar")
             parts.append(_tag("g", _tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
-    named = _multiples(x) if multiples else None
-    parts += _x_axis(x, floor, axis, start=6, named=named)
+    parts += _x_axis(x, floor, axis, start=6, named=_multiples(x) if multiples else None)
     if mark:
         parts += _marked(x(mark[0]), floor, 12 + below, width, mark[1])
     return _svg(width, height, parts)
@@ -218,8 +214,7 @@ def answers(rows: Sequence[Answer], *, width: int) -> Markup:
             drawn.append(_line(x(row.limit), x(row.limit), y - 10, y + 10, "limit"))
         drawn.append(_text(width - 2, y - 14 if above else y + 4, told, "value", anchor="end"))
         parts.append(_tag("g", *drawn))
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(_text(x(share), floor + 18, f"{100 * share:.0f} %", "tick", anchor="middle"))
+    parts += [_text(x(s), floor + 18, f"{100 * s:.0f} %", "tick", anchor="middle") for s in (0, 0.25, 0.5, 0.75, 1)]
     return _svg(width, floor + 24, parts)
 
 
@@ -244,9 +239,8 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str | None) -> Markup:
     pad = (high / low) ** 0.04
     step = 42 if above else 26
     floor = 4 + step * len(rows) + 4
-    x = Scale(low / pad, high * pad, left, width - right, True)
-    if axis is None:
-        x = Scale(0.0, 1.0, left, width - right, False)
+    low, high = (0.0, 1.0) if axis is None else (low / pad, high * pad)
+    x = Scale(low, high, left, width - right, axis is not None)
 
     parts = [] if axis is None else _x_axis(x, floor, axis, start=left)
     for i, row in enumerate(rows):

@@ -28,12 +28,12 @@ which may show counts of many examples together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from torchfil.run.saved_run import QuestionRecord, SavedRun, Spread
+from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun, Spread
 
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 HALF, BELOW, BEYOND, UNTOLD = range(4)
@@ -44,6 +44,7 @@ CLASSES = {
     UNTOLD: "too few draws to tell",
 }
 BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
+_AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
 def status_of(run: SavedRun) -> np.ndarray:
@@ -136,6 +137,20 @@ def ratio_to_blind_guess(error: Any, blind: Any) -> np.ndarray:
     errors, guess = np.asarray(error, dtype=np.float64), np.asarray(blind, dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(guess == 0, math.inf, errors / guess)
+
+
+def attribute_ratio_parts(run: SavedRun, errors: ByExample, blind: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Errors of attributes over those of a blind guess, a part of the examples after the other: which, and [rows, k].
+
+    Args:
+        run: A saved run with attributes.
+        errors: [n, k].
+        blind: :func:`blind_errors`, [c, k].
+    """
+    codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+    for start in range(0, len(run), _AT_ONCE):
+        rows = slice(start, start + _AT_ONCE)
+        yield rows, ratio_to_blind_guess(np.asarray(errors[rows], dtype=np.float64), blind[codes[rows]])
 
 
 def ratio_in_words(ratio: float) -> str:

@@ -284,11 +284,8 @@ def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
 
 
 def _read_attack(file: Any, facts: Mapping[str, Any]) -> saved.AttackRecord:
-    found = {
-        part: StoredArray(file, facts[part]).not_empty(kind)
-        for part, kind in _OF_ATTACKS.items()
-        if facts[part] is not None
-    }
+    kept = {part: kind for part, kind in _OF_ATTACKS.items() if facts[part] is not None}
+    found = {part: StoredArray(file, facts[part]).not_empty(kind) for part, kind in kept.items()}
     rows = found["predicted"][0]
     if any(not np.array_equal(places, rows) for places, _ in found.values()):
         raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")

@@ -60,8 +60,7 @@ def load(path: str | os.PathLike[str]) -> SavedRun:
     where = Path(path)
     if not where.exists():
         raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
-    if where.is_dir():
-        raise RunFileError(f"{where} is a folder, not a saved run; name the file in it, such as run.parquet")
+    _require(not where.is_dir(), f"{where} is a folder, not a saved run; name the file in it, such as run.parquet")
     try:
         return _read(where)
     except (RunFileError, MemoryError):
@@ -84,10 +83,15 @@ def _read(where: Path) -> SavedRun:
     facts = read_facts(file)
     if facts is None:
         raise RunFileError(f"{where} {_FOREIGN}")
-    if facts.get("version") != VERSION:
-        other = f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}"
-        raise RunFileError(f"{other}. Install the torchfil that wrote it, or save the run again with this one.")
+    other = f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}"
+    remedy = "Install the torchfil that wrote it, or save the run again with this one."
+    _require(facts.get("version") == VERSION, f"{other}. {remedy}")
     return read_run(file, facts)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise RunFileError(message)
 
 
 def _insert_checksum(file: IO[bytes]) -> None:
@@ -104,25 +108,21 @@ def _insert_checksum(file: IO[bytes]) -> None:
 
 def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
     """Raise unless this is a run file of which no byte has changed, and whose footer does not hold ``forbidden``."""
-    size = file.size()
-    if size == 0:
-        raise RunFileError(f"{where} is empty. Copy it again.")
-    if file.read(4) != _MAGIC[:size]:
-        raise RunFileError(f"{where} {_FOREIGN}")
+    size, foreign = file.size(), f"{where} {_FOREIGN}"
+    _require(size > 0, f"{where} is empty. Copy it again.")
+    _require(file.read(4) == _MAGIC[:size], foreign)
 
     # the file ends with the footer's length and the magic word; the checksum stands in front of the footer
     file.seek(max(0, size - 8))
     tail = file.read()
     footer = int.from_bytes(tail[:4], "little") + 8
-    if tail[4:] != _MAGIC or size < 12:
-        raise RunFileError(f"{where} is cut short: it holds {size:,} bytes of a longer file. Copy it again.")
+    is_whole = tail[4:] == _MAGIC and size >= 12
+    _require(is_whole, f"{where} is cut short: it holds {size:,} bytes of a longer file. Copy it again.")
     data = size - footer - _CHECKSUM_SIZE
-    if footer > _LARGEST_FOOTER or data < len(_MAGIC):
-        raise RunFileError(f"{where} {_FOREIGN}")
+    _require(footer <= _LARGEST_FOOTER and data >= len(_MAGIC), foreign)
     file.seek(data)
     found = file.read(_CHECKSUM_SIZE)
-    if not found.startswith(_CHECKSUM):
-        raise RunFileError(f"{where} {_FOREIGN}")
+    _require(found.startswith(_CHECKSUM), foreign)
 
     # all bytes but the checksum's own
     content = file.read()
@@ -130,7 +130,7 @@ def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
     file.seek(0)
     update_digest(digest, file, data)
     digest.update(content)
-    if found != _CHECKSUM + digest.hexdigest().encode():
-        raise RunFileError(f"{where} is damaged: its checksum does not fit its content. Save the run again.")
-    if forbidden in content:  # opening the file would build the types that it names, with code of their own
-        raise RunFileError(f"{where} {_FOREIGN}")
+    fits = found == _CHECKSUM + digest.hexdigest().encode()
+    _require(fits, f"{where} is damaged: its checksum does not fit its content. Save the run again.")
+    # opening the file would build the types that it names, with code of their own
+    _require(forbidden not in content, foreign)

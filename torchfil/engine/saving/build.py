@@ -271,10 +271,9 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
     """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
-        bounds["rdp_mse_bound"] = {"diameter": input_range[1] - input_range[0]}
-        for name in ("replace-one", "paper"):
-            bound = rdp_bound(releases, num_coordinates, input_range[1] - input_range[0], name)
-            bounds["rdp_mse_bound"][name.replace("-", "_")] = bound
+        diameter, names = input_range[1] - input_range[0], {"replace_one": "replace-one", "paper": "paper"}
+        found = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in names.items()}
+        bounds["rdp_mse_bound"] = {"diameter": diameter, **found}
     curve = everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
     return bounds
