@@ -1,6 +1,6 @@
 """What it costs to clip people instead of rows: a step over the same rows, with the row and with the owner as the unit.
 
-    python -m benchmarks.owners [--device cuda] [--steps 30] [--out FILE.json]
+    python -m benchmarks.owners [--device cuda] [--rows 240] [--steps 30] [--out FILE.json]
 
 Both runs train the same model on the same batches of rows, in turns; only the unit differs. The result is the ratio of
 the median times of a step. "ragged" are people with 1 to 20 rows, drawn evenly.
@@ -26,7 +26,6 @@ from benchmarks import zoo
 from benchmarks.measuring import synchronize
 from torchfil import Accounting, FILPrivacyEngine
 
-ROWS = 240  # of a batch, about
 BATCHES = 4
 
 
@@ -41,9 +40,9 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 PEOPLE = {"1 row": (1, 1), "4 rows": (4, 4), "12 rows": (12, 12), "ragged": (1, 20)}
 
 
-def owners_of(fewest: int, most: int) -> Tensor:
-    """The owner of every row, about ``BATCHES`` · ``ROWS`` of them."""
-    counts = torch.randint(fewest, most + 1, (BATCHES * ROWS * 2 // (fewest + most),))
+def owners_of(fewest: int, most: int, rows: int) -> Tensor:
+    """The owner of every row, of batches with about so many."""
+    counts = torch.randint(fewest, most + 1, (BATCHES * rows * 2 // (fewest + most),))
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -79,11 +78,11 @@ class Timed:
         self.times.append((time.perf_counter() - start) / len(x))
 
 
-def measure(name: str, people: str, way: str, steps: int, device: str) -> dict[str, Any]:
+def measure(name: str, people: str, way: str, steps: int, device: str, batch: int) -> dict[str, Any]:
     """Microseconds per row of a step in both runs, and their ratio."""
     build, shape = MODELS[name]
     torch.manual_seed(0)
-    owners = owners_of(*PEOPLE[people])
+    owners = owners_of(*PEOPLE[people], batch)
     data = TensorDataset(torch.rand(len(owners), *shape), torch.randint(10, (len(owners),)))
     runs = []
     for owner_of in (None, owners):
@@ -99,6 +98,7 @@ def measure(name: str, people: str, way: str, steps: int, device: str) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.owners", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=240, help="of a batch, about")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -107,7 +107,7 @@ def main() -> None:
     for name in MODELS:
         for people in PEOPLE:
             for way in ("loop", "train_step"):
-                found = measure(name, people, way, options.steps, options.device)
+                found = measure(name, people, way, options.steps, options.device, options.rows)
                 times = "{row:8.1f} → {owner:8.1f} µs a row, {ratio:.2f} times".format(**found)
                 print(f"{name:12} {people:8} {way:10} {times}")
                 results.append(found)

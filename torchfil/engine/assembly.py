@@ -33,7 +33,7 @@ from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
 from torchfil.engine.replica import Replica
-from torchfil.engine.rows import ROWS_OF_A_PASS, many_rows, rows_by_owner
+from torchfil.engine.rows import many_rows, rows_by_owner
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
@@ -82,7 +82,7 @@ class DatasetPasses:
 
     def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
         """These examples with their private coordinates; owners with all of their rows."""
-        return next(self._pieces(rows, None, math.inf, check_values=check_values))[1]
+        return next(self._pieces(rows, together=True, check_values=check_values))[1]
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each; an owner's are its first."""
@@ -99,18 +99,22 @@ class DatasetPasses:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
 
     def _pieces(
-        self, rows: Sequence[int], most: int | None, padding: float = ROWS_OF_A_PASS, *, check_values: bool = True
+        self, rows: Sequence[int], *, check_values: bool = True, together: bool = False
     ) -> Iterator[tuple[Sequence[int], Examples]]:
-        """These examples, given by number, with their private coordinates; owners with at most so many rows."""
+        """These examples, given by number, with their private coordinates.
+
+        Owners have the rows that a step would draw; ``together``, all of them, and room for those of the largest.
+        """
         parts: Sequence[Any] = [None]
-        owners, options = self._owners, self.run.options
+        owners, options, max_rows = self._owners, self.run.options, self.run.max_rows
         if owners is not None:
+            largest = int(owners.counts.max()) if together else None
             with preserve_rng():
-                of_owners = owners.rows(rows, most)
-            parts, rows = rows_by_owner(of_owners, owners, padding=padding), of_owners
+                rows = owners.rows(rows, None if together else options.accounting.rows_per_owner)
+            parts, max_rows = rows_by_owner(rows, owners, together=largest), largest or max_rows
         inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
         args, kwargs = self.replica.examples_first(as_call(inputs))
-        how: dict[str, Any] = {"check_values": check_values, "max_rows": self.run.max_rows}
+        how: dict[str, Any] = {"check_values": check_values, "max_rows": max_rows}
         for part in parts:
             laid_out = self.replica.lay_out(args, kwargs, targets, options.private, part=part, **how)
             yield rows if part is None else part.owners, laid_out
@@ -121,9 +125,8 @@ class DatasetPasses:
             raise RuntimeError("the examples of a stream cannot be read again; this needs numbered examples")
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
-        most = self.run.options.accounting.rows_per_owner
         for start in range(0, len(rows), _BATCH):
-            for part, examples in self._pieces(rows[start : start + _BATCH], most):
+            for part, examples in self._pieces(rows[start : start + _BATCH]):
                 weighted = replace(examples, clip_weights=self.run.weights_of(part))
                 yield part, self.replica.gradients(weighted, self.run.loss_of_examples(loss))
 

@@ -33,7 +33,7 @@ from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Views = int | Callable[[Tensor], Tensor]
-ROWS_OF_A_PASS = 64  # rows of padding that cost about as much as another pass
+_ROWS_OF_A_PASS = 64  # rows of padding that cost about as much as another pass
 
 
 def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
@@ -187,33 +187,37 @@ class OwnedRows:
 
 
 def rows_by_owner(
-    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, padding: float = ROWS_OF_A_PASS
+    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, together: int | None = None
 ) -> list[OwnedRows]:
     """The rows of a batch by owner, in parts in which owners have about as many rows, so that little is padding.
 
     A few sizes serve all batches: each has to be tried before it is used, and captured on a GPU.
 
     Args:
-        ids: The rows' numbers, or in a stream their owners' keys, [rows].
+        ids: The rows' numbers, one owner after the other; or in a stream their owners' keys, [rows].
         owners: Who owns which row; None: a stream.
         largest: The largest number of rows that an owner brings; None: not known.
-        padding: How many rows of padding another part must save.
+        together: K of a single part for all owners; None: several parts.
     """
-    names = list(ids) if owners is None else owners.of_row[torch.tensor(ids, dtype=torch.long)].tolist()
-    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
-    code = torch.tensor([codes[name] for name in names], dtype=torch.long)
-    counts = torch.bincount(code)
-    order, starts = code.argsort(stable=True), counts.cumsum(0) - counts
-    places = torch.arange(len(names)) - starts[code[order]] if owners is None else owners.place[list(ids)][order]
+    if owners is None:
+        codes = {name: code for code, name in enumerate(dict.fromkeys(ids))}
+        keys, code = list(codes), torch.tensor([codes[name] for name in ids], dtype=torch.long)
+        counts, order = torch.bincount(code), code.argsort(stable=True)
+    else:
+        rows = torch.tensor(ids, dtype=torch.long)
+        names, counts = owners.of_row[rows].unique_consecutive(return_counts=True)
+        keys, order = names.tolist(), torch.arange(len(rows))
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(len(order)) - starts.repeat_interleave(counts) if owners is None else owners.place[rows]
 
     parts: list[OwnedRows] = []
-    by_size = counts.argsort(descending=True, stable=True).tolist()
-    keys, sizes = list(codes), counts.tolist()
+    by_size, sizes = counts.argsort(descending=True, stable=True).tolist(), counts.tolist()
+    rooms = [min(_usual_size(sizes[each]), largest or max(sizes)) for each in by_size]
     while by_size:
-        rooms = [min(_usual_size(sizes[each]), largest or sizes[by_size[0]]) for each in by_size]
-        room, end = rooms[0], len(by_size)
-        count = next((k for k in range(1, end) if (room - rooms[k]) * (end - k) > padding), end)
-        chosen, by_size = torch.tensor(sorted(by_size[:count])), by_size[count:]
+        room, end = together or rooms[0], len(by_size)
+        saved = ((rooms[0] - rooms[k]) * (end - k) for k in range(1, end))  # rows of padding, by another part from k on
+        count = next((k for k, rows_saved in enumerate(saved, 1) if rows_saved > _ROWS_OF_A_PASS and not together), end)
+        chosen, by_size, rooms = torch.tensor(sorted(by_size[:count])), by_size[count:], rooms[count:]
         column = torch.arange(room).expand(count, room)
         own = column < counts[chosen, None]
         place = starts[chosen, None] + column.where(own, 0)
