@@ -220,3 +220,32 @@ def test_rows_that_should_share_and_do_not() -> None:
     run = make(network(), visits(), batch_size=7, owner_of=OWNERS, private=Private(shared=0))
     with pytest.raises(ValueError, match="different values of 0"):
         train(run, steps=4)
+
+
+def test_divergences_are_those_of_simulated_transcripts() -> None:
+    """With constant weights D is the mean log likelihood ratio: a person absent, and all of its rows changed."""
+    q, steps, s, count = 0.5, 6, 0.9 * 0.5, 40_000
+    options = {"noise_multiplier": 0.9, "amplification": None, "sample_rate": q, "learning_rate": 0.0, "clip": "hard"}
+    run = train(make(network(), visits(), owner_of=OWNERS, questions=QUESTIONS, **options), steps=40)
+    person, drawn = 1, OWNERS.eq(1)  # six rows
+    x, y = (part[drawn].to(DEVICE) for part in visits().tensors)
+
+    def clipped(x: Tensor) -> Tensor:
+        run.plain.zero_grad()
+        F.cross_entropy(run.plain(x), y).backward()
+        g = torch.cat([p.grad.flatten() for p in run.plain.parameters()])
+        return g * min(1.0, 0.5 / float(g.norm()))
+
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    u = clipped(x) / s
+    takes_part = torch.rand(count, steps, 1, generator=generator, device=DEVICE) < q
+    released = takes_part * u + torch.randn(count, steps, len(u), generator=generator, dtype=u.dtype, device=DEVICE)
+
+    def log_density(v: Tensor) -> Tensor:  # relative to the noise alone
+        return torch.log(1 - q + q * (released @ v - v.square().sum() / 2).exp()).sum(dim=1)
+
+    participations = run.engine.ledger.sums["participations"][person]
+    for name, v in (("member", torch.zeros_like(u)), ("darker", clipped(0.5 * x) / s)):
+        ratios = log_density(u) - log_density(v)
+        step = run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
+        assert abs(steps * step - float(ratios.mean())) < 3 * float(ratios.std()) / count**0.5, name
