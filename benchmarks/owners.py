@@ -36,6 +36,7 @@ def mlp() -> nn.Module:
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "table, MLP": (mlp, (32,)),
     "MNIST, CNN": (zoo.mnist_cnn, (1, 28, 28)),
+    "ResNet-18": (zoo.resnet18, (3, 32, 32)),
 }
 PEOPLE = {"1 row": (1, 1), "4 rows": (4, 4), "12 rows": (12, 12), "ragged": (1, 20)}
 
@@ -98,13 +99,14 @@ def measure(name: str, people: str, way: str, steps: int, device: str, batch: in
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.owners", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", default=["table, MLP", "MNIST, CNN"], choices=list(MODELS))
     parser.add_argument("--rows", type=int, default=240, help="of a batch, about")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     results = []
-    for name in MODELS:
+    for name in options.models:
         for people in PEOPLE:
             for way in ("loop", "train_step"):
                 found = measure(name, people, way, options.steps, options.device, options.rows)

@@ -254,10 +254,13 @@ class Run:
 
         If an owner brings only some of its rows, these are the coordinates of all rows that it has brought so far.
         """
-        accounting = self.options.accounting
-        if part is None or self.owners is None or accounting.rows_per_owner is None:
+        some = self.options.accounting.rows_per_owner is not None
+        if part is not None and not some and all(slot.own is None for slot in examples.layout.slots):
+            size = examples.num_coordinates - (shared := examples.shared_coordinates)
+            return part.counts * (size // (self.max_rows or examples.num_rows)) + shared
+        if part is None or self.owners is None or not some:
             return examples.own_coordinates
-        by_row, shared = examples.coordinates_by_row
+        by_row, shared = examples.coordinates_by_row, examples.shared_coordinates
         numbers, places = (each.to(self.device) for each in (torch.tensor(call.ids)[part.rows], part.places))
         self._coordinates_of_rows[numbers] = by_row.flatten()[places]
         of_row, empty = self.owners.of_row.to(self.device), self._coordinates_of_rows.new_zeros(len(self.owners))

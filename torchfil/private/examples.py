@@ -408,13 +408,17 @@ class Examples:
         return self.z.shape[1] if self.is_own is None else self.is_own.sum(dim=1)
 
     @property
-    def coordinates_by_row(self) -> tuple[Tensor, int]:
-        """How many coordinates each row of an owner has of its own, [batch, K], and how many its rows share."""
+    def shared_coordinates(self) -> int:
+        """How many coordinates the rows of an owner share."""
+        return sum(slot.size for slot in self.layout.slots if isinstance(slot, _RowsSlot) and slot.shared)
+
+    @property
+    def coordinates_by_row(self) -> Tensor:
+        """How many coordinates each row of an owner has of its own, [batch, K]."""
         rows = self.public[1][ROWS]
         slots = [slot for slot in self.layout.slots if isinstance(slot, _RowsSlot)]
         own = [slot.row.is_own(as_rows(*self.public), rows.numel()).sum(dim=1) for slot in slots if not slot.shared]
-        counts = torch.stack([torch.zeros_like(rows).flatten(), *own]).sum(dim=0).reshape(rows.shape)
-        return counts, sum(slot.size for slot in slots if slot.shared)
+        return torch.stack([torch.zeros_like(rows).flatten(), *own]).sum(dim=0).reshape(rows.shape)
 
     def of_rows(self, numbers: Tensor) -> Tensor:
         """Whether a coordinate of an owner is the own one of its row with that number, [batch], bool [batch, d]."""
