@@ -95,7 +95,7 @@ class ConvolutionRule(OuterProductRule):
                 values.unflatten(0, rows).reshape(*rows, groups, -1, flat.delta.shape[2:].numel())
                 for values in (patches(module, flat.input), flat.delta)
             )
-            a, delta = (values.permute(0, 2, 1, 4, 3).flatten(2, 3) for values in (a, delta))
+            a, delta = (values.permute(0, 2, 3, 1, 4).flatten(3, 4).mT for values in (a, delta))
             return a, delta
         positions = call.delta.shape[2:].numel()
         delta = call.delta.reshape(batch, groups, -1, positions).mT
