@@ -91,11 +91,14 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     rows = _telling_rows(gradients, lambda row: bool(products(row)[0].any()))
     plain = _Plain.of(products, rows)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
-    recorded, reason, missing = _compared(part, probe, plain)
+    recorded = _recorded(part, probe)
+    reason, missing = _difference(part, recorded, plain)
     if reason is not None and learn_layouts(part):  # a dimension of the batch's size may be another one
-        recorded, reason, missing = _compared(part, probe, plain)
+        recorded = _recorded(part, probe)
+        reason, missing = _difference(part, recorded, plain)
     if missing and watch_parameters(part, missing):
-        recorded, reason, _ = _compared(part, probe, plain)
+        recorded = _recorded(part, probe)
+        reason, _ = _difference(part, recorded, plain)
     if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
         reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
     if reason is not None:
@@ -169,12 +172,11 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
     plain = _Plain.of(partial(near.plain_products_of_one, u=probe), range(len(near)))
     if not all(bool(value.isfinite().all()) for value in plain):
         return None
-    return _compared(near, probe, plain)[1]
+    return _difference(near, _recorded(near, probe), plain)[0]
 
 
-def _compared(part: ExampleGradients, probe: Tensor, plain: _Plain) -> tuple[_Recorded, str | None, list[str]]:
-    """A recorded pass, what it and plain backward passes disagree on (None: nothing), and the parameters it misses."""
-    recorded = _recorded(part, probe)
+def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> tuple[str | None, list[str]]:
+    """What the recorded pass and plain backward passes disagree on (None: nothing), and the parameters it misses."""
     tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
     squares, summed = plain.gradients.square().sum(dim=1), plain.gradients.sum(dim=0)
     if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
@@ -182,8 +184,7 @@ def _compared(part: ExampleGradients, probe: Tensor, plain: _Plain) -> tuple[_Re
         sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in apart.items()}
         names = [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
         listed = f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
-        reason = f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples"
-        return recorded, reason, names
+        return f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples", names
 
     pairs = {
         "sums of gradients": (recorded.summed[None], summed[None]),
@@ -193,9 +194,8 @@ def _compared(part: ExampleGradients, probe: Tensor, plain: _Plain) -> tuple[_Re
     for name, (fast, true) in pairs.items():
         distance, size = (torch.linalg.vector_norm(values, dim=1) for values in (fast - true, true))
         if not bool((distance <= 10 * tolerance * size.max()).all()):
-            reason = f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples"
-            return recorded, reason, []
-    return recorded, None, []
+            return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples", []
+    return None, []
 
 
 def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
