@@ -184,7 +184,6 @@ def test_refusals() -> None:
         "chunk_size=0": lambda: jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0),
         "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
         "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
-        "tensor of targets, got list": lambda: jacobian_sensitivity(model, loss_fn, x, [0, 1, 2]),
         "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),
     }
     all_refused(refused)

@@ -62,7 +62,7 @@ def test_what_cannot_be_asked() -> None:
         "either values= or by=": lambda: Column(0, values=(1.0,), by=(1.0,)),
         "at least two answers": lambda: OneHot((0,)),
         "two classes": lambda: Label(1),
-        "at least one answer": lambda: Change({}),
+        r"different names, got \[\]": lambda: check_questions({"a": Change({})}),
         "different names": lambda: check_questions({"a": Column(0, values=(1.0, 1.0))}),
         "1 positional inputs": lambda: values(Column(0, by=(1.0,), input=1)),
         r"are \['a'\]": lambda: values(Column(0, by=(1.0,), input="c"), {"a": TABLE}),

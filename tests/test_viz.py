@@ -117,10 +117,9 @@ def test_what_cannot_be_drawn_is_refused():
         "gallery takes several": lambda: show_map(np.ones((8, 1, 4, 4)), np.ones((8, 1, 4, 4))),
         r"attribution has shape \[5, 4\]": lambda: show_map(np.ones((3, 4, 5)), np.ones((5, 4))),
         "attribution is not finite": lambda: show_map(ONES, [[0, 1], [0, np.inf]]),
-        "axes": lambda: show_map(ONES, ONES, axes=Figure().subplots(1, 2)),
         "scores is not finite": lambda: gallery(np.ones((2, 3, 3)), [1.0, np.nan]),
         "one of them": lambda: bar_chart([1.0], ["a"], errors=[1.0], intervals=[[0, 2]]),
-        "outside its interval": lambda: bar_chart([1.0], ["a"], intervals=[[2, 3]]),
+        "negative values": lambda: bar_chart([1.0], ["a"], intervals=[[2, 3]]),
         "values holds -1": lambda: distribution([-1.0, 1.0]),
         "no value": lambda: distribution([0.0, np.inf]),
     }

@@ -108,12 +108,6 @@ class Change(Question):
 
     function: Callable[[Any, Any], tuple[Any, Any]] | Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]
 
-    def __post_init__(self) -> None:
-        require(bool(self._functions), "Change got no function; it needs at least one answer")
-        for name, function in self._functions.items():
-            if not callable(function):
-                raise TypeError(f"the answer {name!r} of Change is {function!r}; give a function of (inputs, targets)")
-
     @property
     def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
         return self.function if isinstance(self.function, Mapping) else {"changed": self.function}
@@ -297,7 +291,6 @@ class Token(Question):
     input: Key = 0
 
     def __post_init__(self) -> None:
-        require(bool(self.values), "Token got no values; name the token numbers that are answers")
         _check_names(self.names, len(self.values))
 
     @property

@@ -178,8 +178,8 @@ def test_what_cannot_be_attacked_is_refused() -> None:
     model, counts = MODELS["linear"]().fit(X, y), PoissonRegression(l2=1.0).fit(X, levels)
     refused = {
         "label='known'": lambda: GLMReconstruction(model, X, y),
-        "it was not fitted on them": lambda: GLMView.build(model, X, y + 1),
-        "X has shape": lambda: GLMView.build(model, X[1:], y[1:]),
+        "not what the model was fitted on": lambda: GLMView.build(model, X, y + 1),
+        "fitted on 60 examples, got 59": lambda: GLMView.build(model, X[1:], y[1:]),
         "SoftmaxRegression has 2": lambda: GLMView.build(SoftmaxRegression(l2=0.1).fit(X, levels), X, levels),
         "rows .4.": lambda: NominalAttribute([0], np.eye(2)[:, :1]).levels(np.array([[0.0]] * 4 + [[2.0]])),
         "poisson loss": lambda: BlackBoxInversion(counts, X, levels, ATTRIBUTE),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import stats
-from torch import Tensor
 
 from torchfil.accounting.ids import plain_key
 from torchfil.accounting.leakage import as_table
@@ -226,9 +225,6 @@ def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[st
         require(not unknown, f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
-    if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
-        takes = "a FILPrivacyEngine or its leakage, a fitted linear model, or bounds, by id or one for each example"
-        raise TypeError(f"a {type(source).__name__} gives no bounds; compare_with_bounds(…) takes {takes}")
     values, count = as_array(source).astype(np.float64), len(attack.ids)
     require(values.shape == (count,), f"{list(values.shape)} bounds for {count} attacked examples; give one for each")
     require(bool((values >= 0).all()), f"bounds {values[~(values >= 0)][:5]} are negative or NaN")

@@ -120,12 +120,8 @@ def invert_gradients(
         generator: Their source.
         progress: Whether to show a bar.
     """
-    n, weights = len(targets), trainable_and_constant(model)
-    wanted = [n, sum(value.numel() for value in weights[0].values())]
-    require(restarts >= 1 and steps >= 1, f"restarts={restarts} and steps={steps} must both be at least 1")
     require(low < high, f"low={low} must be below high={high}")
-    require(list(gradients.shape) == wanted, f"gradients {list(gradients.shape)} must be {wanted}: one per target")
-    one = _gradient(model, loss_fn, weights)
+    n, one = len(targets), _gradient(model, loss_fn, trainable_and_constant(model))
 
     def objective(x: Tensor, target: Tensor, seen: Tensor) -> Tensor:
         g = one(x, target)
@@ -236,7 +232,6 @@ def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
         tensor([1., 1.])
     """
     _check_pair(a, b, 16)
-    require(a.shape[1] == 1, f"images have {a.shape[1]} channels; haarpsi takes grey images, [n, 1, h, w]")
     C, alpha = 30.0, 4.2
     scaled = [nn.functional.avg_pool2d(x * (255 / data_range), 2) for x in (a, b)]
     similarity, weight = [], []

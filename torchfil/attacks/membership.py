@@ -70,7 +70,6 @@ class MembershipResult:
 
     def tpr_at(self, fpr: float) -> float:
         """The largest true positive rate of a threshold with at most this share of false alarms, targets pooled."""
-        require(0 <= fpr <= 1, f"fpr={fpr} must lie in [0, 1]")
         false, true = self.curve()
         return float(true[false <= fpr].max())
 
@@ -121,7 +120,6 @@ def shadow_runs(
     n = len(inputs)
     size = round(share * n)
     require(0 < size < n, f"share={share} of {n} examples leaves {size} members; there must be both kinds")
-    require(runs >= 1, f"runs={runs} must be at least 1")
     source = make_generator(generator, seed, targets.device)
     members = torch.zeros(runs, n, dtype=torch.bool, device=targets.device)
     odds = []

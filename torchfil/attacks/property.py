@@ -37,10 +37,6 @@ class Client:
         both = 0 < int(self.property.sum()) < len(self.property)
         require(both, "all examples have the property, or none has; a client needs both kinds")
 
-    def to(self, device: torch.device | str) -> Client:
-        """The same client with its data on a device."""
-        return Client(self.inputs.to(device), self.targets.to(device), self.property.to(device))
-
     def batch(self, size: int, with_property: bool, source: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of ``size`` examples, all with the property or all without, drawn with replacement."""
         rows = (self.property.bool() == with_property).nonzero().squeeze(1)
@@ -98,8 +94,6 @@ def federated_gradients(
         generator: Their source.
         progress: Whether to show a bar.
     """
-    enough = rounds >= 4 and batch_size >= 1 and own_batches >= 1
-    require(enough, f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
     source = make_generator(generator, seed, victim.property.device)
     known, observed = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
     kinds = [False] * own_batches + [True] * own_batches

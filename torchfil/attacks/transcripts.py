@@ -162,15 +162,6 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
     return torch.cat(sums)
 
 
-def sum_of_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
-    """The clipped gradients of all examples except one, summed over the batches of these runs, [runs, steps, p]."""
-    members = transcripts.batches[runs].clone()
-    members[..., row] = False
-    weights = transcripts.weights[runs]
-    sums = [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])]
-    return torch.stack(sums, dim=1)
-
-
 def informed_reconstruction(
     transcripts: Transcripts,
     target: int | Sequence[int],
@@ -296,9 +287,12 @@ class _Problem:
 
 
 def _problem(transcripts: Transcripts, runs: slice, row: int) -> _Problem:
-    remainder = transcripts.noisy_sums[runs] - sum_of_others(transcripts, runs, row)
-    member = transcripts.batches[runs, :, row, None]
-    return _Problem(transcripts, transcripts.weights[runs], member, remainder, transcripts.public(row))
+    """That of an example, whose r is the noisy sums without the clipped gradients of all others."""
+    weights, members = transcripts.weights[runs], transcripts.batches[runs].clone()
+    members[..., row] = False
+    others = [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])]
+    remainder = transcripts.noisy_sums[runs] - torch.stack(others, dim=1)
+    return _Problem(transcripts, weights, transcripts.batches[runs, :, row, None], remainder, transcripts.public(row))
 
 
 def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,6 @@ def layer_gradients(
     """
     whole = _without_private(model, loss_fn, x, y)
     n, size = len(whole), 1 if batch is None else batch
-    require(size >= 1, f"batch={batch} must be at least 1")
     require(n % size == 0, f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
     index = layer_index(whole.parameters, bias=bias)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
@@ -246,7 +245,12 @@ def jacobian_sensitivity(
     """
     require(norm in ("fro", 1, math.inf), f"norm={norm!r} must be 'fro', 1 or float('inf')")
     require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size} must be at least 1")
-    batch = _prepared(model, loss_fn, x, y, wrt)
+    known = wrt in ("target", "input") or isinstance(wrt, Private)
+    require(known, f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
+    check_modules(model)
+    targets = _continuous(model, x, y) if wrt == "target" else y
+    private = wrt if isinstance(wrt, Private) else Private(inputs=(), target=True) if wrt == "target" else None
+    batch = ExampleGradients.build(model, loss_fn, x, targets, private)
     require(len(batch) > 0, "there is no example; pass at least one")
 
     index = layer_index(batch.parameters, bias=bias)
@@ -262,23 +266,18 @@ def jacobian_sensitivity(
     what = f"the {wrt}"
     if isinstance(wrt, Private):
         what = f"the output of {' and '.join(wrt.submodules)}" if wrt.submodules else "private coordinates"
-    return _table(tuple(index), values, f"sensitivity of gradients to {what}", unit)
+    measure = f"sensitivity of gradients to {what}"
 
-
-def _prepared(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, wrt: Any) -> ExampleGradients:
-    check_modules(model)
-    if isinstance(wrt, Private):
-        return ExampleGradients.build(model, loss_fn, x, y, wrt)
-    if wrt == "target":
-        return ExampleGradients.build(model, loss_fn, x, _continuous(model, x, y), Private(inputs=(), target=True))
-    require(wrt == "input", f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
-    return ExampleGradients.build(model, loss_fn, x, y)
+    # mean, standard error and 95 % Student interval over examples
+    n, mean = values.shape[1], values.mean(dim=1)
+    error = values.std(dim=1) / math.sqrt(n) if n > 1 else torch.full_like(mean, math.nan)
+    width = error * float(stats.t.ppf(0.975, n - 1)) if n > 1 else error
+    low, high = (mean - width).clamp(min=0).numpy(), (mean + width).numpy()
+    return LayerTable(tuple(index), mean.numpy(), low, high, error.numpy(), measure, unit)
 
 
 def _continuous(model: nn.Module, x: Inputs, y: Any) -> Tensor:
     """The targets themselves if they are floating-point, else one-hot class probabilities."""
-    if not isinstance(y, Tensor):
-        raise TypeError(f"wrt='target' needs a tensor of targets, got {type(y).__name__}")
     if y.is_floating_point() or len(y) == 0:
         return y
 
@@ -321,16 +320,6 @@ def _ranges(batch: ExampleGradients, index: dict[str, Tensor], columns: int) -> 
             part = gradients[:, places]
             ranges[layer][rows] = part.amax(dim=1) - part.amin(dim=1)
     return ranges
-
-
-def _table(layers: tuple[str, ...], values: Tensor, measure: str, unit: str) -> LayerTable:
-    """Mean, standard error and 95 % Student interval over examples of values [layers, n]."""
-    n = values.shape[1]
-    mean = values.mean(dim=1)
-    error = values.std(dim=1) / math.sqrt(n) if n > 1 else torch.full_like(mean, math.nan)
-    width = error * float(stats.t.ppf(0.975, n - 1)) if n > 1 else error
-    low, high = (mean - width).clamp(min=0), mean + width
-    return LayerTable(layers, mean.numpy(), low.numpy(), high.numpy(), error.numpy(), measure, unit)
 
 
 def v_information(
@@ -396,7 +385,6 @@ def v_information(
     names, labels = np.unique(as_array(property), return_inverse=True)
     _check_gradients(gradients, labels)
     require(0 < smoothing < 1, f"smoothing={smoothing} must lie strictly between 0 and 1")
-    require(bootstrap >= 1, f"bootstrap={bootstrap} must be at least 1")
     if width == "auto":
         width = 32 if isinstance(family, str) and family == "logistic" else None
     require(width is None or width >= 1, f"width={width} must be at least 1")
@@ -523,8 +511,6 @@ def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_ro
 
 
 def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
-    if not isinstance(gradients, Mapping) or not gradients:
-        raise TypeError("gradients must be a dict {layer: [n, features]}, as layer_gradients gives")
     several = labels.ndim == 1 and len(np.unique(labels)) >= 2
     require(several, "property must be one label per example, with two values at least; a constant says nothing")
     for layer, value in gradients.items():

@@ -30,16 +30,6 @@ from torchfil.private import Examples, Inputs, Private
 from torchfil.utils.errors import require
 from torchfil.utils.trees import concatenated
 
-__all__ = [
-    "PLIS",
-    "Susceptibility",
-    "column_norms",
-    "subject_norms",
-    "superpixel_norms",
-    "susceptibility",
-    "token_norms",
-]
-
 logger = logging.getLogger(__name__)
 
 _UNCLIPPED = ClipFunction("none", torch.ones_like, torch.zeros_like, norm_bound=math.inf, calibrated=False)

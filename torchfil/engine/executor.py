@@ -157,31 +157,32 @@ class Executor:
         Texts come in many lengths: a length between two that were tried needs no separate trial.
         """
         key, rows = self._key(gradients), gradients.examples.num_rows
-        all_rows = rows
         if key in self._plans:
             return _of_rows(self._plans[key], rows)
-        fitting = self._fitting.setdefault(self._key_without_length(gradients), {})
+        public = gradients.examples.public
+        kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))  # equal if only lengths differ
+        fitting = self._fitting.setdefault((kinds, form_of(public), *key[1:]), {})
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates // rows < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return _of_rows(self._plans[key], rows)
         if rows > _ROWS_TO_TRY and not gradients.examples.masks:  # so many show how the rest behaves
-            rows, some = _ROWS_TO_TRY, next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY))
-            gradients = replace(gradients, examples=some)
+            gradients = replace(gradients, examples=next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY)))
+        tried = gradients.examples.num_rows
         constants = gradients.own_constants()  # with copies of buffers, which show what a pass writes into
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
             found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0, facts=found.facts)
-        found = replace(found, bytes_per_example=-(-found.bytes_per_example // rows))
+        found = replace(found, bytes_per_example=-(-found.bytes_per_example // tried))
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._fitting.clear()
             self._plans[key] = found
             if found.fits:
-                fitting[gradients.num_coordinates // rows] = found
+                fitting[gradients.num_coordinates // tried] = found
             _log_plan(found, gradients.autocast)
-        return _of_rows(found, all_rows)
+        return _of_rows(found, rows)
 
     def run(
         self,
@@ -362,14 +363,8 @@ class Executor:
         """How many examples a pass may hold at once."""
         return max(1, self.memory_limit // max(1, tried.bytes_per_example))
 
-    def _key(self, gradients: ExampleGradients) -> Hashable:
+    def _key(self, gradients: ExampleGradients) -> tuple[Hashable, ...]:
         return gradients.examples.kind, self.replica.key, tuple(gradients.parameters), gradients.autocast
-
-    def _key_without_length(self, gradients: ExampleGradients) -> Hashable:
-        """A key that is equal for examples that differ only in length."""
-        public = gradients.examples.public
-        kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
-        return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
 
 
 def _of_rows(found: Plan, rows: int) -> Plan:

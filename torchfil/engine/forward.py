@@ -35,7 +35,7 @@ from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
-_in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently private
+in_training: WeakSet[nn.Module] = WeakSet()  # modules that a RecordedModule is currently training
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
 _HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not taken."
 _SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
@@ -254,12 +254,7 @@ class LossInside:
             return call_and_record_masks(run, self.replica.device, expected=True)
 
     def forward_pass(
-        self,
-        tracker: BatchTracker,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        masks: tuple[Tensor, ...] = (),
+        self, tracker: BatchTracker, args: Any, kwargs: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]
     ) -> ForwardPass:
         """The call on the current batch that gave these outputs (with their graph), with labels and loss separated.
 
@@ -421,7 +416,7 @@ class LoopForward:
             return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
         call = self._inside.forward_pass(self.observer.tracker, *inputs, outputs, masks)
         call.recorded, call.examples = forward, examples
-        leaves = map_tensors(_as_leaf, outputs)
+        leaves = map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point() or x.is_complex()), outputs)
         self.observer.watch(call, leaves)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
 
@@ -498,7 +493,7 @@ class RecordedModule(AbstractGradSampleModule):
             return
         self._observer = loop_forward.observer
         self._run = torch.compiler.disable(loop_forward.__call__)  # a compiled call must not trace the engine's passes
-        _in_training.add(m)
+        in_training.add(m)
         self._handles = [
             p.register_post_accumulate_grad_hook(lambda _, name=name: self._observer.touched.add(name))
             for part in {m, loop_forward.replica.live}  # two if the module is sharded
@@ -557,16 +552,11 @@ class RecordedModule(AbstractGradSampleModule):
             handle.remove()
         self._handles = []
         self._loop_forward = None
-        _in_training.discard(self._module)
+        in_training.discard(self._module)
 
     def _close(self) -> None:
         super()._close()
         self.remove_hooks()
-
-
-def is_in_training(module: nn.Module) -> bool:
-    """Whether a :class:`RecordedModule` is currently training this module."""
-    return module in _in_training
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
@@ -600,7 +590,3 @@ def _forget_failed_passes(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part.__dict__.get("activations"), list):
             part.__dict__["activations"].clear()
-
-
-def _as_leaf(leaf: Tensor) -> Tensor:
-    return leaf.detach().requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf

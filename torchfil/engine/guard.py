@@ -180,9 +180,8 @@ class Guard:
         right, a match with an earlier batch is wrong, and anything else passes. The first and last rows are compared.
         """
         now, given = _with_rows(self.replica.examples_first(call.batch)), _with_rows((call.args, call.kwargs))
-        for a, b in product(given, now):
-            if a.data_ptr() == b.data_ptr() and a.shape == b.shape:
-                return None
+        if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in product(given, now)):
+            return None
         targets = _with_rows(call.targets)
         kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *targets)}
         before = [
@@ -292,8 +291,9 @@ class Guard:
                 if not call.output_grads.keys() <= call.loss_grads.keys():  # other outputs have a gradient, too
                     raise
             call = call.with_labels()
-        leaves = tensors_of(call.outputs)
-        return IdentifiedLoss.of_model(next(k for k in call.output_grads if leaves[k].ndim == 0))
+        leaves, name = tensors_of(call.outputs), "the model's own loss on each example alone"
+        place = next(k for k in call.output_grads if leaves[k].ndim == 0)
+        return IdentifiedLoss(name, lambda loss, _: loss, place, is_models_own=True)
 
     def check_loss(self, call: ForwardPass, loss: IdentifiedLoss, *, by_opacus: bool) -> None:
         """Raise unless the gradient that reached the model's output is that of the loss.
@@ -322,14 +322,8 @@ class Guard:
     # ------------------------------------------------------------------ what the engine computed
 
     def compare_outputs(
-        self,
-        call: ForwardPass,
-        ours: Sequence[Tensor],
-        loss: IdentifiedLoss,
-        part: OwnedRows | None = None,
-        *,
-        by_opacus: bool,
-    ) -> Flag | None:
+        self, call: ForwardPass, ours: Any, loss: IdentifiedLoss, part: OwnedRows | None, *, by_opacus: bool
+    ) -> Flag:
         """Do the gradients at the outputs, ours and the loop's, agree? With ``part``, at the rows of these owners."""
         observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
         if part is not None:
@@ -337,7 +331,7 @@ class Guard:
             ours, observed = [part.by_row(each, reduction) for each in ours], [each[rows] for each in observed]
             weightings = [each[rows] if isinstance(each, Tensor) else each for each in weightings]
         tolerance = self._tolerance(next(leaf for leaf in observed if leaf.is_floating_point()), call)
-        differences = losses.relative_differences(list(ours), observed, weightings)
+        differences = losses.relative_differences(ours, observed, weightings)
 
         def error() -> Exception | None:
             apart = float(differences.min())
@@ -353,9 +347,7 @@ class Guard:
 
         return Flag(~(differences[0] <= tolerance), error)
 
-    def compare_losses(
-        self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None = None
-    ) -> Flag:
+    def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None) -> Flag:
         """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the whole batch?
 
         The model's own loss is one number for a batch: it is compared with the mean over the examples, and if it
@@ -425,13 +417,7 @@ class Guard:
         (self._late if late else self._pending).append(Flag(~total.isfinite() | (total == 0), error))
 
     def check_live_model(
-        self,
-        call: ForwardPass,
-        loss: IdentifiedLoss,
-        ours: Tensor,
-        part: OwnedRows | None = None,
-        *,
-        now: bool = False,
+        self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None = None, *, now: bool
     ) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
@@ -461,7 +447,7 @@ class Guard:
             self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
 
 
-def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
+def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool) -> None:
     """Raise unless ‖g‖ from the engine's copy of the model and from the loop's own pass agree, [batch] each.
 
     ``reduced`` says whether the model computes with fewer digits than float32 has.

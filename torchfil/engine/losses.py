@@ -130,11 +130,6 @@ class IdentifiedLoss:
             return cls(name, TokenMean(summed))
         return cls(name, criterion)
 
-    @classmethod
-    def of_model(cls, place: int) -> IdentifiedLoss:
-        """The model's own loss, which is at that place among the tensors of its outputs."""
-        return cls("the model's own loss on each example alone", lambda loss, _: loss, place, is_models_own=True)
-
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss."""
         return self.function(outputs if self.place is None else tensors_of(outputs)[self.place], targets)
@@ -335,9 +330,8 @@ def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
     for summed, sign, kind in itertools.product((False, True), (1, -1), (Tensor.sum, Tensor.mean)):
         name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
         if not summed or reduction == "mean":
-            yield IdentifiedLoss(
-                name + ", added up over the batch" * summed, partial(_signed, sign, kind), summed=summed
-            )
+            name += ", added up over the batch" * summed
+            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
 
 
 def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: Any) -> Tensor:

@@ -27,7 +27,7 @@ from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of, tracked
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
-from torchfil.engine.forward import is_in_training
+from torchfil.engine.forward import in_training
 from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
 from torchfil.engine.rows import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
@@ -495,7 +495,7 @@ def run_options(
     """Everything fixed for the run, checked; the sampling rate is added when the loader is prepared."""
     hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
     private = "the model is already private (make_private was called on it); pass the plain module, or its _module"
-    require(not hooked and not is_in_training(module), private)
+    require(not hooked and module not in in_training, private)
     _check_optimizer(module, optimizer)
 
     # how batches are drawn, which ε and the amplification rest on

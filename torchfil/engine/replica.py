@@ -216,16 +216,14 @@ class Replica:
             with torch.no_grad(), differentiable_twice():
                 models.call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
-        return self._mask_layouts.by_example(
-            masks, len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key), run_first, groups
-        )
+        count, kind = len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key)
+        return self._mask_layouts.by_example(masks, count, kind, run_first, groups)
 
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """Masks for a batch of these inputs as the model would draw them; None if only the model can draw them."""
         inputs = (args, dict(kwargs))
-        return self._mask_layouts.again(
-            (form_of(inputs, shapes=True), self.key), len(tensors_of(inputs)[0]), self.device
-        )
+        count, kind = len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key)
+        return self._mask_layouts.again(kind, count, self.device)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the current weights, by the copy; it writes only into its own buffers."""
@@ -370,11 +368,7 @@ def recurrent_forward(module: Any) -> Callable[..., Any]:
     A recorded pass computes these layers as torch's.
     """
     mode = {DPLSTM: "LSTM", DPGRU: "GRU"}.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
-
-    def forward(sequences: Any, state_init: Any = None) -> Any:
-        return run_recurrent(module, mode, sequences, state_init, drops_states=True)
-
-    return forward
+    return lambda sequences, state_init=None: run_recurrent(module, mode, sequences, state_init, drops_states=True)
 
 
 for _kind in (DPLSTM, DPGRU, DPRNN):

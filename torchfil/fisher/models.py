@@ -407,6 +407,16 @@ def products_in(precision: str) -> Iterator[None]:
         _set_product_precision(before)
 
 
+@contextlib.contextmanager
+def set_inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Inside, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
 
 
@@ -425,12 +435,9 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
         yield
         return
     narrow = precision == "bfloat16" or (precision == "tf32" and reduced)
-    token = probe_dtype.set(torch.bfloat16 if narrow else None)
-    try:
-        with products_in("ieee" if precision == "float32" else "tf32"):
-            yield
-    finally:
-        probe_dtype.reset(token)
+    dtype, products = torch.bfloat16 if narrow else None, products_in("ieee" if precision == "float32" else "tf32")
+    with set_inside(probe_dtype, dtype), products:
+        yield
 
 
 def probe_inputs(*values: Any) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ from scipy.special import ndtr, ndtri, owens_t
 from torch import Tensor
 
 from torchfil.glm.refits import GLMView, minimiser_changes
-from torchfil.questions import Alternative, Question
+from torchfil.questions import Alternative, Column, Question
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
@@ -123,9 +123,7 @@ class Shift(Question):
         """The column, or the target, with the amount added."""
         if self.column is None:
             return (Alternative(inputs, targets + self.by),)
-        moved = inputs.clone()
-        moved[:, self.column] += self.by
-        return (Alternative(moved, targets),)
+        return Column(self.column, by=(self.by,)).alternatives(inputs, targets)
 
 
 @dataclass(frozen=True, eq=False)

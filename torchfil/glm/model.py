@@ -189,6 +189,12 @@ class GeneralizedLinearModel(BaseEstimator):
         Raises:
             ValueError: The model is not fitted, or was fitted on other data.
         """
+        inputs, targets, weights = self._as_fitted(X, y, sample_weight)
+        data, fit = (self._loss(), inputs, targets, weights), self._fit
+        return Sensitivity.build(*data, fit.weights, fit.hessian, self.n_features_in_, private_target)
+
+    def _as_fitted(self, X: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, targets and weights of the training examples (X, y), checked."""
         self._check_fitted()
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         d, columns, n = self.n_features_in_, inputs.shape[1] - int(self.fit_intercept), len(self._training_weight)
@@ -198,12 +204,11 @@ class GeneralizedLinearModel(BaseEstimator):
         # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
             other = f"the model was fitted on {n} examples, got {len(weights)}"
-            require(len(weights) == n, f"{other}. Pass the training set, or sample_weight for a part of it")
+            require(len(weights) == n, f"{other}. Pass the training set; fil also takes a part, with its sample_weight")
             weights = self._training_weight
-        loss, fit = self._loss(), self._fit
         if len(weights) == n:
-            _check_minimum(loss, fit, self._training_ridge, inputs, targets, weights)
-        return Sensitivity.build(loss, inputs, targets, weights, fit.weights, fit.hessian, d, private_target)
+            _check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
+        return inputs, targets, weights
 
     def fil(
         self,
@@ -352,7 +357,17 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
         """The numbers of columns of the fitted model, given by number, by name or as a slice."""
-        return _column_numbers(columns, self.n_features_in_, list(getattr(self, "feature_names_in_", ())))
+        names, known = list(getattr(self, "feature_names_in_", ())), range(self.n_features_in_)
+        if isinstance(columns, slice):
+            return list(known)[columns]
+        columns = [columns] if isinstance(columns, str) else columns
+        numbers = [names.index(column) if column in names else column for column in columns]
+        wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
+        use = f"use numbers below {len(known)} or names of {names}"
+        require(bool(numbers) and not wrong, f"unknown columns {wrong}; {use}")
+        repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
+        require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
+        return [int(c) for c in numbers]
 
     def _tensor(self, values: Any) -> Tensor:
         if isinstance(values, Tensor):
@@ -446,25 +461,6 @@ class Composition:
     def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
         """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))
-
-
-def _column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequence[Any]) -> list[int]:
-    """The numbers of columns given by number, by name or as a slice; a fit's d columns may have names.
-
-    Example:
-        >>> _column_numbers(["dose", 0], 3, ["age", "weight", "dose"])
-        [2, 0]
-    """
-    if isinstance(columns, slice):
-        return list(range(num_inputs))[columns]
-    columns = [columns] if isinstance(columns, str) else columns
-    numbers = [names.index(column) if column in names else column for column in columns]
-    known = range(num_inputs)
-    wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
-    require(bool(numbers) and not wrong, f"unknown columns {wrong}; use numbers below {num_inputs} or names of {names}")
-    repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
-    require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
-    return [int(c) for c in numbers]
 
 
 def _check_names(X: Any, fitted: Sequence[Any]) -> None:
@@ -820,18 +816,14 @@ def information_of_choice(
 
 
 def _log_gradient(
-    objective: Objective,
-    weights: Tensor,
-    quantity: Callable[[Sensitivity], Tensor],
-    num_inputs: int,
-    private_target: bool,
+    objective: Objective, weights: Tensor, value: Callable[[Sensitivity], Tensor], num_inputs: int, private_target: bool
 ) -> tuple[Tensor, Tensor]:
     """∇log of a function of the sensitivity, with respect to every example's inputs, [n, d], and target, [n, t]."""
     X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
     moved = replace(objective, X=X, y=y)
     with torch.enable_grad():
         hessian, data = moved.hessian(w), (objective.loss, X, y, objective.sample_weight)
-        logarithm = quantity(Sensitivity.build(*data, w, hessian, num_inputs, private_target)).log()
+        logarithm = value(Sensitivity.build(*data, w, hessian, num_inputs, private_target)).log()
         direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
 
         # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w

@@ -76,20 +76,10 @@ class GLMView:
         model._check_fitted()
         margins = f"{type(model).__name__} has {model._num_margins()} margins"
         require(model._num_margins() == 1, f"{margins}, not one: take a class against the rest by LogisticRegression")
-        inputs, targets, _ = model._tensors(X, y, None)
-        weights, d = model._training_weight, model.n_features_in_
-        given, wanted = list(inputs.shape), [len(weights), len(model._fit.weights)]
-        require(given == wanted, f"X has shape {given}, the model was fitted on {wanted}: pass the training set")
-
+        inputs, targets, weights = model._as_fitted(X, y, None)  # where the gradient vanishes at the weights
         loss: Any = model._loss()
         ridge, fit = model._training_ridge[:, 0], model._fit
-        view = cls(loss, inputs, targets, weights, ridge, fit.weights[:, 0], fit.hessian, d)
-
-        # The attack assumes that the gradient vanishes at the weights; on other data it does not.
-        size = float(view.gradient(view.weights[None]).abs().max()) / len(inputs)
-        here = f"the gradient at the model's weights is {size:.2g} on these data"
-        require(size <= 1e-6 + 100 * model.tolerance, f"{here}: it was not fitted on them; pass the training set")
-        return view
+        return cls(loss, inputs, targets, weights, ridge, fit.weights[:, 0], fit.hessian, model.n_features_in_)
 
     def first(self, margin: Tensor) -> Tensor:
         """∂ℓ/∂m of every example at its margins, [n, k] for [n, k]."""

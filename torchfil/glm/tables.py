@@ -1,6 +1,6 @@
 """What the release of a linear model leaks about every row of a CSV file: private columns and questions, by name.
 
-Pandas holds the table, and scikit-learn makes texts one-hot. Encoding, separator and decimal sign are detected if
+Pandas holds the table, and makes texts one-hot. Encoding, separator and decimal sign are detected if
 possible. What is ambiguous is refused, because a decimal comma read as a thousands separator changes every number by a
 factor of 1,000.
 """
@@ -12,7 +12,6 @@ import csv
 import difflib
 import gzip
 import io
-import math
 import os
 import re
 import shlex
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-from sklearn.preprocessing import OneHotEncoder
 
 from torchfil.glm import model as models
 from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
@@ -357,9 +355,8 @@ def _one_hot(
     for name in inputs:
         titles, part = [name], table[[name]].to_numpy()
         if name in texts:
-            encoder = OneHotEncoder(drop="first", sparse_output=False)
-            part = encoder.fit_transform(table[[name]].to_numpy(dtype=object))
-            levels[name] = tuple(encoder.categories_[0])
+            one_hot = pandas.get_dummies(table[name], dtype=float)
+            levels[name], part = tuple(one_hot.columns), one_hot.to_numpy()[:, 1:]
             titles = [f"{name}={level}" for level in levels[name][1:]]
         attributes[name] = tuple(range(len(columns), len(columns) + len(titles)))
         columns += titles
@@ -426,8 +423,6 @@ def leakage_table(
     """
     for name in private:
         _check_column(name, list(table.attributes))
-    finite = f"sigma={sigma} must be positive and finite: without noise the release gives everything away"
-    require(0 < sigma < math.inf, finite)
     asked = {text: _question_about(table, text, model) for text in questions}
 
     X, y = pandas.DataFrame(table.inputs, columns=table.columns, copy=False), _targets_for(model, table.targets)

@@ -432,24 +432,18 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
     chosen = search.smallest(headroom)
     if chosen is None:
         best = max(ran, key=lambda each: (each.check.headroom, each.noise_multiplier))
-        raise ValueError(_not_met(target, search, best))
-    return NoiseChoice(chosen, target, search, tuple(ran))
-
-
-def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> str:
-    """Why no σ was chosen: by how much the best pilot missed the target, and what to do."""
-    wanted, reached = 1 + search.margin, best.check.headroom
-    # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
-    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * reached or reached == 0:
+        wanted, reached = 1 + search.margin, best.check.headroom
         remedy = "Ends are far from estimates, so runs differ a lot: lower the learning rate first. Or allow more noise"
-    else:
-        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
-    return (
-        f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
-        f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
-        f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for fewer "
-        "epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
-    )
+        # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
+        if reached > 0 and best.check.headroom_of_estimate <= _FAR_FROM_ESTIMATE * reached:
+            remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
+        raise ValueError(
+            f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
+            f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
+            f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for "
+            "fewer epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
+        )
+    return NoiseChoice(chosen, target, search, tuple(ran))
 
 
 def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[], Leakage], every: int) -> None:

@@ -373,7 +373,12 @@ class _Rounds:
         returned = self.run(given)
         seconds = time.perf_counter() - began
         engine, score = returned if isinstance(returned, tuple) else (returned, None)
-        leakage = _leakage_of(engine, given)
+        leakage: Any = getattr(engine, "totals", engine)
+        if given is not None:
+            used = getattr(engine, "clip_weights", given)
+            what = f"train received clip weights, and its engine has {'none' if used is None else 'others'}"
+            same = used is not None and torch.equal(used.cpu(), given.double().cpu())
+            require(same, f"{what}; pass them on: make_private(…, clip_weights=weights)")
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         if weights is None:
             weights = self.start(leakage.ids.all())
@@ -427,16 +432,6 @@ class _Rounds:
             return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
         return float(together.get_epsilon(self.delta))
-
-
-def _leakage_of(engine: Any, weights: Tensor | None) -> Leakage:
-    """What an engine that ``train`` returned has measured; raise if it was trained with other clip weights."""
-    if weights is not None:
-        used = getattr(engine, "clip_weights", weights)
-        given = f"train received clip weights, and its engine has {'none' if used is None else 'others'}; pass them on"
-        same = used is not None and torch.equal(used.cpu(), weights.double().cpu())
-        require(same, f"{given}: make_private(…, clip_weights=weights)")
-    return getattr(engine, "totals", engine)
 
 
 # ------------------------------------------------------------------ whose clip weight falls, and how far
@@ -613,16 +608,6 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: fl
     return torch.where(exposed, rounded_down(weights * factor), weights)
 
 
-def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
-    """The smallest weight of each example's cell, [n]: a function of the cell alone.
-
-    Example:
-        >>> smallest_in_cell(torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0, 0, 1]))
-        tensor([0.5000, 0.5000, 1.0000])
-    """
-    return weights.new_ones(int(cells.max()) + 1).scatter_reduce(0, cells, weights, "amin")[cells]
-
-
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:
     """Every group's mean FIL (of a question: mean D), [groups]; NaN if no member was measured.
 
@@ -751,8 +736,9 @@ class RoundWeights:
     def after(self, exposure: Exposure, goal: Goal) -> RoundWeights:
         """The weights of the next round."""
         own = lowered_weights(self.own, exposure, goal.most, self.margin).clamp(min=self.floor)
-        if self.cells is not None:
-            own = smallest_in_cell(own, self.cells)
+        if self.cells is not None:  # the smallest of a cell for all of its members
+            count = int(self.cells.max()) + 1
+            own = own.new_ones(count).scatter_reduce(0, self.cells, own, "amin")[self.cells]
         if self.factors is None or self.groups is None:
             return replace(self, own=own)
 

@@ -36,12 +36,10 @@ class CutRecording:
 
     Attributes:
         recording: The calls, with leaves as their inputs and δ.
-        leaves: The leaves of each call, by the call's id.
         origins: By the leaf's id, the tensor that it replaces, still attached to z.
     """
 
     recording: Recording
-    leaves: dict[int, tuple[Tensor, ...]]
     origins: dict[int, Tensor]
 
     def squared_norm(self, counted: Term | None = None) -> SquaredNorm:
@@ -58,12 +56,9 @@ class CutRecording:
             total = total + value.detach()
             if not value.requires_grad:
                 continue
-            leaves = self.leaves[id(calls[0])]
-            if len(calls) > 1:
-                leaves = tuple(dict.fromkeys(leaf for call in calls for leaf in self.leaves[id(call)]))
-            first, light = calls[0], False
-            if counted is None and len(calls) == 1 and not self.recording.narrow:
-                light = first.rule.squares_lightly(first)
+            leaves = tuple({id(leaf): leaf for call in calls for leaf in call.leaves}.values())
+            plain = counted is None and len(calls) == 1 and not self.recording.narrow
+            light = plain and calls[0].rule.squares_lightly(calls[0])
             derivatives.append((leaves, value if light else _derivatives(value, leaves)))
         return SquaredNorm(self, total, derivatives)
 
@@ -126,12 +121,10 @@ class SquaredNorm:
     def add_derivative(self, cotangents: Cotangents, weight: Tensor | None = None) -> None:
         """Add Σ_i weight_i ∂‖g_i‖²/∂leaf, for weights [batch] (None: 1); term by term."""
         for leaves, known in self.derivatives:
-            if isinstance(known, Tensor):
-                for leaf, derivative in zip(leaves, _derivatives(known, leaves, weight), strict=True):
-                    self.attached.put(cotangents, leaf, derivative)
-                continue
-            for leaf, derivative in zip(leaves, known, strict=True):
-                self.attached.put(cotangents, leaf, derivative, weight)
+            weighted = isinstance(known, Tensor)
+            parts = _derivatives(known, leaves, weight) if isinstance(known, Tensor) else known
+            for leaf, derivative in zip(leaves, parts, strict=True):
+                self.attached.put(cotangents, leaf, derivative, None if weighted else weight)
 
 
 def _derivatives(value: Tensor, leaves: tuple[Tensor, ...], weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -157,21 +150,14 @@ def cut(recording: Recording) -> CutRecording:
         if id(value) not in by_origin:
             by_origin[id(value)] = value.detach().requires_grad_()
             origins[id(by_origin[id(value)])] = value
-        own.append(by_origin[id(value)])
         return by_origin[id(value)]
 
-    leaves: dict[int, tuple[Tensor, ...]] = {}
     origins: dict[int, Tensor] = {}
     calls = []
     for call in recording.calls:
-        own: list[Tensor] = []
-        if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor):
-            args, kwargs = (leaf(call.args[0]),), call.kwargs
-        else:
-            args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
+        args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
-        leaves[id(calls[-1])] = tuple(dict.fromkeys(own))  # an input that is passed twice appears once
-    return CutRecording(replace(recording, calls=tuple(calls), losses=recording.losses.detach()), leaves, origins)
+    return CutRecording(replace(recording, calls=tuple(calls), losses=recording.losses.detach()), origins)
 
 
 def _terms(recording: Recording) -> list[tuple[Call, ...]]:

@@ -140,10 +140,7 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
             outputs, targets, watched = _run(gradients, z, layers, uses)
 
             # One output may be made from another, and the loss may overwrite it.
-            if isinstance(outputs, Tensor):
-                outputs = outputs.clone() if overwrites else outputs.view_as(outputs)
-            else:
-                outputs = map_tensors(Tensor.clone if overwrites else lambda leaf: leaf.view_as(leaf), outputs)
+            outputs = map_tensors(Tensor.clone if overwrites else lambda leaf: leaf.view_as(leaf), outputs)
         forward = RecordedForward(gradients, z, outputs, targets, uses, watched, layers, once)
         if not _shows_something_new(forward):
             return forward
@@ -168,8 +165,7 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
     if forward.gradients.examples is not examples:  # the loop's pass, which did not know them
         targets = examples.restore(z, examples.public)[2]
     while True:
-        outputs = [forward.outputs] if isinstance(forward.outputs, Tensor) else tensors_of(forward.outputs)
-        leaves = forward.watched.leaves
+        outputs, leaves = tensors_of(forward.outputs), forward.watched.leaves
         places = [use.output for use in forward.uses.noted] + [use.rows for use in forward.watched.meetings]
         ends = [output for output in outputs if output.requires_grad]
         with torch.enable_grad(), gradients.backward_state():
@@ -192,14 +188,12 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
 
     deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
     to_ends = iter(to_all[len(places) :])
-    at_outputs = []
-    for x in outputs:
-        part = next(to_ends) if x.requires_grad else None
-        at_outputs.append(torch.zeros_like(x) if part is None else part.detach())
+    found = [(x, next(to_ends) if x.requires_grad else None) for x in outputs]
+    at_outputs = tuple(torch.zeros_like(x) if part is None else part.detach() for x, part in found)
     seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
     dtypes = seen.union([x.dtype for x in places], [value.dtype for value in gradients.parameters.values()])
     narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
-    return Recording(z, _calls(forward, deltas), losses, tuple(at_outputs), narrow)
+    return Recording(z, _calls(forward, deltas), losses, at_outputs, narrow)
 
 
 def _second_run(gradients: ExampleGradients) -> UnsupportedCallError:
@@ -352,10 +346,8 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
     names = {module: name for name, module in model.named_modules()}
     whole = {module for module, name in names.items() if _is_whole(module, name in facts.whole)}
     inside = {child for module in whole for child in module.modules() if child is not module}
-    hooked: list[nn.Module] = []
-    reporting: list[nn.Module] = []
-    plain: set[nn.Module] = set()
-    bare: set[int] = set()
+    hooked, reporting = list[nn.Module](), list[nn.Module]()
+    plain, bare = set[nn.Module](), set[int]()
     for module, name in names.items():
         if module in inside or not any(p.requires_grad for p in module.parameters(recurse=module in whole)):
             continue
@@ -409,18 +401,14 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
         raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
     if hasattr(loss_fn, "by_example"):  # of several rows, which it maps over itself
         return wide(loss_fn.by_example(outputs, targets))
-    pair = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    first = outputs if pair else tensors_of(outputs)[0]
-    if autocast_now(first.device) is not None:
+    if autocast_now(tensors_of(outputs)[0].device) is not None:
         outputs, targets = map_tensors(wide, (outputs, targets))
-    tensors = [outputs, targets] if pair else tensors_of((outputs, targets))
+    tensors = tensors_of((outputs, targets))
     by_row = [tensor.ndim > 0 for tensor in tensors]
 
     def one(*rows: Tensor) -> Tensor:
-        batches = [row.unsqueeze(0) if mapped else row for row, mapped in zip(rows, by_row, strict=True)]
-        left = iter(batches)
-        single = batches if pair else map_tensors(lambda _: next(left), (outputs, targets))
-        return loss_fn(*single).reshape(())
+        left = iter([row.unsqueeze(0) if mapped else row for row, mapped in zip(rows, by_row, strict=True)])
+        return loss_fn(*map_tensors(lambda _: next(left), (outputs, targets))).reshape(())
 
     try:
         losses: Tensor = vmap(one, in_dims=tuple([0 if mapped else None for mapped in by_row]))(*tensors)

@@ -137,9 +137,7 @@ class Uses:
 
     def note(self, use: Use) -> None:
         """Note a use with the versions of its tensors."""
-        one = len(use.args) == 1 and not use.kwargs and isinstance(use.args[0], Tensor)
-        for tensor in (use.output, *(use.args if one else tensors_of((use.args, use.kwargs)))):
-            use.versions.append((tensor, tensor._version))
+        use.versions += [(tensor, tensor._version) for tensor in tensors_of((use.output, use.args, use.kwargs))]
         self.noted.append(use)
 
     def overwritten(self) -> bool:
@@ -269,7 +267,6 @@ class WatchedParameters(TorchFunctionMode):
         shape = self._met_in(operation, args, kwargs, tensors)
         served = (shape is not None or operation in _JOINING) and "out" not in kwargs
         served = served and not (in_place and id(args[0]) in self._functions)
-        meetings: list[ParameterUse] = []
 
         def rows_of(tensor: Tensor) -> Tensor:
             if id(tensor) not in self._functions:
@@ -278,12 +275,10 @@ class WatchedParameters(TorchFunctionMode):
             if meeting is None:
                 self.unserved.update(self._functions[id(tensor)][1])
                 return tensor
-            meetings.append(meeting)
+            self.meetings.append(meeting)
             return meeting.rows
 
-        replaced: tuple[Any, Any] = map_tensors(rows_of, (args, kwargs))
-        self.meetings += meetings
-        return replaced
+        return map_tensors(rows_of, (args, kwargs))
 
     def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
         """The shape that functions of parameters are broadcast to (for products, without the last two); None: none."""

@@ -88,18 +88,11 @@ class ConvolutionRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
         module: Any = call.module
-        batch, groups = len(call.delta), module.groups
-        if _has_rows(call):
-            flat, rows = call.by_row(), call.delta.shape[:2]
-            a, delta = (
-                values.unflatten(0, rows).reshape(*rows, groups, -1, flat.delta.shape[2:].numel())
-                for values in (patches(module, flat.input), flat.delta)
-            )
-            a, delta = (values.permute(0, 2, 3, 1, 4).flatten(3, 4).mT for values in (a, delta))
-            return a, delta
-        positions = call.delta.shape[2:].numel()
-        delta = call.delta.reshape(batch, groups, -1, positions).mT
-        return patches(module, call.input).reshape(batch, groups, -1, positions).mT, delta
+        flat, rows = (call.by_row(), call.delta.shape[:2]) if _has_rows(call) else (call, (len(call.delta), 1))
+        shape = (*rows, module.groups, -1, flat.delta.shape[2:].numel())
+        both = (values.reshape(shape) for values in (patches(module, flat.input), flat.delta))
+        a, delta = (values.permute(0, 2, 3, 1, 4).flatten(3, 4).mT for values in both)
+        return a, delta
 
 
 def _has_rows(call: Call) -> bool:

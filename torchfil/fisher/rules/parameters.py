@@ -258,13 +258,7 @@ def _product_plus(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1,
 
 
 def _convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Operation | None:
     outputs, inputs, *size = weight.shape
     if input.ndim != weight.ndim:

@@ -61,8 +61,7 @@ def run_recurrent(
     if getattr(module, "proj_size", 0):
         raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
     if packed is not None and dropout:
-        what = f"a {kind} with dropout={dropout} of packed sequences draws across examples"
-        raise UnsupportedCallError(f"{what}; use dropout=0 there")
+        raise UnsupportedCallError(f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0")
     x, lengths = (sequences, None) if packed is None else _unpacked(packed)
     time_first = packed is None and not module.batch_first
     x = x.transpose(0, 1) if time_first else x

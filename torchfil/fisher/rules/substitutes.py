@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 
-from torchfil.fisher.models import REDUCED, convolutions_in_tf32, product_precision, products_in
+from torchfil.fisher.models import REDUCED, convolutions_in_tf32, product_precision, products_in, set_inside
 
 logger = logging.getLogger(__name__)
 
@@ -229,14 +229,9 @@ def report_use(module: nn.Module, rule: Any, a: Tensor, output: Tensor, names: M
     return output
 
 
-@contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> contextlib.AbstractContextManager[None]:
     """Inside, ``listener`` is called with the arguments of every :func:`report_use`."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return set_inside(_listener, listener)
 
 
 _of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution
@@ -249,12 +244,9 @@ def products_of_patches(like: Tensor) -> Iterator[None]:
     A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
     matrix products.
     """
-    token = _of_patches.set(True)
-    try:
-        with products_in("tf32" if like.is_cuda and convolutions_in_tf32() else product_precision()):
-            yield
-    finally:
-        _of_patches.reset(token)
+    precision = "tf32" if like.is_cuda and convolutions_in_tf32() else product_precision()
+    with set_inside(_of_patches, True), products_in(precision):
+        yield
 
 
 class _BatchedProduct(Function):
