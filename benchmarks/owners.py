@@ -53,7 +53,7 @@ class Timed:
     def __init__(self, model: nn.Module, data: TensorDataset, owner_of: Tensor | None, way: str, device: str) -> None:
         self.model, self.way, self.times = model.to(device), way, list[float]()
         self.engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.01)
-        private = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
+        private: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
         self.private, self.optimizer, loader = self.engine.make_private(
             self.model,
             optimizer,

@@ -149,8 +149,7 @@ class Leakage:
 
     def get_trace(self, example_ids: Ids = None) -> Estimate:
         """tr I, the Fisher information summed over the run, [ids]."""
-        trace: Estimate = self.get("trace", example_ids)
-        return trace
+        return self.get("trace", example_ids)
 
     def get_fil(self, example_ids: Ids = None, *, kind: FILKind = "trace") -> Estimate:
         """Fisher information loss (FIL) per example, [ids], in the given order.
@@ -222,8 +221,7 @@ class Leakage:
 
         It is unbiased if steps were skipped at random; paused steps are missing.
         """
-        susceptibility: Tensor = self.get("plis", example_ids)
-        return susceptibility
+        return self.get("plis", example_ids)
 
     def summary(self) -> LeakageSummary:
         """The run in a few numbers, over all measured examples; for a log, ``summary().metrics()``."""

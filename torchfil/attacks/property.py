@@ -37,6 +37,10 @@ class Client:
         both = 0 < int(self.property.sum()) < len(self.property)
         require(both, "all examples have the property, or none has; a client needs both kinds")
 
+    def to(self, device: torch.device | str) -> Client:
+        """The same client with its data on a device."""
+        return Client(self.inputs.to(device), self.targets.to(device), self.property.to(device))
+
     def batch(self, size: int, with_property: bool, source: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of ``size`` examples, all with the property or all without, drawn with replacement."""
         rows = (self.property.bool() == with_property).nonzero().squeeze(1)
