@@ -34,10 +34,10 @@ def run_of(**parts: Any) -> SavedRun:
     return dataclasses.replace(made_up(20), **parts)
 
 
-def with_ages(low: bool = True) -> SavedRun:
+def with_ages(low: bool = True, of_one: float = 4.0) -> SavedRun:
     """Errors of 6, of which one lower end is 4."""
     ends = np.full((20, 3), 6.0)
-    ends[3, 0] = 4.0
+    ends[3, 0] = of_one
     table = dataclasses.replace(made_up(20).attributes, error=np.full((20, 3), 6.0), error_low=ends if low else None)
     return run_of(attributes=table)
 
@@ -130,6 +130,7 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("allow_seeded_noise", trained("seeded"), False, {}, False, 20, 1),
     ("min_attribute_error.height", with_ages(), {"height": 5}, {}, True, 0, 6.0),
     ("min_attribute_error.age", with_ages(), {"age": 5}, {}, False, 1, 4.0),  # the lower end
+    ("min_attribute_error.age", with_ages(of_one=math.nan), {"age": 5}, {}, False, 1, math.nan),  # not known
     ("min_attribute_error.age", with_ages(low=False), {"age": 5}, {}, False, 20, None),
     ("min_attribute_error.age", run_of(attributes=None), {"age": 5}, {}, False, 20, None),
     ("max_true_positive_rate.sex", made_up(20), {"sex": RATE + 1e-9}, {}, True, 0, RATE),
