@@ -21,8 +21,10 @@ from tests.engine.loops import data, network
 from tests.engine.ways import LOSS
 from torchfil import Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine import executor
 from torchfil.fisher import reference
 from torchfil.fisher.mechanism import step_divergence
+from torchfil.fisher.recording import forward_pass
 from torchfil.questions import Absent, Change, Label
 
 OWNERS = torch.tensor([3, 1, 1, 0, 3, 2, 1, 4, 1, 0, 5, 1, 1, 3])  # six people, with one to six rows
@@ -249,3 +251,18 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
         ratios = log_density(u) - log_density(v)
         step = run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
         assert abs(steps * step - float(ratios.mean())) < 3 * float(ratios.std()) / count**0.5, name
+
+
+def test_the_loops_own_pass_keeps_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person whose rows do not fit together is not recorded with all of them while the loop runs."""
+    recorded: list[int] = []
+
+    def noted(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded.append(len(gradients) * gradients.examples.num_rows)
+        return forward_pass(gradients, *args, **kwargs)
+
+    monkeypatch.setattr(executor, "forward_pass", noted)
+    for memory in (None, 4096):
+        recorded.clear()
+        train(make(network(), visits(), batch_size=14, owner_of=OWNERS, sample_rate=0.9, max_memory=memory), steps=8)
+        assert bool(recorded) == (memory is None)

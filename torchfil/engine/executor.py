@@ -165,6 +165,8 @@ class Executor:
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates // rows < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return _of_rows(self._plans[key], rows)
+
+        # the trial, whose memory is kept by row
         if rows > _ROWS_TO_TRY and not gradients.examples.masks:  # so many show how the rest behaves
             gradients = replace(gradients, examples=next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY)))
         tried = gradients.examples.num_rows
@@ -210,8 +212,8 @@ class Executor:
         Raises:
             torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
         """
-        rows, masks = gradients.examples.num_rows, gradients.examples.masks
-        if rows > 1 and tried.bytes_per_example > self.memory_limit and not masks:
+        rows = gradients.examples.num_rows
+        if self._exceeds(gradients.examples, tried):
             at_once = max(1, self.memory_limit // (_MORE_WHEN_MAPPED * (tried.bytes_per_example // rows)))
             gradients = replace(gradients, examples=gradients.examples.by_place, rows_at_once=at_once)
             tried, forward = Plan("an owner's rows do not fit into memory together", 0, facts=tried.facts), None
@@ -315,10 +317,10 @@ class Executor:
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key, examples = self._key(gradients), gradients.examples
-        tried = self._plans.get(key) if len(examples) else None
+        tried = self.known(gradients) if len(examples) else None
         if tried is None or tried.reason is not None or self.replica.written or key in self._not_recorded_live:
             return None
-        if self._uses_graphs(examples) or len(examples) > self._room(tried):
+        if self._uses_graphs(examples) or len(examples) > self._room(tried) or self._exceeds(examples, tried):
             return None
         drawn = RandomWatch(self.replica.device)
         try:
@@ -333,8 +335,8 @@ class Executor:
 
     def begin_graph(self, gradients: ExampleGradients) -> StartedGraph | None:
         """The forward half of a CUDA graph over the examples, with their masks; None if there is no such graph."""
-        tried = self._plans.get(self._key(gradients)) if len(gradients) else None
-        if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
+        tried, examples = self.known(gradients) if len(gradients) else None, gradients.examples
+        if tried is None or not tried.fits or not self._uses_graphs(examples) or self._exceeds(examples, tried):
             return None
         return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
 
@@ -362,6 +364,10 @@ class Executor:
     def _room(self, tried: Plan) -> int:
         """How many examples a pass may hold at once."""
         return max(1, self.memory_limit // max(1, tried.bytes_per_example))
+
+    def _exceeds(self, examples: Examples, tried: Plan) -> bool:
+        """Whether the rows of one owner do not fit together; masks cannot be cut, so they are not asked to."""
+        return examples.num_rows > 1 and tried.bytes_per_example > self.memory_limit and not examples.masks
 
     def _key(self, gradients: ExampleGradients) -> tuple[Hashable, ...]:
         return gradients.examples.kind, self.replica.key, tuple(gradients.parameters), gradients.autocast
@@ -423,8 +429,7 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
     parts = [replace(part, sums={}, additions=each) for part, each in zip(parts, added, strict=True)]
     if any(part.output_gradients is None for part in parts):
         parts = [replace(part, output_gradients=None) for part in parts]
-    result: StepValues = concatenated(parts)
-    return replace(result, sums=sums)
+    return replace(concatenated(parts), sums=sums)
 
 
 class CapturedPasses:
@@ -608,8 +613,7 @@ class _Captured:
         for bits, seed in zip(self.bits, wanted.seeds, strict=True):
             draw_bits(seed, bits, self.source)
         *_, values = self.captured.replay(examples, begun=begun)
-        result: StepValues = values.first(count)
-        return result
+        return values.first(count)
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
         """The outputs, then everything."""

@@ -423,6 +423,8 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
     gradients, batch, uses, leaves = forward.gradients, len(forward.z), forward.uses.noted, forward.watched.leaves
     weights = {**gradients.constants, **gradients.parameters}
     calls = []
+
+    # layers, and operations with their weights
     for use, delta in zip(uses, deltas, strict=False):
         args, kwargs = use.inputs_by_example(batch)
         constants: Mapping[str, str] = {}
@@ -439,6 +441,8 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
             rows = by_example(delta, use.dim, batch)
             rule = rule if delta.shape[use.dim] == batch or rule.takes_rows else SummedRule(rule)
             calls.append(Call(use.name, use.module, rule, args, kwargs, rows, own, fixed, names))
+
+    # parameters outside layers come last
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
         rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
         own, names = {name: weights[name] for name in meeting.names}, {name: name for name in meeting.names}
