@@ -264,5 +264,6 @@ def test_the_loops_own_pass_keeps_to_the_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(executor, "forward_pass", noted)
     for memory in (None, 4096):
         recorded.clear()
-        train(make(network(), visits(), batch_size=14, owner_of=OWNERS, sample_rate=0.9, max_memory=memory), steps=8)
+        options = {"sample_rate": 0.9, "max_memory": memory, "estimator": "weight-probes", "num_probes": 1}
+        train(make(network(), visits(), batch_size=14, owner_of=OWNERS, **options), steps=4)
         assert bool(recorded) == (memory is None)
