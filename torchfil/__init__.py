@@ -9,6 +9,7 @@ torchfil.clipping    smooth gradient clipping
 torchfil.attribution  PLIS (which pixels or columns drive an example's loss of privacy), exposure, layers
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
+torchfil.audit       canaries that test ε in one run; torchfil.testing replays a step without somebody
 torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds compares it with the bounds
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from torchfil._version import __version__
 
 if TYPE_CHECKING:
-    from torchfil import attacks, attribution, bounds, clipping, fisher, glm, smoothness, viz
+    from torchfil import attacks, attribution, audit, bounds, clipping, fisher, glm, smoothness, viz
     from torchfil.attacks import BoundComparison, compare_with_bounds
     from torchfil.attribution import PLIS, exposure
+    from torchfil.audit import Canaries
     from torchfil.clipping import available_clips, register_clip
     from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check, equalise
     from torchfil.private import Private, superpixel
@@ -31,6 +33,7 @@ __all__ = [
     "PLIS",
     "Accounting",
     "BoundComparison",
+    "Canaries",
     "Execution",
     "FILPrivacyEngine",
     "Private",
@@ -38,6 +41,7 @@ __all__ = [
     "__version__",
     "attacks",
     "attribution",
+    "audit",
     "available_clips",
     "bounds",
     "check",
@@ -53,10 +57,11 @@ __all__ = [
     "viz",
 ]
 
-_FOLDERS = ("attacks", "attribution", "bounds", "clipping", "engine", "fisher", "glm", "smoothness", "viz")
+_FOLDERS = ("attacks", "attribution", "audit", "bounds", "clipping", "engine", "fisher", "glm", "smoothness", "viz")
 _HOMES = {
     **dict.fromkeys(("BoundComparison", "compare_with_bounds"), "attacks"),
     **dict.fromkeys(("PLIS", "exposure"), "attribution"),
+    "Canaries": "audit",
     **dict.fromkeys(("available_clips", "register_clip"), "clipping"),
     **dict.fromkeys(("Accounting", "Execution", "FILPrivacyEngine", "check", "equalise"), "engine"),
     **dict.fromkeys(("Private", "superpixel"), "private"),

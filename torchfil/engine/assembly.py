@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
+from torchfil.engine.canaries import canary_scores
 from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded, without_shards
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
@@ -235,6 +236,9 @@ class PrivateTraining:
                 prepared.collate_fn.__class__ = EmptySecond
             with preserve_rng():
                 prepared.collate_fn([prepared.dataset[0]])
+        if accounting.canaries is not None:
+            read = (rows, prepared.collate_fn)
+            self.optimizer.canaries = canary_scores(accounting.canaries, self.step, self.optimizer, *read)
         watched = (prepared, self._tracker, self._begin_pass)
         self.loader = FILStreamLoader(*watched, id_of, ranks) if stream else FILDataLoader(*watched, noise)
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.leakage import FILKind, Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.persons import Persons
+from torchfil.audit.bounds import Audit, audit_scores
 from torchfil.bounds import PopulationBound, Prior
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine import reading as readings
@@ -188,8 +189,8 @@ class FILPrivacyEngine(PrivacyEngine):
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
             **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``owner_of`` and what
-                belongs to it, ``accumulation_steps``, ``clip_weights``, ``sample_rate`` and ``expected_batch_size`` of
-                :class:`Accounting`.
+                belongs to it, ``accumulation_steps``, ``canaries``, ``clip_weights``, ``sample_rate`` and
+                ``expected_batch_size`` of :class:`Accounting`.
 
         People with several rows: ``owner_of`` says whose each row is. An owner is then drawn with all of its rows (or
         ``rows_per_owner`` of them), its gradient is the mean over them and is clipped once; ε, Fisher information,
@@ -769,6 +770,26 @@ class FILPrivacyEngine(PrivacyEngine):
         with training.replica.gathered():
             maps = training.passes.plis(rows, training.optimizer, private=private)
         return next(iter(maps.values())) if len(maps) == 1 else maps
+
+    def audit(self, *, delta: float, confidence: float = 0.95) -> Audit:
+        """What the run's canaries show about ε: a lower bound beside the claimed one; print it.
+
+        It needs ``make_private(…, canaries=torchfil.Canaries(1000))``. The bound holds with ``confidence`` over who
+        takes part, batches and noise; see :mod:`torchfil.audit.bounds`. A low bound is no evidence of privacy. A bound
+        above the claimed ε means that accounting or training are wrong (:attr:`Audit.exceeds_claim`).
+
+        Args:
+            delta: δ of both.
+            confidence: Of the lower bound.
+        """
+        check_delta(delta, "audit")
+        found, canaries = self._checkpoints.canaries(), self.accounting.canaries
+        if found is None or canaries is None:
+            raise RuntimeError("the run has no canaries: pass canaries=torchfil.Canaries(1000) to make_private")
+        scores, taken, divergences = (found[name].numpy() for name in ("scores", "taken", "divergences"))
+        about: dict[str, Any] = {"kind": canaries.kind, "divergences": divergences, "confidence": confidence}
+        claimed, releases = float(self.get_epsilon(delta)), self.accountant.history
+        return audit_scores(scores, taken, delta=delta, releases=releases, claimed=claimed, **about)
 
     def get_individual_epsilon(self, example_ids: Ids = None, *, delta: float) -> Estimate:
         """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.

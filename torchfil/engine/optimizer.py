@@ -16,6 +16,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
+from torchfil.audit.canaries import CanaryScores
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.models import wide_dtype
@@ -42,6 +43,7 @@ class FILOptimizer(DPOptimizer):
 
     Attributes:
         initial_noise: σ and C before any scheduler, by name.
+        canaries: Those that audit the run; they join where noise is added.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class FILOptimizer(DPOptimizer):
         self.clip, self.noise, self.initial_noise = clip, noise, self._noise_now()
         self._step, self._ranks, self._names, self._shares = step, ranks, names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
+        self.canaries: CanaryScores | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -76,7 +79,12 @@ class FILOptimizer(DPOptimizer):
         """C_l for each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
         if self._shares is None:
             return None
-        return [float(self.max_grad_norm) * self._shares[self._names[id(p)]] for p in self.params]
+        return [float(self.max_grad_norm) * self._shares[name] for name in self.parameter_names]
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The names of ``params``."""
+        return [self._names[id(p)] for p in self.params]
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -159,8 +167,16 @@ class FILOptimizer(DPOptimizer):
         noises = [torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format) for p in self.params]
         for noise in noises:
             _ = self.noise.normal_(noise, std) if std else noise.zero_()
-        torch._foreach_add_(noises, [p.summed_grad for p in self.params])
+        sums = [p.summed_grad for p in self.params]
+        torch._foreach_add_(noises, sums)
+        if self.canaries is None:
+            self._set_gradients(noises)
+            return
+
+        limits = self.max_grad_norms or [float(self.max_grad_norm)] * len(sums)
+        self.canaries.join(noises, limits)
         self._set_gradients(noises)
+        self.canaries.score(noises, sums, limits, std)
 
     def _set_gradients(self, noisy_sums: Sequence[Tensor]) -> None:
         """Set ``p.grad`` to this rank's gradients; for a sharded weight, to its part of the sum (collective)."""
@@ -185,7 +201,7 @@ class FILOptimizer(DPOptimizer):
         """The sums for each of ``params``; 0 if there are none."""
         if sums is None:
             return [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
-        return [sums[self._names[id(p)]].view(p.shape) for p in self.params]
+        return [sums[name].view(p.shape) for name, p in zip(self.parameter_names, self.params, strict=True)]
 
     def release(self, sums: Mapping[str, Tensor] | None) -> None:
         """Take a whole step from given sums of clipped gradients by parameter name: noise, scale, update."""

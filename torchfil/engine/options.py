@@ -25,6 +25,7 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of, tracked
+from torchfil.audit.canaries import Canaries
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import in_training
@@ -46,7 +47,7 @@ _USUAL_PROBES = 3
 SHORTCUTS = (  # options of Accounting that make_private takes directly
     *("num_probes", "questions", "rel_error", "track", "views"),
     *("owner_of", "rows_per_owner", "row_reduction", "unit", "unit_names"),
-    *("accumulation_steps", "clip_weights", "sample_rate", "expected_batch_size"),
+    *("accumulation_steps", "canaries", "clip_weights", "sample_rate", "expected_batch_size"),
 )
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
@@ -158,6 +159,8 @@ class Accounting:
         expected_batch_size: What the noisy sum of a batch, of all ranks together, is divided by with
             ``loss_reduction="mean"``. None: ⌊n q⌋. Both defaults depend on the number n of examples, which ε takes as
             public; set both to constants chosen without the data if n must stay hidden.
+        canaries: Examples made for an audit, which join the run (:class:`torchfil.Canaries`); read with
+            ``engine.audit(delta=…)``. They are in no table of people, and cost some accuracy and time.
         clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
             bounds, see :meth:`FILPrivacyEngine.make_private`.
 
@@ -189,6 +192,7 @@ class Accounting:
     accumulation_steps: int = 1
     sample_rate: float | None = None
     expected_batch_size: float | None = None
+    canaries: Canaries | None = None
     clip_weights: ClipWeights | None = field(default=None, compare=False)
     rows_at: str | os.PathLike[str] | None = None
 

@@ -318,6 +318,14 @@ class Step:
             pieces.append(_Piece(call, call.ids or [] if part is None else part.owners, examples, part, not pieces))
         return pieces
 
+    def gradients_of(self, inputs: Any, targets: Any) -> list[ExampleGradients]:
+        """The gradients of other examples at the current weights; none before the loss is known."""
+        loss = self.run.loss
+        if loss is None:
+            return []
+        call, _ = self._call_without_loop(inputs, targets)
+        return [self.replica.gradients(piece.examples, loss) for piece in self._pieces(replace(call, ids=None))]
+
     # ------------------------------------------------------------------ the loop's forward pass
 
     def begin_forward(

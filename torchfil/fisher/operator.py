@@ -77,6 +77,10 @@ class Jacobian:
         """Σ_i g̃_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps."""
         raise NotImplementedError
 
+    def inner_products(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """⟨g̃, u⟩, [batch], for u by parameter name."""
+        raise NotImplementedError
+
     def products_alone(self) -> Tensor:
         """The products with a gradient of 0: ‖g‖², 0 and 0, [3, batch], or [3, batch, parameters] if clipped apart."""
         square = (self.norms if self.by_parameter else self.norm).square()
@@ -178,6 +182,10 @@ class ClippedJacobian(Jacobian):
             return self.gradients.unflatten((clipped if mask is None else clipped * mask[:, None]).sum(dim=0))
         weight = self._scales[:, 0] if mask is None else self._scales[:, 0] * mask
         return self.gradients.unflatten(weight.to(self.gradient.dtype) @ self.gradient)
+
+    def inner_products(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """⟨g̃, u⟩, [batch], for u by parameter name."""
+        return self.clipped_gradient @ torch.cat([direction[name].flatten() for name in self.gradients.parameters])
 
     def products_with(self, others: ExampleGradients) -> Tensor:
         """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], or of each parameter's part, [3, batch, parameters]."""

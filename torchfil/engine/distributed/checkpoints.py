@@ -312,12 +312,15 @@ class Checkpoints:
         generators, shuffling = self._own(state_dict["generators"]), self._training.loader.generator
         if shuffling is not None and "loader" in generators:
             shuffling.set_state(generators["loader"].cpu())
+        if self._training.optimizer.canaries is not None:
+            self._training.optimizer.canaries.load_state_dict(generators["canaries"])
         self._training.optimizer.noise.load_state_dict(generators)
 
     def _settings(self) -> dict[str, Any]:
         """What a run must be resumed with, because its sums depend on it."""
         training, options, ids = self._training, self._training.run.options, self._training.run.ids
         accounting, is_stream = options.accounting, isinstance(ids, GrowingIds)
+        canaries = accounting.canaries
         return {
             "data_set": "a stream" if is_stream else f"{ids.num_examples} examples",
             "accountant": self._accountant.mechanism(),
@@ -327,6 +330,7 @@ class Checkpoints:
             "clip": options.clip.name,
             "clip_weights": weights_in_words(training.run.clip_weights),
             "rows": training.run.rows_in_words,
+            "canaries": None if canaries is None else (canaries.count, canaries.kind),
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
@@ -360,10 +364,17 @@ class Checkpoints:
         self._collected = None
         self._states_by_rank()
 
+    def canaries(self) -> dict[str, Tensor] | None:
+        """Who is in, scores and divergences of the run's canaries, which rank 0 has; None: it has none (collective)."""
+        found: dict[str, Tensor] | None = self._states_by_rank()[0]["generators"].get("canaries")
+        return found
+
     def _states_by_rank(self) -> list[dict[str, Any]]:
         """The random states of all ranks; collected again if a step was taken since the last time."""
         steps, shuffling = self._training.run.history.steps, self._training.loader.generator
         generators = {} if shuffling is None else {"loader": shuffling.get_state()}
+        canaries = self._training.optimizer.canaries
+        generators |= {} if canaries is None else {"canaries": canaries.state_dict()}
         own = {"generators": {**generators, **self._training.optimizer.noise.state_dict()}, _RANDOM: random_state()}
         if self._ranks is None:
             return [own]

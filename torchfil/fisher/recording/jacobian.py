@@ -347,6 +347,12 @@ class RecordedJacobian(Jacobian):
             for name, value in self.gradients.parameters.items()
         }
 
+    def inner_products(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """⟨g̃, u⟩, [batch], for u by parameter name; no gradient is formed."""
+        shaped = {name: direction[name].view_as(value) for name, value in self.gradients.parameters.items()}
+        with self.gradients.backward_state():
+            return self.scale * CutRecording(self.recording, {}).inner_products(shaped)[0]
+
     def products_with(self, others: ExampleGradients) -> Tensor:
         """As in :class:`Jacobian`, from one more forward and backward pass, which is not kept."""
         recording = record(others, others.examples.z.detach(), differentiable=False)

@@ -1,0 +1,214 @@
+"""Canaries: their scores are log likelihood ratios of what was released, and people do not see them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.cases import grouped
+from tests.engine.loops import data, make, network, step
+from torchfil import Canaries, FILPrivacyEngine
+from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.fisher.mechanism import largest_divergences
+
+SIGMA, C, RATE = 0.7, 0.8, 1 / 5
+LAYERS = [0.3, 0.5, 0.2, 0.4]  # C_l
+
+
+def drawn_inputs(number: int) -> tuple[Tensor, int]:
+    source = torch.Generator().manual_seed(number)
+    return torch.randn(5, generator=source, dtype=torch.float64), number % 3
+
+
+def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **options: Any) -> Any:
+    """A run, and of each of its steps the weights, the released sums, those of people, and who joined."""
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "criterion": nn.CrossEntropyLoss(), "canaries": canaries}
+    engine, module, model, optimizer, private = make(data(40), **given | options)
+    seen: list[dict[str, Any]] = []
+    if optimizer.canaries is not None:
+        score, join = optimizer.canaries.score, optimizer.canaries.join
+
+        def noted_join(noisy: Any, limits: Any) -> None:
+            before = [each.clone() for each in noisy]
+            weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+            join(noisy, limits)
+            seen.append({"weights": weights, "added": [a - b for a, b in zip(noisy, before, strict=True)]})
+
+        def noted_score(released: Any, people: Any, limits: Any, std: float) -> None:
+            seen[-1] |= {"left": [(a - b).flatten() for a, b in zip(released, people, strict=True)], "std": std}
+            score(released, people, limits, std)
+
+        optimizer.canaries.join, optimizer.canaries.score = noted_join, noted_score
+    while engine.accountant.history == [] or sum(each[2] for each in engine.accountant.history) < steps:
+        for batch in private:
+            if way == "train_step":
+                engine.train_step(*batch)
+            else:
+                step(model, optimizer, batch)
+    return engine, optimizer, seen
+
+
+def clipped(weights: dict[str, Tensor], x: Tensor, y: Tensor, limits: list[float] | None) -> Tensor:
+    """g̃ of one example by ``grad``, [p]."""
+    clip = get_clip(DEFAULT_CLIP)
+    plain = network()
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(functional_call(plain, parameters, (x[None],)), y[None])
+
+    parts = list(grad(loss)(weights).values())
+    if limits is not None:
+        scaled = [
+            clip.scale(part.norm(), torch.tensor(own, dtype=torch.float64)) * part
+            for part, own in zip(parts, limits, strict=True)
+        ]
+        return torch.cat([part.flatten() for part in scaled])
+    flat = torch.cat([part.flatten() for part in parts])
+    return clip.scale(flat.norm(), torch.tensor(C, dtype=torch.float64)) * flat
+
+
+def ratios(gradients: Tensor, seen: dict[str, Any]) -> Tensor:
+    """The log likelihood ratio of one step by its two normal densities, for gradients [m, p]."""
+    left, variance = torch.cat(seen["left"]), seen["std"] ** 2
+    inside = -(left - gradients).square().sum(dim=1) / (2 * variance)
+    outside = -left.square().sum() / (2 * variance)
+    return torch.log((1 - RATE) * torch.ones_like(inside) + RATE * (inside - outside).exp())
+
+
+@pytest.mark.parametrize("way", ["loop", "train_step"])
+@pytest.mark.parametrize("layers", [None, LAYERS])
+@pytest.mark.parametrize("kind", ["mislabelled", drawn_inputs])
+def test_scores_of_inputs_are_those_of_brute_force(kind: Any, layers: Any, way: str) -> None:
+    options = {} if layers is None else {"max_grad_norm": layers, "clipping": "per_layer"}
+    engine, optimizer, seen = trained(Canaries(30, kind), way=way, **options)
+    scores = optimizer.canaries
+    (x,), y = scores._gradients._batch
+    truth = torch.zeros(30, dtype=torch.float64)
+    for each in seen:
+        gradients = torch.stack([clipped(each["weights"], *pair, layers) for pair in zip(x, y, strict=True)])
+        truth += ratios(gradients, each)
+
+        # what joined is a sum of gradients of some that are in
+        added = torch.cat([part.flatten() for part in each["added"]])
+        inside = gradients[scores.taken]
+        shares = torch.linalg.lstsq(inside.T, added).solution if len(inside) else torch.zeros(0)
+        assert torch.allclose(inside.T @ shares, added, atol=1e-9)
+    assert len(seen) >= 12
+    assert torch.allclose(scores.scores.cpu(), truth, rtol=1e-8, atol=1e-9)
+    assert (scores.divergences <= largest_divergences(engine.accountant.history)[0] + 1e-9).all()
+    assert (scores.divergences > 0).all()
+    if kind == "mislabelled":
+        rows = {tuple(row.tolist()): label for row, label in zip(*data(40).tensors, strict=True)}
+        assert all(rows[tuple(row.tolist())] != label for row, label in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("layers", [None, LAYERS])
+def test_directions_join_a_coordinate_of_their_own(layers: Any) -> None:
+    options = {} if layers is None else {"max_grad_norm": layers, "clipping": "per_layer"}
+    engine, optimizer, seen = trained(Canaries(40), steps=60, **options)
+    scores, limits = optimizer.canaries, layers or [C] * 4
+    ends = torch.tensor([p.numel() for p in optimizer.params]).cumsum(0).tolist()
+    places = [k for k, at in scores._gradients._places.items() for _ in at]
+    coordinates = [
+        (ends[k] - optimizer.params[k].numel()) + int(j) for k, at in scores._gradients._places.items() for j in at
+    ]
+    assert len(set(coordinates)) == 40
+    gradients = torch.zeros(40, ends[-1], dtype=torch.float64)
+    gradients[range(40), coordinates] = torch.tensor([limits[k] for k in places], dtype=torch.float64)
+    truth, joined = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
+    for each in seen:
+        truth += ratios(gradients, each)
+        added = torch.cat([part.flatten() for part in each["added"]])
+        joins = added[coordinates] / torch.tensor([limits[k] for k in places], dtype=torch.float64)
+        assert torch.allclose(added, joins @ gradients, atol=1e-9)
+        assert set(joins.round(decimals=6).tolist()) <= {
+            0.0,
+            1.0,
+        }
+        joined += joins
+    assert torch.allclose(scores.scores.cpu(), truth, rtol=1e-8, atol=1e-9)
+    assert (joined[~scores.taken] == 0).all()
+    assert 0.1 < joined[scores.taken].mean() / len(seen) < 0.3
+    if layers is None:
+        assert scores.divergences[0].item() == pytest.approx(
+            largest_divergences(engine.accountant.history)[0], rel=1e-9
+        )
+
+
+@pytest.mark.slow
+def test_scores_of_directions_have_the_law_that_their_divergence_claims() -> None:
+    """E_in[score] = D, and E_out[e^score] = 1, over canaries of their own coordinates."""
+    torch.manual_seed(0)
+    module = nn.Linear(100, 200)
+    dataset = TensorDataset(torch.randn(50, 100), torch.randint(200, (50,)))
+    engine = FILPrivacyEngine()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    options = {"noise_multiplier": 1.2, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss(), "num_probes": 1}
+    _, private, loader = engine.make_private(
+        module, optimizer, DataLoader(dataset, batch_size=5), **grouped(canaries=Canaries(20_000), **options)
+    )
+    for _ in range(4):
+        for x, y in loader:
+            engine.train_step(x, y)
+    scores, taken = private.canaries.scores, private.canaries.taken
+    for found, mean in ((scores[taken], private.canaries.divergences[0].item()), (scores[~taken].exp(), 1.0)):
+        assert found.mean().item() == pytest.approx(mean, abs=3 * float(found.std()) / math.sqrt(len(found)))
+    assert float(taken.double().mean()) == pytest.approx(0.5, abs=3 * 0.5 / math.sqrt(20_000))
+
+
+def test_people_do_not_see_canaries() -> None:
+    """Ids, tables, ε, q and the divisor are those of a run without them."""
+    runs = [trained(canaries)[:2] for canaries in (None, Canaries(20), Canaries(10, "mislabelled"))]
+    for engine, optimizer in runs:
+        assert len(engine.leakage()) == 40
+        assert len(engine.ledger.sums["trace"]) == 40
+        assert engine.accountant.history == runs[0][0].accountant.history
+        assert optimizer.expected_batch_size == runs[0][1].expected_batch_size
+
+
+def test_a_run_resumes_with_its_canaries(tmp_path: Any) -> None:
+    engine, optimizer, _ = trained(Canaries(20))
+    state = copy.deepcopy(engine.state_dict())
+    for canaries in (None, Canaries(21), Canaries(20, "mislabelled")):
+        other = make(data(40), noise_multiplier=SIGMA, max_grad_norm=C, canaries=canaries)[0]
+        with pytest.raises(ValueError, match="canaries"):
+            other.load_state_dict(state)
+    again, _, _, resumed, _ = make(data(40), noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20))
+    again.load_state_dict(state)
+    for name, value in optimizer.canaries.state_dict().items():
+        assert torch.equal(getattr(resumed.canaries, name).cpu(), value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"canaries": Canaries(60)}, "60.* trains 57 weights: use fewer"),
+        ({"canaries": Canaries(5), "poisson_sampling": False}, "needs Poisson sampling"),
+        ({"canaries": Canaries(5), "noise_multiplier": 0.0}, "needs Poisson sampling with noise"),
+        ({"canaries": Canaries(5, "mislabelled"), "owner_of": torch.arange(40) // 2}, "use directions"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(data(40), **{"noise_multiplier": SIGMA, "max_grad_norm": C, **options})
+
+
+def test_a_run_without_canaries_has_no_audit() -> None:
+    engine, *_ = trained(None)
+    with pytest.raises(RuntimeError, match=r"canaries=torchfil.Canaries\(1000\)"):
+        engine.audit(delta=1e-5)
+    for wrong in ({"count": 0}, {"inputs": "directions"}):
+        with pytest.raises(ValueError, match="count=0|inputs='directions'"):
+            Canaries(**wrong)
+    with pytest.raises(ValueError, match="two classes"):
+        targets = TensorDataset(data(40).tensors[0], torch.randn(40, dtype=torch.float64))
+        make(targets, noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20, "mislabelled"))

@@ -1,0 +1,108 @@
+"""Canaries that are examples: their gradients, from the passes that make those of people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfil.audit.canaries import Canaries, CanaryScores, Directions
+from torchfil.engine.loader import split_batch
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.step import Step
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.operator import Jacobian
+from torchfil.utils.errors import require
+from torchfil.utils.noise import preserve_rng
+
+_WORKING_VECTORS = 4  # vectors of length p per canary, if its gradient is formed
+
+
+class CanaryInputs:
+    """Canary c's gradient is that of an example at the current weights, clipped as those of people.
+
+    Args:
+        step: Runs the model.
+        inputs: The canaries' inputs, as for :meth:`FILPrivacyEngine.train_step`.
+        targets: Their targets.
+        names: The parameters' names, in the optimizer's order.
+    """
+
+    same = False
+
+    def __init__(self, step: Step, inputs: Any, targets: Any, names: Sequence[str]) -> None:
+        self._step, self._batch, self._names = step, (inputs, targets), names
+        self._nothing = torch.zeros((), dtype=torch.float64, device=step.replica.device)
+        self._gradients: list[ExampleGradients] = []
+
+    def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
+        """Add Σ g̃_c over these canaries to the sums by parameter; nothing before the loss is known."""
+        self._gradients = self._step.gradients_of(*self._batch)
+        for rows, jacobian in self._jacobians(limits):
+            sums = jacobian.clipped_sum(joining[rows].to(jacobian.norm.dtype))
+            for each, name in zip(noisy, self._names, strict=True):
+                each.add_(sums[name].view_as(each))
+
+    def products(self, left: Callable[[int, Tensor | slice], Tensor], limits: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """⟨g̃_c, r⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
+        direction = {name: left(k, slice(None)) for k, name in enumerate(self._names)}
+        found = [(each.inner_products(direction), each.clipped_norm) for _, each in self._jacobians(limits)]
+        if not found:
+            return self._nothing, self._nothing
+        inner, norms = (torch.cat(parts).double() for parts in zip(*found, strict=True))
+        return inner, norms.square()
+
+    def _jacobians(self, limits: Sequence[float]) -> Iterator[tuple[slice, Jacobian]]:
+        options, executor = self._step.options, self._step.executor
+        limit = limits[0] if options.shares is None else math.hypot(*limits)
+        for gradients in self._gradients:
+            batch = PrivateBatch(gradients, options.mechanism(1.0, limit), executor.plan(gradients))
+            yield from batch.chunks(options.max_memory, _WORKING_VECTORS, measured=False)
+
+
+def canary_scores(
+    canaries: Canaries, step: Step, optimizer: FILOptimizer, dataset: Any, collate_fn: Callable[[list[Any]], Any]
+) -> CanaryScores:
+    """The canaries of a run.
+
+    Args:
+        canaries: How many, of which kind.
+        step: Runs the model.
+        optimizer: The private optimizer, whose source draws who is in.
+        dataset: The user's data set.
+        collate_fn: Makes a batch from its items.
+    """
+    rate, device = step.options.sample_rate, step.replica.device
+    secret = "canaries= needs Poisson sampling with noise: without it ε has no step that an audit could test"
+    require(rate is not None and optimizer.noise_multiplier > 0, secret)
+    assert rate is not None
+    gradients: Any = Directions(canaries.count, [p.numel() for p in optimizer.params], device)
+    if canaries.inputs is not None:
+        single = "canaries that are examples have one row each, and owner_of= gives a person several"
+        require(not step.options.accounting.by_owner, f"{single}: use directions, Canaries({canaries.count})")
+        batch = _batch_of(canaries, dataset, collate_fn, step.options.batch_to_inputs)
+        gradients = CanaryInputs(step, *batch, optimizer.parameter_names)
+    return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
+
+
+def _batch_of(canaries: Canaries, dataset: Any, collate_fn: Callable[[list[Any]], Any], split: Any) -> tuple[Any, Any]:
+    """Inputs and targets of all canaries; the same if a run is resumed."""
+    source, make = np.random.default_rng(0), canaries.inputs
+    with preserve_rng():
+        if callable(make):
+            return split_batch(collate_fn([make(number) for number in range(canaries.count)]), split)
+        rows = source.choice(len(dataset), canaries.count, replace=canaries.count > len(dataset))
+        inputs, targets = split_batch(collate_fn([dataset[int(row)] for row in rows]), split)
+
+    # another of the classes that occur
+    one_each = isinstance(targets, Tensor) and targets.numel() == canaries.count
+    classes, place = (targets if one_each else torch.zeros(1)).unique(return_inverse=True)
+    labelled = "Canaries(inputs='mislabelled') need one class label for each example, of at least two classes"
+    require(2 <= len(classes) < canaries.count, f"{labelled}; pass a function that makes the examples")
+    others = torch.from_numpy(source.integers(1, len(classes), canaries.count)).view_as(place)
+    return inputs, classes[(place + others) % len(classes)]
