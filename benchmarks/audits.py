@@ -36,17 +36,17 @@ KINDS = {"directions": None, "mislabelled": "mislabelled"}
 
 
 def digits() -> tuple[Any, ...]:
-    """Scikit-learn's digits, a wide network; batch size, epochs and learning rate."""
+    """Scikit-learn's digits, a wide network; batch size, epochs, learning rate and C."""
     images, labels = small_digits()
     x, order = images.flatten(1), torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     network = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 10))
-    return (x[order[:1440]], labels[order[:1440]]), (x[order[1440:]], labels[order[1440:]]), network, 144, 20, 1.0
+    return (x[order[:1440]], labels[order[:1440]]), (x[order[1440:]], labels[order[1440:]]), network, 144, 20, 1.0, 1.0
 
 
 def mnist() -> tuple[Any, ...]:
     """MNIST, the paper's CNN."""
     data = real_data("mnist")
-    return data.mnist(), data.mnist("test"), zoo.mnist_cnn(), 3000, 20, 1.0
+    return data.mnist(), data.mnist("test"), zoo.mnist_cnn(), 3000, 20, 10.0, 0.1
 
 
 TASKS = {"digits": digits, "mnist": mnist}
@@ -57,7 +57,7 @@ def private_run(
 ) -> tuple[FILPrivacyEngine, Any, float]:
     """A run that spends ε, its optimizer and its accuracy on held-out data."""
     torch.manual_seed(seed)
-    train, test, network, batch, epochs, lr = task()
+    train, test, network, batch, epochs, lr, limit = task()
     network.to(device)
     data = ResidentDataset(*(part.to(device) for part in train))
     engine = FILPrivacyEngine()
@@ -68,7 +68,7 @@ def private_run(
         target_epsilon=epsilon,
         target_delta=DELTA,
         epochs=epochs,
-        max_grad_norm=1.0,
+        max_grad_norm=limit,
         criterion=nn.CrossEntropyLoss(),
         canaries=canaries,
     )

@@ -104,5 +104,5 @@ def _batch_of(canaries: Canaries, dataset: Any, collate_fn: Callable[[list[Any]]
     classes, place = (targets if one_each else torch.zeros(1)).unique(return_inverse=True)
     labelled = "Canaries(inputs='mislabelled') need one class label for each example, of at least two classes"
     require(2 <= len(classes) < canaries.count, f"{labelled}; pass a function that makes the examples")
-    others = torch.from_numpy(source.integers(1, len(classes), canaries.count)).view_as(place)
+    others = torch.from_numpy(source.integers(1, len(classes), canaries.count)).to(place.device).view_as(place)
     return inputs, classes[(place + others) % len(classes)]
