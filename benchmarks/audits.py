@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 import warnings
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def cost(device: str, steps: int, batch: int = 256) -> list[dict[str, Any]]:
                 num_probes=1,
                 canaries=canaries,
             )
-            runs[name] = (engine, *made[:2], iter(made[2]), list[float]())
+            runs[name] = (engine, *made[:2], chain.from_iterable(repeat(made[2])), list[float]())
         for number in range(steps):
             for name, (engine, model, optimizer, batches, times) in runs.items():
                 if name == "mislabelled" and number % 4:
