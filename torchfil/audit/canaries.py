@@ -79,8 +79,10 @@ class Gradients(Protocol):
     def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
         """Add the gradients of these canaries, bool [m], to the sums by parameter, clipped to C or to each C_l."""
 
-    def products(self, left: Callable[[int, Tensor | slice], Tensor], limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """⟨g̃_c, r⟩ and ‖g̃_c‖², [m] each; ``left(k, places)`` are numbers of r in parameter k."""
+    def products(
+        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """⟨g̃_c, r⟩ and ‖g̃_c‖², float64 [m] each, for r the difference of these sums by parameter."""
 
 
 class Directions:
@@ -104,17 +106,25 @@ class Directions:
         self._counts = np.bincount(owner, minlength=len(sizes)).tolist()
         local = torch.from_numpy(chosen - (ends - np.asarray(sizes))[owner]).to(device)
         self._places = {k: part for k, part in enumerate(local.split(self._counts)) if len(part)}
+        self._norms: tuple[Any, Tensor] = ((), torch.zeros(0))  # C_l of each canary, for the last thresholds
 
     def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
         """Add C_l at the coordinates of these canaries."""
-        parts = joining.split(self._counts)
+        parts = joining.to(noisy[0].dtype).split(self._counts)
         for k, places in self._places.items():
-            noisy[k].view(-1).index_add_(0, places, parts[k].to(noisy[k].dtype), alpha=limits[k])
+            noisy[k].view(-1).index_add_(0, places, parts[k], alpha=limits[k])
 
-    def products(self, left: Callable[[int, Tensor | slice], Tensor], limits: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def products(
+        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
         """C_l r_j and C_l², [m] each."""
-        inner = torch.cat([limits[k] * left(k, places).double() for k, places in self._places.items()])
-        return inner, torch.cat([inner.new_full((len(at),), limits[k] ** 2.0) for k, at in self._places.items()])
+        at = self._places.items()
+        with_noise, known = (torch.cat([sums[k].reshape(-1)[j] for k, j in at]) for sums in (released, people))
+        if self._norms[0] != tuple(limits):
+            own = np.repeat(limits, self._counts)
+            self._norms = tuple(limits), torch.from_numpy(own).to(known.device, torch.float64)
+        norms = self._norms[1]
+        return norms * (with_noise - known), norms.square()
 
 
 class CanaryScores:
@@ -141,6 +151,7 @@ class CanaryScores:
         self.taken = source.uniform(canaries.count) < 0.5
         self.scores = torch.zeros(canaries.count, dtype=torch.float64, device=device)
         self.divergences = torch.zeros_like(self.scores)
+        self._absent = torch.full_like(self.scores[0], math.log1p(-sample_rate) if sample_rate < 1 else -math.inf)
         self._known: tuple[Any, Tensor] = (None, self.divergences)  # what a step with such noise adds to D
 
     def join(self, noisy: Sequence[Tensor], limits: Sequence[float]) -> None:
@@ -157,14 +168,9 @@ class CanaryScores:
             limits: C, or C_l of each parameter.
             std: The noise's standard deviation s.
         """
-
-        def left(k: int, places: Tensor | slice) -> Tensor:
-            return released[k].reshape(-1)[places] - people[k].reshape(-1)[places]
-
-        inner, squared = self._gradients.products(left, limits)
-        ratio, rate = (inner - squared / 2) / std**2, self._rate
-        absent = math.log1p(-rate) if rate < 1 else -math.inf
-        self.scores += torch.logaddexp(ratio + math.log(rate), torch.full_like(ratio, absent))
+        inner, squared = self._gradients.products(released, people, limits)
+        ratio, rate = torch.add(inner, squared, alpha=-0.5) / std**2, self._rate
+        self.scores += torch.logaddexp(ratio + math.log(rate), self._absent)
         if not self._gradients.same or self._known[0] != (std, *limits):
             none = torch.zeros_like(squared)
             self._known = (std, *limits), step_divergence(squared / std**2, none, none, rate)

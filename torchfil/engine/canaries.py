@@ -48,9 +48,11 @@ class CanaryInputs:
             for each, name in zip(noisy, self._names, strict=True):
                 each.add_(sums[name].view_as(each))
 
-    def products(self, left: Callable[[int, Tensor | slice], Tensor], limits: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def products(
+        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
         """⟨g̃_c, r⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
-        direction = {name: left(k, slice(None)) for k, name in enumerate(self._names)}
+        direction = dict(zip(self._names, torch._foreach_sub(released, people), strict=True))
         found = [(each.inner_products(direction), each.clipped_norm) for _, each in self._jacobians(limits)]
         if not found:
             return self._nothing, self._nothing
