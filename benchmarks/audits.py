@@ -47,7 +47,7 @@ def digits() -> tuple[Any, ...]:
 def mnist() -> tuple[Any, ...]:
     """MNIST, the paper's CNN."""
     data = real_data("mnist")
-    return data.mnist(), data.mnist("test"), zoo.mnist_cnn(), 3000, 20, 10.0, 0.1
+    return data.mnist(), data.mnist("test"), zoo.mnist_cnn(), 3000, 20, 80.0, 0.1
 
 
 TASKS = {"digits": digits, "mnist": mnist}

@@ -32,6 +32,8 @@ from torchfil.fisher.mechanism import step_divergence
 from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource
 
+_SMALL = 0.01  # of all weights: parameters below have no directions of their own
+
 
 @dataclass(frozen=True)
 class Canaries:
@@ -88,6 +90,8 @@ class Gradients(Protocol):
 class Directions:
     """Canary c's gradient is C·e_j, j a coordinate of its own; C_l·e_j if each parameter is clipped separately.
 
+    The coordinates are those of parameters with at least 1 % of the weights, if these are enough.
+
     Args:
         count: m.
         sizes: How many coordinates each parameter has.
@@ -100,11 +104,17 @@ class Directions:
         total = sum(sizes)
         fewer = f"Canaries({count}) need a coordinate each, and the model trains {total} weights: use fewer"
         require(count <= total, fewer)
-        chosen = np.sort(np.random.default_rng(0).choice(total, count, replace=False))  # no secret; the same if resumed
-        ends = np.cumsum(sizes)
+
+        # small parameters would cost as many operations as large ones
+        large = [size if size >= _SMALL * total else 0 for size in sizes]
+        own = np.asarray(large if sum(large) >= count else sizes)
+        ends = own.cumsum()
+
+        # the places are no secret, and the same if the run is resumed
+        chosen = np.sort(np.random.default_rng(0).choice(ends[-1], count, replace=False))
         owner = np.searchsorted(ends, chosen, side="right")
         self._counts = np.bincount(owner, minlength=len(sizes)).tolist()
-        local = torch.from_numpy(chosen - (ends - np.asarray(sizes))[owner]).to(device)
+        local = torch.from_numpy(chosen - (ends - own)[owner]).to(device)
         self._places = {k: part for k, part in enumerate(local.split(self._counts)) if len(part)}
         self._norms: tuple[Any, Tensor] = ((), torch.zeros(0))  # C_l of each canary, for the last thresholds
 
@@ -152,7 +162,11 @@ class CanaryScores:
         self.scores = torch.zeros(canaries.count, dtype=torch.float64, device=device)
         self.divergences = torch.zeros_like(self.scores)
         self._absent = torch.full_like(self.scores[0], math.log1p(-sample_rate) if sample_rate < 1 else -math.inf)
-        self._known: tuple[Any, Tensor] = (None, self.divergences)  # what a step with such noise adds to D
+        self._known: tuple[Any, Tensor, Tensor] = (
+            (),
+            self.scores,
+            self.scores,
+        )  # s and C_l; with these, log q − ‖g̃‖²/2s², and what D grows by
 
     def join(self, noisy: Sequence[Tensor], limits: Sequence[float]) -> None:
         """Let those that are in join a step's noisy sums, by parameter, with probability q each."""
@@ -169,12 +183,13 @@ class CanaryScores:
             std: The noise's standard deviation s.
         """
         inner, squared = self._gradients.products(released, people, limits)
-        ratio, rate = torch.add(inner, squared, alpha=-0.5) / std**2, self._rate
-        self.scores += torch.logaddexp(ratio + math.log(rate), self._absent)
         if not self._gradients.same or self._known[0] != (std, *limits):
             none = torch.zeros_like(squared)
-            self._known = (std, *limits), step_divergence(squared / std**2, none, none, rate)
-        self.divergences += self._known[1]
+            divergence = step_divergence(squared / std**2, none, none, self._rate)
+            self._known = (std, *limits), math.log(self._rate) - squared / (2 * std**2), divergence
+        _, offset, divergence = self._known
+        self.scores += torch.logaddexp(torch.add(offset, inner, alpha=std**-2), self._absent)
+        self.divergences += divergence
 
     def state_dict(self) -> dict[str, Tensor]:
         """Who is in, scores and divergences."""
