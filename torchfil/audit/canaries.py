@@ -20,7 +20,7 @@ clips those of people.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,8 +31,6 @@ from torch import Tensor
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource
-
-_SMALL = 0.01  # of all weights: parameters below have no directions of their own
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,10 @@ class Canaries:
     Attributes:
         count: m. So many canaries can show only so much: 1,000, all guessed right, ε ≥ 5.8 at δ = 1e-5.
         inputs: What a canary is. None: a direction, the gradient C·e_j for a coordinate j of its own, which is the
-            worst case that ε speaks about. "mislabelled": an example of the data set with another class. A function
-            from 0, …, m − 1 to an example, as the data set gives them: inputs by a rule of yours.
+            worst case that ε speaks about. A function from 0, …, m − 1 to an example, as the run's data set gives
+            them: inputs by a rule of yours. A data set of at least m other examples, which are given another class
+            that occurs in it ("mislabelled"). Nobody of the run may be in it: whoever takes part twice is not covered
+            by ε.
 
     Example:
         >>> Canaries(1000).kind
@@ -54,19 +54,21 @@ class Canaries:
     """
 
     count: int = 1000
-    inputs: str | Callable[[int], Any] | None = None
+    inputs: Any = None
 
     def __post_init__(self) -> None:
-        known = self.inputs in (None, "mislabelled") or callable(self.inputs)
-        require(known, f"inputs={self.inputs!r} must be None, 'mislabelled' or a function from a number to an example")
         require(self.count >= 1, f"count={self.count} must be at least 1")
+        known = self.inputs is None or callable(self.inputs) or hasattr(self.inputs, "__getitem__")
+        require(known, f"inputs={self.inputs!r} must be None, a function from a number to an example, or a data set")
+        enough = self.kind != "mislabelled" or len(self.inputs) >= self.count
+        require(enough, f"Canaries({self.count}) need as many examples, and inputs= has fewer; use fewer canaries")
 
     @property
     def kind(self) -> str:
         """What reports call them."""
-        if callable(self.inputs):
-            return "inputs"
-        return self.inputs or "directions"
+        if self.inputs is None:
+            return "directions"
+        return "inputs" if callable(self.inputs) else "mislabelled"
 
 
 class Gradients(Protocol):
@@ -78,19 +80,15 @@ class Gradients(Protocol):
 
     same: bool
 
-    def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
-        """Add the gradients of these canaries, bool [m], to the sums by parameter, clipped to C or to each C_l."""
+    def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
+        """Add the gradients of these canaries, 1 or 0, [m], to a noisy sum, [p]; C_l of each parameter are given."""
 
-    def products(
-        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
-        """⟨g̃_c, r⟩ and ‖g̃_c‖², float64 [m] each, for r the difference of these sums by parameter."""
+    def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """⟨g̃_c, r⟩ and ‖g̃_c‖², float64 [m] each, for r of shape [p]."""
 
 
 class Directions:
     """Canary c's gradient is C·e_j, j a coordinate of its own; C_l·e_j if each parameter is clipped separately.
-
-    The coordinates are those of parameters with at least 1 % of the weights, if these are enough.
 
     Args:
         count: m.
@@ -104,37 +102,25 @@ class Directions:
         total = sum(sizes)
         fewer = f"Canaries({count}) need a coordinate each, and the model trains {total} weights: use fewer"
         require(count <= total, fewer)
+        chosen = np.random.default_rng(0).choice(total, count, replace=False)  # no secret; the same if resumed
+        self._parameter = np.searchsorted(np.cumsum(sizes), chosen, side="right")
+        self._places = torch.from_numpy(chosen).to(device)
+        self._norms = list[float](), torch.zeros(0), torch.zeros(0)  # the last C_l, and by canary C_l and C_l²
 
-        # small parameters would cost as many operations as large ones
-        large = [size if size >= _SMALL * total else 0 for size in sizes]
-        own = np.asarray(large if sum(large) >= count else sizes)
-        ends = own.cumsum()
-
-        # the places are no secret, and the same if the run is resumed
-        chosen = np.sort(np.random.default_rng(0).choice(ends[-1], count, replace=False))
-        owner = np.searchsorted(ends, chosen, side="right")
-        self._counts = np.bincount(owner, minlength=len(sizes)).tolist()
-        local = torch.from_numpy(chosen - (ends - own)[owner]).to(device)
-        self._places = {k: part for k, part in enumerate(local.split(self._counts)) if len(part)}
-        self._norms: tuple[Any, Tensor] = ((), torch.zeros(0))  # C_l of each canary, for the last thresholds
-
-    def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
+    def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
         """Add C_l at the coordinates of these canaries."""
-        parts = joining.to(noisy[0].dtype).split(self._counts)
-        for k, places in self._places.items():
-            noisy[k].view(-1).index_add_(0, places, parts[k], alpha=limits[k])
+        noisy.index_add_(0, self._places, joining * self._by_canary(limits)[0].to(joining))
 
-    def products(
-        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
+    def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         """C_l r_j and C_l², [m] each."""
-        at = self._places.items()
-        with_noise, known = (torch.cat([sums[k].reshape(-1)[j] for k, j in at]) for sums in (released, people))
-        if self._norms[0] != tuple(limits):
-            own = np.repeat(limits, self._counts)
-            self._norms = tuple(limits), torch.from_numpy(own).to(known.device, torch.float64)
-        norms = self._norms[1]
-        return norms * (with_noise - known), norms.square()
+        norms, squares = self._by_canary(limits)
+        return norms * left.take(self._places), squares
+
+    def _by_canary(self, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
+        if self._norms[0] != limits:
+            own = torch.from_numpy(np.asarray(limits)[self._parameter]).to(self._places.device, torch.float64)
+            self._norms = list(limits), own, own.square()
+        return self._norms[1:]
 
 
 class CanaryScores:
@@ -157,46 +143,42 @@ class CanaryScores:
         self, canaries: Canaries, gradients: Gradients, source: NoiseSource, sample_rate: float, device: torch.device
     ) -> None:
         self.canaries, self._gradients, self._source, self._rate = canaries, gradients, source, sample_rate
-        self._device = device
         self.taken = source.uniform(canaries.count) < 0.5
         self.scores = torch.zeros(canaries.count, dtype=torch.float64, device=device)
-        self.divergences = torch.zeros_like(self.scores)
+        self.divergences = torch.zeros_like(self.scores, device="cpu" if gradients.same else device)
         self._absent = torch.full_like(self.scores[0], math.log1p(-sample_rate) if sample_rate < 1 else -math.inf)
-        self._known: tuple[Any, Tensor, Tensor] = (
-            (),
-            self.scores,
-            self.scores,
-        )  # s and C_l; with these, log q − ‖g̃‖²/2s², and what D grows by
+        self._known: tuple[Any, Tensor, Tensor] = ((), self.scores, self.scores)  # s, C_l; log q − ‖g̃‖²/2s², ΔD
+        self._people = self._noisy = self.scores  # of the current step, [p]
 
-    def join(self, noisy: Sequence[Tensor], limits: Sequence[float]) -> None:
-        """Let those that are in join a step's noisy sums, by parameter, with probability q each."""
+    def begin(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Room for the noisy sums of a step, in the shapes of people's sums by parameter."""
+        self._people = torch.cat([each.reshape(-1) for each in sums])
+        self._noisy = torch.empty_like(self._people)
+        parts = self._noisy.split([each.numel() for each in sums])
+        return [part.view(each.shape) for part, each in zip(parts, sums, strict=True)]
+
+    def join(self, limits: Sequence[float]) -> None:
+        """Let those that are in join a step's noisy sums with probability q each; clipped to C, or to C_l each."""
         joining = self.taken & (self._source.uniform(len(self.taken)) < self._rate)
-        self._gradients.join(noisy, joining.to(self._device, non_blocking=True), limits)
+        self._gradients.join(self._noisy, joining.to(self._noisy.dtype).to(self._noisy, non_blocking=True), limits)
 
-    def score(self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float], std: float) -> None:
-        """Score all canaries by what a step released.
-
-        Args:
-            released: The noisy sums by parameter.
-            people: The sums of people's clipped gradients by parameter.
-            limits: C, or C_l of each parameter.
-            std: The noise's standard deviation s.
-        """
-        inner, squared = self._gradients.products(released, people, limits)
+    def score(self, limits: Sequence[float], std: float) -> None:
+        """Score all canaries by the step's noisy sums, whose noise has standard deviation s."""
+        inner, squared = self._gradients.products(torch.sub(self._noisy, self._people, out=self._people), limits)
         if not self._gradients.same or self._known[0] != (std, *limits):
             none = torch.zeros_like(squared)
-            divergence = step_divergence(squared / std**2, none, none, self._rate)
+            divergence = step_divergence(squared / std**2, none, none, self._rate).to(self.divergences.device)
             self._known = (std, *limits), math.log(self._rate) - squared / (2 * std**2), divergence
         _, offset, divergence = self._known
         self.scores += torch.logaddexp(torch.add(offset, inner, alpha=std**-2), self._absent)
         self.divergences += divergence
+        self._people = self._noisy = self.scores
 
     def state_dict(self) -> dict[str, Tensor]:
         """Who is in, scores and divergences."""
-        both = {"scores": self.scores, "divergences": self.divergences}
-        return {"taken": self.taken.clone(), **{name: value.cpu().clone() for name, value in both.items()}}
+        return {name: getattr(self, name).to("cpu", copy=True) for name in ("taken", "scores", "divergences")}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.taken = state["taken"].clone()
-        self.scores, self.divergences = (state[name].to(self._device) for name in ("scores", "divergences"))
+        for name in ("taken", "scores", "divergences"):
+            setattr(self, name, state[name].to(getattr(self, name), copy=True))

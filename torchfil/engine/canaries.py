@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,32 +30,28 @@ class CanaryInputs:
         step: Runs the model.
         inputs: The canaries' inputs, as for :meth:`FILPrivacyEngine.train_step`.
         targets: Their targets.
-        names: The parameters' names, in the optimizer's order.
+        sizes: How many weights each parameter has, by name, in the optimizer's order.
     """
 
     same = False
 
-    def __init__(self, step: Step, inputs: Any, targets: Any, names: Sequence[str]) -> None:
-        self._step, self._batch, self._names = step, (inputs, targets), names
-        self._nothing = torch.zeros((), dtype=torch.float64, device=step.replica.device)
+    def __init__(self, step: Step, inputs: Any, targets: Any, sizes: Mapping[str, int]) -> None:
+        self._step, self._batch, self._sizes = step, (inputs, targets), dict(sizes)
         self._gradients: list[ExampleGradients] = []
 
-    def join(self, noisy: Sequence[Tensor], joining: Tensor, limits: Sequence[float]) -> None:
-        """Add Σ g̃_c over these canaries to the sums by parameter; nothing before the loss is known."""
+    def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
+        """Add Σ g̃_c over these canaries to the sum, [p]; nothing before the loss is known."""
         self._gradients = self._step.gradients_of(*self._batch)
         for rows, jacobian in self._jacobians(limits):
             sums = jacobian.clipped_sum(joining[rows].to(jacobian.norm.dtype))
-            for each, name in zip(noisy, self._names, strict=True):
-                each.add_(sums[name].view_as(each))
+            noisy += torch.cat([sums[name].flatten() for name in self._sizes])
 
-    def products(
-        self, released: Sequence[Tensor], people: Sequence[Tensor], limits: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
+    def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         """⟨g̃_c, r⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
-        direction = dict(zip(self._names, torch._foreach_sub(released, people), strict=True))
+        direction = dict(zip(self._sizes, left.split(list(self._sizes.values())), strict=True))
         found = [(each.inner_products(direction), each.clipped_norm) for _, each in self._jacobians(limits)]
         if not found:
-            return self._nothing, self._nothing
+            return left.new_zeros((), dtype=torch.float64), left.new_zeros((), dtype=torch.float64)
         inner, norms = (torch.cat(parts).double() for parts in zip(*found, strict=True))
         return inner, norms.square()
 
@@ -83,28 +79,31 @@ def canary_scores(
     secret = "canaries= needs Poisson sampling with noise: without it ε has no step that an audit could test"
     require(rate is not None and optimizer.noise_multiplier > 0, secret)
     assert rate is not None
-    gradients: Any = Directions(canaries.count, [p.numel() for p in optimizer.params], device)
+    sizes = {name: p.numel() for name, p in zip(optimizer.parameter_names, optimizer.params, strict=True)}
+    gradients: Any = Directions(canaries.count, list(sizes.values()), device)
     if canaries.inputs is not None:
         single = "canaries that are examples have one row each, and owner_of= gives a person several"
         require(not step.options.accounting.by_owner, f"{single}: use directions, Canaries({canaries.count})")
-        batch = _batch_of(canaries, dataset, collate_fn, step.options.batch_to_inputs)
-        gradients = CanaryInputs(step, *batch, optimizer.parameter_names)
+        twice = "inputs= is the run's own data set, whose people would take part twice; give other examples"
+        require(canaries.inputs is not dataset, twice)
+        batch = _batch_of(canaries, collate_fn, step.options.batch_to_inputs)
+        gradients = CanaryInputs(step, *batch, sizes)
     return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
 
 
-def _batch_of(canaries: Canaries, dataset: Any, collate_fn: Callable[[list[Any]], Any], split: Any) -> tuple[Any, Any]:
+def _batch_of(canaries: Canaries, collate_fn: Callable[[list[Any]], Any], split: Any) -> tuple[Any, Any]:
     """Inputs and targets of all canaries; the same if a run is resumed."""
-    source, make = np.random.default_rng(0), canaries.inputs
+    make = canaries.inputs if callable(canaries.inputs) else canaries.inputs.__getitem__
     with preserve_rng():
-        if callable(make):
-            return split_batch(collate_fn([make(number) for number in range(canaries.count)]), split)
-        rows = source.choice(len(dataset), canaries.count, replace=canaries.count > len(dataset))
-        inputs, targets = split_batch(collate_fn([dataset[int(row)] for row in rows]), split)
+        inputs, targets = split_batch(collate_fn([make(number) for number in range(canaries.count)]), split)
+    if canaries.kind != "mislabelled":
+        return inputs, targets
 
     # another of the classes that occur
+    source = np.random.default_rng(0)
     one_each = isinstance(targets, Tensor) and targets.numel() == canaries.count
     classes, place = (targets if one_each else torch.zeros(1)).unique(return_inverse=True)
-    labelled = "Canaries(inputs='mislabelled') need one class label for each example, of at least two classes"
+    labelled = "mislabelled canaries need one class label for each example, of at least two classes"
     require(2 <= len(classes) < canaries.count, f"{labelled}; pass a function that makes the examples")
     others = torch.from_numpy(source.integers(1, len(classes), canaries.count)).to(place.device).view_as(place)
     return inputs, classes[(place + others) % len(classes)]

@@ -163,20 +163,19 @@ class FILOptimizer(DPOptimizer):
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
 
-        std = self.noise_multiplier * self.max_grad_norm
-        noises = [torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format) for p in self.params]
+        std, sums = self.noise_multiplier * self.max_grad_norm, [p.summed_grad for p in self.params]
+        limits = self.max_grad_norms or [float(self.max_grad_norm)] * len(sums)
+        if self.canaries is None:
+            noises = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in sums]
+        else:
+            noises = self.canaries.begin(sums)
         for noise in noises:
             _ = self.noise.normal_(noise, std) if std else noise.zero_()
-        sums = [p.summed_grad for p in self.params]
         torch._foreach_add_(noises, sums)
-        if self.canaries is None:
-            self._set_gradients(noises)
-            return
-
-        limits = self.max_grad_norms or [float(self.max_grad_norm)] * len(sums)
-        self.canaries.join(noises, limits)
+        if self.canaries is not None:
+            self.canaries.join(limits)
+            self.canaries.score(limits, std)
         self._set_gradients(noises)
-        self.canaries.score(noises, sums, limits, std)
 
     def _set_gradients(self, noisy_sums: Sequence[Tensor]) -> None:
         """Set ``p.grad`` to this rank's gradients; for a sharded weight, to its part of the sum (collective)."""
