@@ -81,7 +81,7 @@ class Gradients(Protocol):
     same: bool
 
     def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
-        """Add the gradients of these canaries, 1 or 0, [m], to a noisy sum, [p]; C_l of each parameter are given."""
+        """Add the gradients of these canaries, bool [m] on the CPU, to a noisy sum, [p], clipped to these C_l."""
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         """⟨g̃_c, r⟩ and ‖g̃_c‖², float64 [m] each, for r of shape [p]."""
@@ -109,18 +109,16 @@ class Directions:
 
     def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
         """Add C_l at the coordinates of these canaries."""
-        noisy.index_add_(0, self._places, joining * self._by_canary(limits)[0].to(joining))
+        added = (joining * torch.from_numpy(np.asarray(limits)[self._parameter])).to(noisy.dtype)
+        noisy.index_add_(0, self._places, added.to(noisy.device, non_blocking=True))
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         """C_l r_j and C_l², [m] each."""
-        norms, squares = self._by_canary(limits)
-        return norms * left.take(self._places), squares
-
-    def _by_canary(self, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         if self._norms[0] != limits:
-            own = torch.from_numpy(np.asarray(limits)[self._parameter]).to(self._places.device, torch.float64)
+            own = torch.from_numpy(np.asarray(limits)[self._parameter]).to(left.device)
             self._norms = list(limits), own, own.square()
-        return self._norms[1:]
+        _, norms, squares = self._norms
+        return norms * left.take(self._places), squares
 
 
 class CanaryScores:
@@ -160,7 +158,7 @@ class CanaryScores:
     def join(self, limits: Sequence[float]) -> None:
         """Let those that are in join a step's noisy sums with probability q each; clipped to C, or to C_l each."""
         joining = self.taken & (self._source.uniform(len(self.taken)) < self._rate)
-        self._gradients.join(self._noisy, joining.to(self._noisy.dtype).to(self._noisy, non_blocking=True), limits)
+        self._gradients.join(self._noisy, joining, limits)
 
     def score(self, limits: Sequence[float], std: float) -> None:
         """Score all canaries by the step's noisy sums, whose noise has standard deviation s."""

@@ -43,7 +43,7 @@ class CanaryInputs:
         """Add Σ g̃_c over these canaries to the sum, [p]; nothing before the loss is known."""
         self._gradients = self._step.gradients_of(*self._batch)
         for rows, jacobian in self._jacobians(limits):
-            sums = jacobian.clipped_sum(joining[rows].to(jacobian.norm.dtype))
+            sums = jacobian.clipped_sum(joining[rows].to(jacobian.norm))
             noisy += torch.cat([sums[name].flatten() for name in self._sizes])
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
