@@ -1,5 +1,5 @@
 """Audits: tests of the promise of a run."""
 
-from torchfil.audit.bounds import Audit, TradeOff, audit_scores, epsilon_dp, p_value_dp, p_value_fdp
+from torchfil.audit.bounds import Audit, TradeOff, audit_scores, p_value_dp, p_value_fdp
 
-__all__ = ["Audit", "TradeOff", "audit_scores", "epsilon_dp", "p_value_dp", "p_value_fdp"]
+__all__ = ["Audit", "TradeOff", "audit_scores", "p_value_dp", "p_value_fdp"]

@@ -10,7 +10,19 @@ few right guesses. **Who takes part, the batches and the noise are random; it is
 
 An ε that is rejected bounds the true one from below. It is never evidence of protection: the canaries may be poor, the
 scores may be poor, and m canaries cannot show more than a ceiling. The sets of guesses are fixed before anybody looks
-at who took part, and both levels are divided by the number of tests (Bonferroni).
+at who took part, and both levels are divided by the number of tests (Bonferroni). The four sets in ``GUESSES`` reach
+97 % of the best of 14 that were tried. Beside one test that is known in advance to be the best, the correction costs 12
+to 26 % of the audited ε where 2 or more is claimed.
+
+What to expect: audited ε, mean over simulated sound runs (directions, likelihood ratios, 1,000 steps, δ = 1e-5, 95 %;
+± 0.2 or so from run to run), at sampling rate q = 0.01, 0.05, 0.2.
+
+    claimed ε       1                   2                   4                   8
+    m = 1,000       0.19, 0.27, 0.24    0.65, 0.68, 0.76    1.18, 1.68, 1.81    2.33, 3.42, 3.77
+    m = 10,000      0.51, 0.52, 0.55    1.07, 1.11, 1.10    1.72, 2.04, 2.11    3.04, 4.30, 4.57
+
+A run with half the noise that it accounts for shows about the claimed ε, but its claim is seldom contradicted (p of
+0.001 to 0.1): at 99.9 % only a gross leak is. Replaying steps finds such faults; this audit need not.
 """
 
 from __future__ import annotations
@@ -222,9 +234,9 @@ class Audit:
         verdict = "contradicts the claim: the run reveals more than it accounts for" if self.exceeds_claim else verdict
         return f"""claimed ε {self.claimed:.2g}, audited ε ≥ {self.epsilon:.2g} ({self.num_canaries:,} canaries)
 The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). Each canary ({self.kind}) took part with chance ½.
-At {100 * self.confidence:g} % confidence, this run has too little noise for an ε below {self.epsilon:.2g};
-who takes part, batches and noise are random, and this is one run. Were every guess right, the audit would show ε ≥
-{self.ceiling:.2g}; it cannot show more. A low number is no evidence of protection: a better attacker may learn more."""
+At {100 * self.confidence:g} % confidence, this run has too little noise for an ε below {self.epsilon:.2g}.
+Who takes part, batches and noise are random, and this is one run. Were every guess right, the audit would show
+ε ≥ {self.ceiling:.2g}, and it cannot show more. A low number is no evidence of protection: others may learn more."""
 
 
 def audit_scores(
