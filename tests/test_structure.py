@@ -22,7 +22,7 @@ ROWS = (
     {"gate"},
     {"report"},
     {"attacks"},
-    {"planning"},
+    {"audit", "planning"},
     {"engine"},
     {"cli", "integrations"},
     {"__main__"},

@@ -5,7 +5,7 @@ A claimed ε comes from a formula. An audit tests it: canaries that take part at
 (:mod:`torchfil.audit.labels`), and a replay of the training without somebody (:mod:`torchfil.testing`).
 """
 
-from torchfil.audit.bounds import Audit, TradeOff, audit_scores
+from torchfil.audit.bounds import Audit, TradeOff, audit_scores, p_value_dp, p_value_fdp
 from torchfil.audit.canaries import Canaries
 
-__all__ = ["Audit", "Canaries", "TradeOff", "audit_scores"]
+__all__ = ["Audit", "Canaries", "TradeOff", "audit_scores", "p_value_dp", "p_value_fdp"]
