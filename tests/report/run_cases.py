@@ -21,16 +21,9 @@ from torchfil.run.saved_run import (
 )
 
 _RATES = [{"fpr": 0.01, "tpr": 0.031, "bound": 0.082}, {"fpr": 0.05, "tpr": 0.117, "bound": None}]
-AUDIT: dict[str, Any] = {
-    "epsilon": 1.1,
-    "claimed": 2.5,
-    "delta": 1e-5,
-    "p_value": 1.0,
-    "exceeds_claim": False,
-    "confidence": 0.95,
-}
-AUDIT |= {"num_canaries": 1000, "kind": "directions", "ceiling": 5.78, "by_method": {"dp": 0.9, "fdp": 1.1}}
-AUDIT |= {"rates": _RATES}
+AUDIT: dict[str, Any] = {"epsilon": 1.1, "claimed": 2.5, "delta": 1e-5, "num_canaries": 1000, "kind": "directions"}
+AUDIT |= {"p_value": 1.0, "exceeds_claim": False, "confidence": 0.95, "ceiling": 5.78, "rates": _RATES}
+AUDIT |= {"by_method": {"dp": 0.9, "fdp": 1.1}}
 ABOVE = AUDIT | {"epsilon": 2.7, "p_value": 0.01}
 REFUTED = AUDIT | {"epsilon": 3.4, "p_value": 1e-9, "exceeds_claim": True}
 SPARED = (0, 1, 2)  # their places, the most spared last

@@ -146,8 +146,7 @@ def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("redacted", [False, True])
 @pytest.mark.parametrize(
-    ("audit", "least", "said"),
-    [(AUDIT, "1.1", "proves nothing"), (ABOVE, "2.7", "but not at 99.9 %"), (REFUTED, "3.4", "")],
+    ("audit", "least", "said"), [(AUDIT, "1.1", ""), (ABOVE, "2.7", "but not at 99.9 %"), (REFUTED, "3.4", "")]
 )
 def test_an_audit_stands_beside_the_claim(audit: Any, least: str, said: str, redacted: bool, tmp_path: Path) -> None:
     page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
@@ -157,7 +156,7 @@ def test_an_audit_stands_beside_the_claim(audit: Any, least: str, said: str, red
         said,
         f"ε ≥ {least} at 95 %",
         "A silent audit proves nothing",
-        "ε ≥ 5.78, the most that so many can show",
+        "ε ≥ 5.78, the most that so many",
     ):
         assert words in told
     assert ("3.1 % 8.2 % 5 % 11.7 % not known" in told) is not redacted  # a rate may rest on few
