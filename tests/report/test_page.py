@@ -160,9 +160,11 @@ def test_an_audit_stands_beside_the_claim(audit: Any, least: str, said: str, red
     ):
         assert words in told
     assert ("3.1 % 8.2 % 5 % 11.7 % not known" in told) is not redacted  # a rate may rest on few
+    assert ("those of the audit rest on 1,000 canaries" in page.read_text()) is redacted
     assert "which canaries take part, how batches are drawn and what the noise is" in text_of(page, "assumptions")
     alert = "Either the accounting or the training code is wrong, and no other number of this report can be trusted."
     assert (alert in " ".join(page.read_text().partition("<section")[0].split())) is (audit is REFUTED)
+    assert ("leaks more than it claims" in text_of(page, "decision")) is (audit is REFUTED)  # the sheet to sign
     assert "audit" not in text_of(write_report(audited(None), page.parent), "first")
 
 
