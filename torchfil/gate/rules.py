@@ -389,11 +389,12 @@ def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
     the claimed one. Of sound runs at most one in twenty is; an audit below the claim proves nothing. Whatever this key
     says, a run fails whose audit refutes the claim at 99.9 %: it leaks more than its claim allows.
     """
-    about, audit = asked.run.about, asked.run.about.get("audit")
+    claim: Any = asked.run.about.get("epsilon")
+    audit = asked.run.about.get("audit")
     if audit is None:
         missing = asked.unknown("the run was not audited", "make_private(…, canaries=torchfil.Canaries(1000))")
-        return [replace(missing, limit=about.get("epsilon"))] * asked.limit
-    claimed, refuted = min(audit["claimed"], about.get("epsilon") or math.inf), audit["exceeds_claim"]
+        return [replace(missing, limit=claim)] * asked.limit
+    claimed, refuted = min(audit["claimed"], claim or math.inf), audit["exceeds_claim"]
     kept = audit["epsilon"] <= claimed and not refuted
     above = "; refutes the claim at 99.9 %" if refuted else f"; above the claim at {100 * audit['confidence']:g} %"
     note, rows = f"{audit['num_canaries']:,} canaries{'' if kept else above}", np.arange(0 if kept else len(asked.run))
