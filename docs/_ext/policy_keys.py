@@ -24,7 +24,8 @@ def as_markdown() -> str:
         shown = "off" if rule.off else f"`{str(rule.example).lower()}`"
         left_out = ""
         if rule.find is not None or rule.default not in (None, {}, ""):  # else its text says what stands in for it
-            left_out = f" Left out: {'not asked for' if rule.default in (None, {}) else f'{rule.default:g}'}."
+            default = str(rule.default).lower() if isinstance(rule.default, bool) else f"{rule.default or 0:g}"
+            left_out = f" Left out: {'not asked for' if rule.default in (None, {}) else default}."
         kind = kinds[rule.key]
         measured = f" Measured against {rule.baseline}." if rule.baseline else ""
         facts = f"{kind[0].upper()}{kind[1:]}. In the template: {shown}.{left_out}{measured}"

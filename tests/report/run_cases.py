@@ -20,6 +20,12 @@ from torchfil.run.saved_run import (
     Texts,
 )
 
+_RATES = [{"fpr": 0.01, "tpr": 0.031, "bound": 0.082}, {"fpr": 0.05, "tpr": 0.117, "bound": None}]
+AUDIT: dict[str, Any] = {"epsilon": 1.1, "claimed": 2.5, "delta": 1e-5, "num_canaries": 1000, "kind": "directions"}
+AUDIT |= {"p_value": 1.0, "exceeds_claim": False, "confidence": 0.95, "ceiling": 5.78, "rates": _RATES}
+AUDIT |= {"by_method": {"dp": 0.9, "fdp": 1.1}}
+ABOVE = AUDIT | {"epsilon": 2.7, "p_value": 0.01}
+REFUTED = AUDIT | {"epsilon": 3.4, "p_value": 1e-9, "exceeds_claim": True}
 SPARED = (0, 1, 2)  # their places, the most spared last
 
 
@@ -56,6 +62,7 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
                 "measured": "smallest bound 0.13, at least 0.125 (95 %)",
             },
             "equalised": {"question": None, "target": 0.1, "met": True, "stopped": "target met"},
+            "audit": AUDIT,
         },
         "ids": np.asarray([f"Zoë {i}" for i in range(n)]) if text_ids else np.arange(n),
         "columns": {
@@ -103,6 +110,11 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         },
     }
     return SavedRun(**{**parts, **changes})
+
+
+def audited(audit: dict[str, Any] | None, n: int = 20) -> SavedRun:
+    """A run with this audit."""
+    return made_up(n, about=made_up(n).about | {"audit": audit})
 
 
 def owned(n: int, unit: str = "owner", more: dict[str, Any] | None = None, **changes: Any) -> SavedRun:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.run_cases import made_up, owned, worrying
-from torchfil.gate.gate import check, notes, template
+from tests.report.run_cases import ABOVE, AUDIT, REFUTED, audited, made_up, owned, worrying
+from torchfil.gate.gate import check, decision, notes, template
 from torchfil.gate.policy import Policy, PolicyError, load_policy, parse_policy
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.guessing import largest_true_positive_rate
@@ -95,6 +95,15 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_individual_epsilon", run_with(epsilon=LOW), 1.85, {}, False, 2, 2.0),
     ("max_individual_epsilon", run_with(epsilon=None), 9, {}, False, 20, None),
     ("max_individual_epsilon", run_with(epsilon=[np.nan] + [1.0] * 19), 5, {}, False, 1, math.nan),
+    ("audited_epsilon_below_claimed", audited(AUDIT), True, {}, True, 0, 1.1),
+    ("audited_epsilon_below_claimed", audited(AUDIT | {"epsilon": 2.5}), True, {}, True, 0, 2.5),
+    ("audited_epsilon_below_claimed", audited(ABOVE), True, {}, False, 20, 2.7),
+    ("audited_epsilon_below_claimed", audited(AUDIT | {"epsilon": 2.7, "claimed": 9}), True, {}, False, 20, 2.7),
+    ("audited_epsilon_below_claimed", audited(REFUTED), True, {}, False, 20, 3.4),
+    ("audited_epsilon_below_claimed", audited(REFUTED), False, {}, False, 20, 3.4),  # whatever the policy says
+    ("audited_epsilon_below_claimed", audited(REFUTED | {"epsilon": 1.0}), False, {}, False, 20, 1.0),
+    ("audited_epsilon_below_claimed", audited(None), True, {}, False, 20, None),
+    ("audited_epsilon_below_claimed", run_of(about={}), True, {}, False, 20, None),
     ("min_mse_bound", run_with(mse_bound_low=LOW, mse_bound=LOW + 10), 0.1, {}, True, 0, 0.1),
     ("min_mse_bound", run_with(mse_bound_low=LOW, mse_bound=LOW + 10), 0.25, {}, False, 2, 0.1),
     ("min_mse_bound", RARE, 0.1, {}, True, 0, 1.0),  # too few draws to tell is a rule of its own
@@ -185,6 +194,7 @@ class TestPolicies:
             ("min_group_size = 2.5", "a whole number"),
             ("max_violated_bounds = true", "a whole number"),
             ("allow_seeded_noise = 1", "true or false"),
+            ("audited_epsilon_below_claimed = false", "limits nothing"),
             ("min_attribute_error = 3", "a table"),
             ("attribute_spread.age = 0", "positive and finite"),
             ("max_share_spared = 2", "a share"),
@@ -230,6 +240,35 @@ class TestPolicies:
 def template_policy(tmp_path: Path) -> Policy:
     (tmp_path / "template.toml").write_text(template())
     return load_policy(tmp_path / "template.toml")
+
+
+NOT_REFUTED = [(None, False, ""), (AUDIT, True, ""), (ABOVE, True, "at 95 %, not at 99.9 %")]
+
+
+@pytest.mark.parametrize(("audit", "tells", "told"), NOT_REFUTED)
+def test_an_audit_that_refutes_nothing_is_judged_where_it_is_asked_for(audit: Any, tells: bool, told: str) -> None:
+    for policy, judges in ((Policy(), False), (Policy(audited_epsilon_below_claimed=True), True)):
+        found = [each for each in check(audited(audit), policy) if each.key == "audited_epsilon_below_claimed"]
+        assert len(found) == judges
+    assert found[0].tells is tells
+    assert [told in note for note in notes(audited(audit)) if "audited ε" in note] == [True] * bool(told)
+
+
+def test_an_audit_that_refutes_the_claim_fails_every_policy(template_policy: Policy) -> None:
+    run = audited(REFUTED)
+    for policy in (Policy(), Policy(audited_epsilon_below_claimed=False), template_policy):
+        (found,) = [each for each in check(run, policy) if each.key == "audited_epsilon_below_claimed"]
+        assert RULES[found.key].sentence(found) == (
+            "Audited ε: ≥ 3.4 (1,000 canaries; refutes the claim at 99.9 %); the run claimed 2.5."
+        )
+        assert found.detail == (
+            "claimed ε 2.5, audited ε ≥ 3.4 (1,000 canaries): the run leaks more than its claim allows, so either the "
+            "accounting or the training code is wrong, and no other number of the report can be trusted"
+        )
+        assert found.detail in notes(run)
+        assert decision(check(run, policy)) == "Do not release"
+    run.about["audit"] = REFUTED | {"epsilon": math.nan}  # no file has it
+    assert not any(each.passed for each in check(run, Policy()) if each.key == found.key)
 
 
 def test_a_delta_that_promises_little_is_noted() -> None:

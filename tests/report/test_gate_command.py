@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.report.run_cases import made_up, worrying
+from tests.report.run_cases import REFUTED, audited, made_up, worrying
 from tests.test_cli import call, refused, run_file
 from torchfil.gate.gate import notes
 from torchfil.report import save
@@ -46,6 +46,18 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     path = save(made_up(), tmp_path / "spared.parquet")
     assert "note: 3 examples were trained with a smaller weight" in call("gate", path, "--policy", policy).stdout
     assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
+
+
+def test_an_audit_is_told(policy: Path, tmp_path: Path) -> None:
+    path, before = save(audited(REFUTED), tmp_path / "run.parquet"), save(made_up(20), tmp_path / "before.parquet")
+    policy.write_text("max_epsilon = 8\n")
+    found = call("gate", path, "--policy", policy)
+    assert found.exit_code == 1
+    assert "note: claimed ε 2.5, audited ε ≥ 3.4 (1,000 canaries): the run leaks more" in found.stdout
+    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["audit"] == REFUTED
+    assert "audited ε ≥ 3.4 (1,000 canaries): the run leaks more" in call("inspect", path).stdout
+    assert "audited ε, at least" in call("compare", before, path).stdout
+    assert call("gate", before, "--policy", policy).exit_code == 0
 
 
 def test_the_best_option_is_printed_with_its_cost(policy: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from scipy.stats import binom
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.report.run_cases import made_up, worrying
+from tests.report.run_cases import ABOVE, AUDIT, REFUTED, made_up, worrying
 from torchfil import FILPrivacyEngine
 from torchfil.fisher.amplification import poisson_amplification
 from torchfil.fisher.mechanism import step_divergence
@@ -395,6 +395,14 @@ def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: d
         for noise, holds in ((sigma, True), (0.985 * sigma, False)):
             then = check(with_noise(run, noise / margin), policy)
             assert all(verdict.passed for verdict in then if verdict.key in limits) is holds
+
+
+@pytest.mark.parametrize(("audit", "rows"), [(AUDIT, 1), (None, 1), (ABOVE, 0), (REFUTED, 0)])
+def test_nothing_is_predicted_from_a_run_that_its_audit_doubts(audit: Any, rows: int) -> None:
+    run = dataclasses.replace(sampled(), about=sampled().about | {"audit": audit})
+    found = advised(run, min_error_share=1.5, audited_epsilon_below_claimed=True)
+    assert len(found.rows) == rows
+    assert len(found.others) == (audit is not AUDIT)  # what is wrong first, or the audit that is missing
 
 
 def test_options_count_the_rules_that_they_break() -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from markupsafe import Markup
 
 import torchfil
 from tests.report.pages import elements, files_of, source, table_data, text_of
-from tests.report.run_cases import made_up, with_baselines
+from tests.report.run_cases import ABOVE, AUDIT, REFUTED, audited, made_up, with_baselines
 from torchfil.attacks import AttackResult
 from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report import page as chapters
@@ -141,6 +142,30 @@ def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None
     assert "± 6" not in exposed
     assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
     assert set(table_data(page)["attributes"][0]["values"]) == {4.0}
+
+
+@pytest.mark.parametrize("redacted", [False, True])
+@pytest.mark.parametrize(
+    ("audit", "least", "said"), [(AUDIT, "1.1", ""), (ABOVE, "2.7", "but not at 99.9 %"), (REFUTED, "3.4", "")]
+)
+def test_an_audit_stands_beside_the_claim(audit: Any, least: str, said: str, redacted: bool, tmp_path: Path) -> None:
+    page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
+    assert f"claimed ε 2.5, audited ε ≥ {least} (1,000 canaries) at δ" in text_of(page, "first")
+    told = text_of(page, "audit")
+    for words in (
+        said,
+        f"ε ≥ {least} at 95 %",
+        "A silent audit proves nothing",
+        "ε ≥ 5.78, the most that so many",
+    ):
+        assert words in told
+    assert ("3.1 % 8.2 % 5 % 11.7 % not known" in told) is not redacted  # a rate may rest on few
+    assert ("those of the audit rest on 1,000 canaries" in page.read_text()) is redacted
+    assert "which canaries take part, how batches are drawn and what the noise is" in text_of(page, "assumptions")
+    alert = "Either the accounting or the training code is wrong, and no other number of this report can be trusted."
+    assert (alert in " ".join(page.read_text().partition("<section")[0].split())) is (audit is REFUTED)
+    assert ("leaks more than it claims" in text_of(page, "decision")) is (audit is REFUTED)  # the sheet to sign
+    assert "audit" not in text_of(write_report(audited(None), page.parent), "first")
 
 
 def test_a_section_is_one_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def planted(**changes: Any) -> SavedRun:
     labels = np.array(["north"] * 120 + ["south"] * 117 + ["rare-PLANTED"] * 3)
     about = run.about | {"secret_note": "PLANTED-note", "probe_seed": 918273645, "created": "2024-01-01"}
     about["dataset"] = about["dataset"] | {"data_sha256": "feedc0de" * 8, "input_range": [0, 1], "path": "PLANTED-path"}
+    about["audit"] = about["audit"] | {"by_method": {"PLANTED-method": 1.1}}
     parts: dict[str, Any] = {
         "about": about,
         "ids": np.array([f"PLANTED-{i}" for i in range(N)]),

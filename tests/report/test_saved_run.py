@@ -20,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.engine.damage import cut_short
-from tests.report.run_cases import made_up, owned, pixelated, with_baselines, with_estimates, worrying
+from tests.report.run_cases import AUDIT, REFUTED, made_up, owned, pixelated, with_baselines, with_estimates, worrying
 from tests.report.run_files import edited, facts_of, same
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -271,6 +271,13 @@ class TestDamage:
         ({"about": {"mechanism": {"unit": "household"}}}, "unit='household' must be"),
         ({"about": {"mechanism": {"unit_names": ["patient"]}}}, "two words"),
         ({"about": {"mechanism": {"unit_names": ["<b>", "{x}"]}}}, "two words"),
+        *(({"about": {"audit": AUDIT | {name: math.nan}}}, rf"\$\.audit\.{name}") for name in AUDIT),
+        *(({"about": {"audit": {k: AUDIT[k] for k in AUDIT if k != name}}}, f"missing.*{name}") for name in AUDIT),
+        ({"about": {"audit": AUDIT | {"by_method": {"f-DP": math.nan}}}}, "by_method"),
+        ({"about": {"audit": AUDIT | {"rates": [{"fpr": 0.1, "tpr": 1.1, "bound": None}]}}}, "tpr"),
+        ({"about": {"audit": AUDIT | {"exceeds_claim": True}}}, "exceeds_claim"),
+        ({"about": {"audit": REFUTED | {"exceeds_claim": False}}}, "exceeds_claim"),
+        ({"about": {"audit": [1.1]}}, "audit"),
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ from torchfil.cli.output import (
 )
 from torchfil.gate.gate import check, decision, in_words, notes, template
 from torchfil.gate.policy import load_policy
-from torchfil.gate.rules import RULES, Verdict
+from torchfil.gate.rules import RULES, Verdict, audit_in_words
 from torchfil.gate.rules import in_digits as number
 from torchfil.report import signature as signatures
 from torchfil.report.comparison import changes, compare_runs, in_short
@@ -193,6 +193,8 @@ def _training_lines(about: dict[str, Any]) -> list[list[str]]:
         ["training", f"{steps} steps, {noise}, sampling rate {rate}, {probed}"],
         ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
     ]
+    if audit := about.get("audit"):
+        lines.append(["audit", audit_in_words(audit)])
     if runs is not None:
         of_all = number(about["merged"].get("epsilon_of_all"))
         lines.append(["runs", f"means over {runs}: they speak of one release; ε of all {runs} together is {of_all}"])
@@ -379,7 +381,8 @@ def gate(
     thresholds = load_policy(policy)
     verdicts, remarks = check(saved, thresholds), notes(saved)
     passed = all(verdict.passed for verdict in verdicts)
-    data = {"passed": passed, "rules": [verdict.as_dict() for verdict in verdicts], "notes": remarks}
+    rules, audit = [verdict.as_dict() for verdict in verdicts], saved.about.get("audit")
+    data = {"passed": passed, "rules": rules, "notes": remarks, "audit": audit}
     if list_file is not None:
         _write_list(list_file, saved, verdicts)
     if junit_file is not None:

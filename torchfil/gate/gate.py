@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchfil.gate.policy import Policy, parse_policy, tomllib
-from torchfil.gate.rules import RULES, Verdict
+from torchfil.gate.rules import RULES, Verdict, audit_in_words
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
 from torchfil.run.unit import counted
@@ -69,7 +69,8 @@ def default_policy(run: SavedRun) -> Policy:
 
 def template() -> str:
     """A policy to start from, with a comment for every key: what ``torchfil gate --init`` writes."""
-    kept = [key for key, rule in RULES.items() if rule.find and rule.default not in (None, {}) and key != "min_attacks"]
+    asked = "min_attacks", "audited_epsilon_below_claimed"  # left out, they are not
+    kept = [key for key, rule in RULES.items() if rule.find and rule.default not in (None, {}) and key not in asked]
     paragraphs = [
         "# A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.\n"
         "# What a rule asks for and the run does not tell fails: save the run with it, or take the rule out.\n"
@@ -114,6 +115,9 @@ def notes(run: SavedRun) -> list[str]:
     choice = run.about.get("noise_choice")
     if choice is not None:
         found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
+    audit = run.about.get("audit")
+    if audit is not None and (audit["exceeds_claim"] or not audit["epsilon"] <= audit["claimed"]):
+        found.append(audit_in_words(audit))
     return found
 
 

@@ -50,6 +50,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unit: Annotated[str, Meta(pattern="^person$", description='"person", or left out')] | None = None
     max_epsilon: Number | None = None
     max_individual_epsilon: Number | None = None
+    audited_epsilon_below_claimed: Flag = False
     min_mse_bound: Number | None = None
     mse_bound_of_concern: Number | None = None
     max_share_of_concern: Share | None = None
@@ -110,7 +111,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
     defaults = msgspec.structs.asdict(Policy())
     limits = [name for name in defaults if name.startswith(("min_", "max_")) and defaults[name] in (None, {})]
-    if all(getattr(policy, name) in (None, {}) for name in limits):
+    if all(getattr(policy, name) in (None, {}) for name in limits) and not policy.audited_epsilon_below_claimed:
         remedy = f"set at least one of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
         raise PolicyError(f"{where}: the policy limits nothing, so that every run would pass; {remedy}")
     return policy

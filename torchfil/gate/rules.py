@@ -194,14 +194,14 @@ class Rule:
             return title, note, f"whole {plural(verdict.unit.person)}"
         if self.key.startswith("allow_"):
             return title, shown, "allowed" if limit else "not allowed"
-        least = "at least " if self.key.startswith("min_") else ""
-        return title, shown, f"{least}{limit_shown}{' %' * percent}"
+        beside = {"min": "at least ", "audited": "claimed "}.get(self.key.partition("_")[0], "")
+        return title, shown, f"{beside}{limit_shown}{' %' * percent}"
 
     def sentence(self, verdict: Verdict) -> str:
         """The same in a sentence."""
         title, found, limit = self.row(verdict)
-        asks = {"min": "asks for", "unit": "asks for", "allow": "says"}.get(self.key.partition("_")[0], "allows")
-        return f"{title}: {found}; the policy {asks} {limit}."
+        asks = {"min": "policy asks for", "unit": "policy asks for", "allow": "policy says", "audited": "run"}
+        return f"{title}: {found}; the {asks.get(self.key.partition('_')[0], 'policy allows')} {limit}."
 
     def remedy(self, verdict: Verdict) -> str:
         """What helps, in a sentence, where neither more noise nor more steps are known to."""
@@ -374,6 +374,32 @@ def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     if values is None:
         return [asked.unknown("individual ε was not computed")]
     return [asked.largest(values, np.ones(len(values), dtype=bool))]
+
+
+@_PRIVACY.rule(
+    "Audited ε",
+    "≥ {value}{note}",
+    off=True,
+    advice="Find out whether the accounting or the training code is wrong before anything else.",
+)
+def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
+    """The ε that an audit with canaries shows (a lower bound at 95 %), beside the ε that the run claims.
+
+    true: the run must have an audit (make_private(…, canaries=torchfil.Canaries(1000))), and its ε must not be above
+    the claimed one. Of sound runs at most one in twenty is; an audit below the claim proves nothing. Whatever this key
+    says, a run fails whose audit refutes the claim at 99.9 %: it leaks more than its claim allows.
+    """
+    claim: Any = asked.run.about.get("epsilon")
+    audit = asked.run.about.get("audit")
+    if audit is None:
+        missing = asked.unknown("the run was not audited", "make_private(…, canaries=torchfil.Canaries(1000))")
+        return [replace(missing, limit=claim)] * asked.limit
+    claimed, refuted = min(audit["claimed"], claim or math.inf), audit["exceeds_claim"]
+    kept = audit["epsilon"] <= claimed and not refuted
+    above = "; refutes the claim at 99.9 %" if refuted else f"; above the claim at {100 * audit['confidence']:g} %"
+    note, rows = f"{audit['num_canaries']:,} canaries{'' if kept else above}", np.arange(0 if kept else len(asked.run))
+    found = replace(asked.verdict(kept, audit["epsilon"], rows, note), limit=claimed, detail=audit_in_words(audit))
+    return [found] * (asked.limit or refuted)
 
 
 _UNIT = _Section("In the data's own unit")
@@ -585,6 +611,23 @@ _BY_NAME.setting(
     "What people state and no run can show; the page repeats it word for word, as declared and not checked. Any names.",
     off=("owner_of_the_decision", "the data protection officer"),
 )
+
+
+def audit_in_words(audit: dict[str, Any]) -> str:
+    """What a run claims and what its audit shows; above the claim, what that means.
+
+    Example:
+        >>> audit_in_words({"claimed": 2.9, "epsilon": 1.1, "num_canaries": 1000, "exceeds_claim": False})
+        'claimed ε 2.9, audited ε ≥ 1.1 (1,000 canaries)'
+    """
+    claimed, least = format_distinct(audit["claimed"], audit["epsilon"])
+    shown = f"claimed ε {claimed}, audited ε ≥ {least} ({audit['num_canaries']:,} canaries)"
+    if audit["exceeds_claim"]:
+        wrong = "either the accounting or the training code is wrong, and no other number of the report can be trusted"
+        return f"{shown}: the run leaks more than its claim allows, so {wrong}"
+    if audit["epsilon"] <= audit["claimed"]:
+        return shown
+    return f"{shown}: above the claim at {100 * audit['confidence']:g} %, not at 99.9 %; chance or a fault, audit again"
 
 
 def format_distinct(limit: float | None, value: float | None, digits: int = 3) -> tuple[str, str]:

@@ -49,6 +49,7 @@ SETTINGS = {
     "mechanism.amplification": "amplification",
     "epsilon": "ε for everybody",
     "delta": "δ",
+    "audit.epsilon": "audited ε, at least",
 }
 _SAME = 1e-9  # relative difference up to which closed forms are the same
 

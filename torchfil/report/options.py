@@ -47,7 +47,7 @@ LARGEST = 5.0  # times σ: as far as it was tried
 _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followed
 _AT_ONCE = 2**16  # examples that are predicted together
 _OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
-_INDIVIDUAL = "max_individual_epsilon"
+_INDIVIDUAL, _AUDITED = "max_individual_epsilon", "audited_epsilon_below_claimed"
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
 
@@ -95,6 +95,8 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     sigma, found = _sigma(run), list[_Found]()
     if not broken:
         return Options()
+    if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):  # predictions rest on what may be wrong
+        return Options(others=[RULES[_AUDITED].advice])
 
     # one with more steps only where fresh draws would leave too many examples untold
     if sigma and is_told(run).any():

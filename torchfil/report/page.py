@@ -161,6 +161,7 @@ _SECTIONS = [
     Section("attacks", "Attacks"),
     Section("distribution", "Bounds in numbers"),
     Section("bounds", "Beside other bounds"),
+    Section("audit", "The audit of ε"),
     Section("epsilon", "Individual ε"),
     Section("spared", "Down-weighted examples"),
     Section("history", "Over the course of training"),

@@ -32,6 +32,8 @@ PUBLIC = {
     # nothing of "equalised", whose target may be read off an example
     "noise_choice": ("target", "confidence"),
     "merged": ("runs", "epsilon_of_all"),
+    # canaries are not people; but some copy an example's inputs, and a rate may rest on few of them
+    "audit": ("epsilon", "claimed", "num_canaries", "kind", "confidence", "p_value", "exceeds_claim", "ceiling"),
 }
 
 

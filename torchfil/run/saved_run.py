@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
@@ -250,7 +252,8 @@ class SavedRun:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
             exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.run.linear_run`); merged
             for the mean over several runs; metrics, by name {value, on}: what the model is good for, and on what;
-            noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
+            noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights; audit, what
+            canaries showed beside the claimed ε (``engine.audit(delta=…).as_dict()``), None without canaries.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
             squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
@@ -459,6 +462,13 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "metrics": ("a dict", dict),
     "dataset.input_range": ("two numbers", list),
 }
+_REFUTED = 0.001  # an audit refutes the claimed ε where its p-value is smaller
+_Positive, _Share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
+_Rate = msgspec.defstruct("_Rate", [("fpr", _Share), ("tpr", _Share), ("bound", _Share | None)])
+_AUDIT: Any = dict.fromkeys(("epsilon", "claimed", "ceiling", "num_canaries"), _Positive)
+_AUDIT |= dict.fromkeys(("delta", "confidence", "p_value"), _Share) | {"kind": str, "exceeds_claim": bool}
+_AUDIT |= {"by_method": dict[str, _Positive], "rates": list[_Rate]}  # type: ignore[valid-type]
+_About: Any = msgspec.defstruct("_About", [("audit", msgspec.defstruct("_Audit", _AUDIT.items()) | None, None)])
 
 
 def _check_kinds(about: Mapping[str, Any]) -> None:
@@ -475,6 +485,9 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
     checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
     unit_of(about.get("mechanism") or {})
+    audit = msgspec.convert(about, _About).audit
+    fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
+    require(fits, f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run again")
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
     pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
     require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")

@@ -71,12 +71,14 @@ def build_saved_run(
     hash_data: bool = True,
     equalised: Equalised | None = None,
     metrics: Mapping[str, Any] | None = None,
+    audit: dict[str, Any] | None = None,
     **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
 
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
-    over several runs. ``named`` are options of :func:`attribute_table`.
+    over several runs. ``audit`` is what canaries showed, as JSON values. ``named`` are options of
+    :func:`attribute_table`.
     """
     utility = checked_metrics(metrics)
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
@@ -109,6 +111,7 @@ def build_saved_run(
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = None if noise_choice is None else noise_choice.summary(leakage)
     about["metrics"] = utility
+    about["audit"] = audit
     about["equalised"] = None if equalised is None else equalised.summary()
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
@@ -132,8 +135,8 @@ def build_saved_run(
 def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float) -> SavedRun:
     """A run whose numbers are means over repetitions, without what belongs to a single one.
 
-    The numbers are about one release, on average. An example's own ε, the course of training and the seed are left out;
-    so is reconstruction robustness if batches are known, because it depends on one run's participations.
+    The numbers are about one release, on average. An example's own ε, the course of training, the seed and an audit are
+    left out; so is reconstruction robustness if batches are known, because it depends on one run's participations.
 
     Args:
         run: Saved from the average; everything else is that of the first run.
@@ -149,7 +152,7 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
     known_batches = mechanism["sample_rate"] is None
     return replace(
         run,
-        about={**run.about, "mechanism": mechanism, "probe_seed": None, "merged": merged},
+        about={**run.about, "mechanism": mechanism, "probe_seed": None, "audit": None, "merged": merged},
         columns={name: values for name, values in run.columns.items() if name != "epsilon"},
         history={},
         bounds={name: bound for name, bound in run.bounds.items() if name != "rero" or not known_batches},
