@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.engine.loops import data, make, network, step
 from torchfil import Canaries, FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.mechanism import largest_divergences
+from torchfil.run.file import load
 
 SIGMA, C, RATE = 0.7, 0.8, 1 / 5
 LAYERS = [0.3, 0.5, 0.2, 0.4]  # C_l
@@ -214,3 +216,35 @@ def test_a_run_without_canaries_has_no_audit() -> None:
     for other, message in ((numbers, "two classes"), (people, "take part twice")):
         with pytest.raises(ValueError, match=message):
             make(people, noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20, other))
+
+
+def test_the_run_file_keeps_the_audit(tmp_path: Path) -> None:
+    engine, *_ = trained(Canaries(50))
+    audit, run = engine.audit(delta=1e-3), load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
+    assert run.about["audit"] == audit.as_dict()
+    assert audit.claimed == engine.get_epsilon(1e-3) == run.about["epsilon"]
+    assert (audit.num_canaries, audit.kind, audit.exceeds_claim) == (50, "directions", False)
+    assert [set(rate) for rate in audit.rates] == [{"fpr", "tpr", "bound"}] * 3
+    with pytest.raises(ValueError, match="delta"):
+        engine.audit(delta=0.0)
+
+
+@pytest.mark.parametrize(("weaker", "found"), [(1.0, False), (0.2, True)])
+def test_an_audit_contradicts_a_run_with_less_noise_than_it_claims(weaker: float, found: bool) -> None:
+    """Directions see noise that is a fifth of what the accountant is told."""
+    torch.manual_seed(0)
+    module = nn.Linear(50, 20)
+    engine, sgd = FILPrivacyEngine(noise_seed=1), torch.optim.SGD(module.parameters(), lr=0.1)
+    dataset = TensorDataset(torch.randn(40, 50), torch.randint(20, (40,)))
+    options: dict[str, Any] = {"noise_multiplier": 3.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
+    options |= {"canaries": Canaries(1000)}
+    _, optimizer, loader = engine.make_private(module, sgd, DataLoader(dataset, batch_size=10), **options)
+    normal = optimizer.noise.normal_
+    optimizer.noise.normal_ = lambda out, std: normal(out, weaker * std)
+    for _ in range(10):
+        for x, y in loader:
+            engine.train_step(x, y)
+    audit = engine.audit(delta=1e-5)
+    assert audit.exceeds_claim is found
+    assert (audit.epsilon > audit.claimed) is found
+    assert ("contradicts the claim" in str(audit)) is found

@@ -979,7 +979,9 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         check_delta(delta, called)
         leakage, training = leakage or self.totals, self._training
+        audit = None if self.accounting.canaries is None else self.audit(delta=delta).as_dict()
         with training.replica.gathered():  # pictures are shown with their PLIS
             if training.run.ranks is not None and training.run.ranks.rank > 0:
                 return None
-            return build_saved_run(training, self.accountant, self._choice, leakage, delta=delta, **options)
+            made_of = (training, self.accountant, self._choice, leakage)
+            return build_saved_run(*made_of, delta=delta, audit=audit, **options)
