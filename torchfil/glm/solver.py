@@ -161,7 +161,7 @@ class Objective:
     sample_weight: Tensor
     l2: float
     penalised: Tensor
-    margins: int = 1
+    margins: int
 
     @property
     def ridge(self) -> Tensor:
