@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from torchfil.accounting.leakage import as_table
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.fisher.models import check_modules, check_unweighted_mean, trainable_and_constant, without_opacus
-from torchfil.private import Examples, Inputs, Private, as_call, check_finite, num_examples
+from torchfil.fisher.models import check_modules
+from torchfil.private import Inputs, Private, as_call
+from torchfil.private.choice import NOTHING
 from torchfil.utils.errors import require
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
@@ -142,8 +143,9 @@ def layer_gradients(
         >>> {layer: tuple(value.shape) for layer, value in gradients.items()}
         {'': (3, 3)}
     """
-    whole = _without_private(model, loss_fn, x, y)
+    whole = ExampleGradients.build(model, loss_fn, x, y, NOTHING)
     n, size = len(whole), 1 if batch is None else batch
+    require(n > 0, "there is no example; pass at least one")
     require(n % size == 0, f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
     index = layer_index(whole.parameters, bias=bias)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
@@ -173,23 +175,6 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
             pieces.setdefault(layer, []).append(places)
     require(bool(pieces), f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
     return {layer: torch.cat(places) for layer, places in pieces.items()}
-
-
-def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
-    """As ExampleGradients.build, but only for gradients: nothing needs to be private, so integer inputs work."""
-    live, model = without_opacus(model)
-    check_modules(model)
-    check_unweighted_mean(loss_fn)
-    args, kwargs = as_call(x)
-    n = num_examples(args, kwargs, y)
-    require(n > 0, "there is no example; pass at least one")
-    check_finite(args, kwargs, y)
-    parameters, constants = trainable_and_constant(live)
-    require(bool(parameters), f"{type(model).__name__} has no trainable parameter; unfreeze the layers to examine")
-    first = next(iter(parameters.values()))
-    nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
-    public = map_tensors(Tensor.detach, (args, kwargs, y))
-    return ExampleGradients(model, loss_fn, Examples(nothing, public), parameters, constants)
 
 
 def jacobian_sensitivity(
