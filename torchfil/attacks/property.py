@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.attacks.base import make_generator
+from torchfil.attribution.exposure import auroc
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
 from torchfil.utils.errors import require
@@ -144,22 +145,11 @@ def property_inference(
     values, resampled = [], []
     for layer in seen.known:
         scores = _scores(seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed)
-        values.append(auc(scores, truth))
-        resampled.append([auc(scores[row], truth[row]) for row in draws])
+        values.append(auroc(scores, truth).value)
+        resampled.append([auroc(scores[row], truth[row]).value for row in draws])
     low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
     error = np.std(resampled, axis=1, ddof=1)
     return LayerTable(tuple(seen.known), np.array(values), low, high, error, f"AUC ({attacker})", "AUC")
-
-
-def auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """P(a random positive scores above a random negative), ties counting half.
-
-    Example:
-        >>> auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True]))
-        0.875
-    """
-    difference = scores[truth][:, None] - scores[~truth][None]
-    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
 def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int) -> np.ndarray:
