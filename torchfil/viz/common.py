@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,10 @@ def plain_number(value: float) -> str:
     return f"{value:.3g}".replace("inf", "∞").replace("-", "−")
 
 
+class _NameWrapper(textwrap.TextWrapper):
+    wordsep_re = re.compile(r"(\s+)|(?<=[_\-./:])")
+
+
 def wrapped(text: str, width: int) -> str:
     """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` if there are any.
 
@@ -81,12 +86,4 @@ def wrapped(text: str, width: int) -> str:
         >>> wrapped("patient_000123_scan_2.png", 15).splitlines()
         ['patient_000123_', 'scan_2.png']
     """
-    lines = [""]
-    for word in re.split(r"(?<=[\s_\-./:])", text):
-        pieces = [word[i : i + width] for i in range(0, len(word), width)]
-        for piece in pieces:
-            if len((lines[-1] + piece).rstrip()) <= width:
-                lines[-1] += piece
-            else:
-                lines.append(piece)
-    return "\n".join(line.strip() for line in lines)
+    return _NameWrapper(width).fill(text)
