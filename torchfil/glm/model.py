@@ -521,11 +521,20 @@ class LinearRegression(RegressorMixin, _OwnLoss):
     score_name = "R²"
 
 
-class LogisticRegression(ClassifierMixin, _OwnLoss):
+class _Classifier(ClassifierMixin, _OwnLoss):
+    """A model of classes."""
+
+    score_name = "accuracy"
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The margins, [n], or the logits, [n, classes]."""
+        return self.margin(X)
+
+
+class LogisticRegression(_Classifier):
     """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}; see :class:`GeneralizedLinearModel`."""
 
     loss = solvers.LOGISTIC
-    score_name = "accuracy"
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
@@ -533,10 +542,6 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
         require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
         return super().fit(X, y, sample_weight)
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """The margin, [n]."""
-        return self.margin(X)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probabilities of 0 and 1, [n, 2]."""
@@ -548,7 +553,7 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
         return (self.margin(X) > 0).astype(int)
 
 
-class SoftmaxRegression(ClassifierMixin, _OwnLoss):
+class SoftmaxRegression(_Classifier):
     """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
 
     The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0. It is released with
@@ -560,18 +565,12 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
         intercept_: [classes].
     """
 
-    score_name = "accuracy"
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
         classes = np.unique(as_array(y))
         require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
         return super().fit(X, y, sample_weight)
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """The logits, [n, classes]."""
-        return self.margin(X)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The classes' probabilities, [n, classes]."""
