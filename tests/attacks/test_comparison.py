@@ -122,7 +122,6 @@ def test_what_cannot_be_compared_is_refused() -> None:
         r"\[2\] bounds for 1 attacked": lambda: compare([1.0, 2.0], result([1.0])),
         "achieved error is NaN": lambda: compare([1.0], result([float("nan")])),
         "negative or NaN": lambda: compare([float("nan")], result([1.0])),
-        "there is no bound for the": lambda: compare({1: 1.0}, result([1.0])),
         "not 'Linear'": lambda: compare(nn.Linear(2, 2), result([1.0])),
         "blind has shape": lambda: result([1.0] * 4, blind=[1.0]),
         "standard_error": lambda: result([1.0, 1.0], [1.0] * 3),

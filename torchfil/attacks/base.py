@@ -63,7 +63,6 @@ class AttackResult:
             object.__setattr__(self, name, array)
             fits = len(array) == len(self.ids) and (name == "guesses" or array.ndim == 1)
             require(fits, f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one for each")
-        require(self.trials >= 1, f"trials={self.trials} must be at least 1")
 
     @property
     def untestable(self) -> str:

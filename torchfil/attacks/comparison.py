@@ -136,7 +136,6 @@ class BoundComparison:
         # Logarithmic axes cannot show an infinite bound, or an error of 0.
         achieved = self.attack.achieved
         drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
-        require(bool(drawn.any()), "no example has a finite, positive bound and achieved error to draw")
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
@@ -221,8 +220,6 @@ def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[st
         return as_array(estimate.value), np.where(measured, as_array(low), 0.0), as_array(high)
 
     if isinstance(source, Mapping):
-        unknown = [key for key in attack.ids if key not in source]
-        require(not unknown, f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
     values, count = as_array(source).astype(np.float64), len(attack.ids)

@@ -240,7 +240,6 @@ class PrivateBatch:
 
         If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
-        require(max_memory > 0, f"max_memory={max_memory} must be a positive number of bytes")
         mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
         size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
         for rows, part in self.gradients.chunks(max_memory, size):
@@ -302,8 +301,7 @@ def exact_fim(
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
-    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
-    return batch.estimate("matrix", "exact", max_memory=max_memory).value
+    return fim_matrix(model, loss_fn, inputs, targets, max_memory=max_memory, **step).value
 
 
 def fim_matrix(
@@ -404,7 +402,6 @@ def fim_spectral_norm(
         **step: See :class:`StepSettings`.
     """
     require(method in ("lanczos", "exact"), f"method={method!r} must be 'lanczos' or 'exact'")
-    require(iterations >= 1, f"iterations={iterations} must be at least 1")
     batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     if method == "exact":
         return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
