@@ -119,8 +119,8 @@ def _grouping(
     rows.sort(key=lambda row: -row.fil)
     left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
     typical = statistics.rounded(math.exp(overall), smallest)
-    now_and_before = (_disparity(values, smallest, split) for values in both)
-    return Grouping(name, typical, rows[:MOST_GROUPS], merged, left_out, *now_and_before, split.withheld)
+    now, then = (_disparity(values, smallest, split) for values in both)
+    return Grouping(name, typical, rows[:MOST_GROUPS], merged, left_out, now, then, split.withheld)
 
 
 def _disparity(values: np.ndarray, smallest: int, split: Split) -> statistics.Disparity | None:
@@ -150,9 +150,10 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
     above, below = centre - half > overall, centre + half < overall
     sized = abs(centre - overall) >= math.log(statistics.SMALLEST_EFFECT) or not math.isfinite(centre)
     ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
-    counts = (statistics.rounded_count(each, smallest) for each in (everyone, count))
-    numbers = (statistics.rounded(each, smallest) for each in (math.exp(centre), *ends))
-    return GroupSummary(name, *counts, *numbers, ("more" if above else "less" if below else "") if sized else "")
+    examples, measured = (statistics.rounded_count(each, smallest) for each in (everyone, count))
+    fil, low, high = (statistics.rounded(each, smallest) for each in (math.exp(centre), *ends))
+    compared = ("more" if above else "less" if below else "") if sized else ""
+    return GroupSummary(name, examples, measured, fil, low, high, compared)
 
 
 @dataclass(frozen=True, eq=False)
