@@ -34,7 +34,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -523,8 +522,8 @@ def needs_of(track: tuple[Track, ...]) -> Needs:
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(
         tuple(dict.fromkeys([name for need in needs for name in need.quantities])),
-        any(map(attrgetter("products"), needs)),
-        any(map(attrgetter("susceptibility"), needs)),
+        any(need.products for need in needs),
+        any(need.susceptibility for need in needs),
     )
 
 

@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torchfil.attacks.base import AttackResult, make_generator
 from torchfil.fisher.gradients import LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
@@ -74,8 +74,6 @@ def observed_gradients(
     if max_grad_norm is None:
         return seen
     seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
-    if noise_multiplier == 0:
-        return seen
     source = make_generator(generator, seed, seen.device)
     noise = torch.randn(seen.shape, generator=source, dtype=seen.dtype, device=seen.device)
     return seen + noise_multiplier * max_grad_norm * noise
@@ -191,10 +189,8 @@ def require_ssim() -> Any:
     Raises:
         ImportError: torchmetrics is not installed.
     """
-    try:
+    with installed_by("attacks", "SSIM needs torchmetrics"):
         from torchmetrics.functional.image import structural_similarity_index_measure
-    except ImportError as error:
-        raise ImportError("SSIM needs torchmetrics: pip install 'torchfil[attacks]'") from error
     return structural_similarity_index_measure
 
 

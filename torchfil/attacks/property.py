@@ -18,7 +18,7 @@ from torchfil.attacks.base import make_generator
 from torchfil.attribution.exposure import auroc
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import with_progress
 
 Attacker = Literal["logistic", "forest"]
@@ -153,13 +153,11 @@ def property_inference(
 
 
 def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int) -> np.ndarray:
-    try:
+    with installed_by("glm", "property inference needs scikit-learn"):
         from sklearn.ensemble import RandomForestClassifier
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
-    except ImportError as error:
-        raise ImportError("property inference needs scikit-learn: pip install 'torchfil[glm]'") from error
     require(attacker in ("forest", "logistic"), f"attacker={attacker!r} must be 'forest' or 'logistic'")
     forest, ridge = RandomForestClassifier(200, random_state=seed), LogisticRegression(C=0.1, max_iter=500)
     pipeline = make_pipeline(StandardScaler(), forest if attacker == "forest" else ridge)

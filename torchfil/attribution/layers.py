@@ -21,7 +21,7 @@ from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, Loss
 from torchfil.fisher.models import check_modules
 from torchfil.private import Inputs, Private, as_call
 from torchfil.private.choice import NOTHING
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
@@ -362,10 +362,8 @@ def v_information(
         ImportError: scikit-learn is not installed.
         ValueError: A constant property, too few examples of a class, shapes that disagree, values that are not finite.
     """
-    try:
+    with installed_by("glm", "v_information needs scikit-learn"):
         import sklearn  # noqa: F401
-    except ImportError as missing:
-        raise ImportError("v_information needs scikit-learn: pip install 'torchfil[glm]'") from missing
     names, labels = np.unique(as_array(property), return_inverse=True)
     _check_gradients(gradients, labels)
     require(0 < smoothing < 1, f"smoothing={smoothing} must lie strictly between 0 and 1")

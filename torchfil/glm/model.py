@@ -17,15 +17,13 @@ from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
 from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil, squared_loss_at
 from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, Solver, tangent_basis
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.noise import NoiseSource
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
-try:
+with installed_by("glm", "torchfil.glm needs scikit-learn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-except ImportError as error:
-    raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float

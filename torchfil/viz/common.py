@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,10 +23,8 @@ NEUTRAL = "#4D4D4D"
 @cache
 def _figure_class() -> Any:
     """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""
-    try:
+    with installed_by("report", "pictures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'torchfil[report]'") from error
 
     class NotebookFigure(Figure):
         def _repr_png_(self) -> bytes:
