@@ -47,7 +47,6 @@ class Inversion:
         """
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         shapes = [list(each.shape) for each in (truth, self.images)]
-        require(measure in judges, f"measure={measure!r} must be one of {', '.join(judges)}")
         require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
         threat_model = "sees one example's gradient (noisy or not), knows the weights and the label"
         achieved = as_array(judges[measure](self.images, truth))

@@ -54,7 +54,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
     bad = np.argwhere(~np.isfinite(array)).tolist()
-    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values to draw")
+    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values")
     return array
 
 

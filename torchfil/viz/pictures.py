@@ -85,8 +85,6 @@ def show_map(
         (-3.0, 3.0)
     """
     titles = {"image": "image", "map": f"|{label}|" if mode == "absolute" else label, "overlay": "overlay"}
-    known = len(views) > 0 and set(views) <= titles.keys()
-    require(known, f"views={views!r} must name one or more of {', '.join(titles)}")
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
 
