@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.fisher.gradients import LossFunction, flatten
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
+from torchfil.private.choice import NOTHING
 from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
@@ -69,7 +70,7 @@ def observed_gradients(
     """What the attacker sees for each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
     possible = noise_multiplier == 0 or (noise_multiplier > 0 and max_grad_norm is not None)
     require(possible, f"noise_multiplier={noise_multiplier} must be at least 0, and noise needs max_grad_norm")
-    seen = vmap(_gradient(model, loss_fn, trainable_and_constant(model)))(images, targets).detach()
+    seen = ExampleGradients.build(model, loss_fn, images, targets, NOTHING).gradients()
     if max_grad_norm is None:
         return seen
     seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
@@ -118,10 +119,14 @@ def invert_gradients(
         progress: Whether to show a bar.
     """
     require(low < high, f"low={low} must be below high={high}")
-    n, one = len(targets), _gradient(model, loss_fn, trainable_and_constant(model))
+    n, (weights, constants) = len(targets), trainable_and_constant(model)
+
+    def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+        outputs = functional_call(model, {**values, **constants}, (x.unsqueeze(0),))
+        return loss_fn(outputs, target.unsqueeze(0)).reshape(())
 
     def objective(x: Tensor, target: Tensor, seen: Tensor) -> Tensor:
-        g = one(x, target)
+        g = flatten(grad(loss)(weights, x, target))
         tiny = torch.finfo(g.dtype).tiny
         cosine = (g * seen).sum() / ((g.square().sum() + tiny).sqrt() * (seen.square().sum() + tiny).sqrt())
         return 1 - cosine + total_variation_weight * total_variation(x)
@@ -164,19 +169,6 @@ def total_variation(x: Tensor) -> Tensor:
     """
     steps = [x.diff(dim=dim).abs().mean() for dim in (-2, -1) if x.ndim >= -dim and x.shape[dim] > 1]
     return torch.stack(steps).sum() if steps else x.new_zeros(())
-
-
-def _gradient(model: nn.Module, loss_fn: LossFunction, weights: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Any:
-    """(image, target) ↦ the flat gradient of one example, [p], differentiable in the image.
-
-    ``weights`` are the trainable and the constant ones.
-    """
-
-    def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
-        outputs = functional_call(model, {**values, **weights[1]}, (x.unsqueeze(0),))
-        return loss_fn(outputs, target.unsqueeze(0)).reshape(())
-
-    return lambda x, target: flatten(grad(loss)(weights[0], x, target))
 
 
 # ------------------------------------------------------------------ how alike two images are
