@@ -100,7 +100,7 @@ def test_who_crosses_the_blind_guess_and_who_is_not_compared() -> None:
     low = run.columns["mse_bound_low"]
     assert found.before.exposed == int((low < 1).sum())
     assert found.after.exposed == int((2.25 * low < 1).sum())
-    assert found.newly_exposed == 0
+    assert (found.newly_exposed, found.no_longer) == (0, int(((low < 1) & (2.25 * low >= 1)).sum()))
 
     # more noise and fewer draws: whom the second run does not tell of is neither newly exposed nor protected
     after = quieter(run, 9.0)

@@ -341,7 +341,7 @@ def biased_bound(
         covariances[number] += error.mT @ noise / len(halves[number])
         biases[number] += error.sum(dim=1) / len(halves[number])
 
-    sensitivity = Sensitivity.build(view, view.weights[:, None], view.fit_hessian, d, private_target=False)
+    sensitivity = Sensitivity.build(*view.data, view.weights[:, None], view.fit_hessian, d, private_target=False)
 
     # The value at the halves' mean, minus that at half their difference, has no sampling bias.
     unbiased, responses = [], []

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.batch import lanczos
-from torchfil.glm.solver import Objective, tangent_basis
+from torchfil.glm.solver import Loss, tangent_basis
 from torchfil.utils.errors import require
 
 Kind = Literal["spectral", "trace"]
@@ -66,15 +66,21 @@ class Sensitivity:
 
     @classmethod
     def build(
-        cls, objective: Objective, weights: Tensor, hessian: Tensor, num_inputs: int, private_target: bool
+        cls,
+        loss: Loss,
+        X: Tensor,
+        y: Tensor,
+        sample_weight: Tensor,
+        weights: Tensor,
+        hessian: Tensor,
+        num_inputs: int,
+        private_target: bool,
     ) -> Sensitivity:
-        """From the objective with its data, the minimiser and the Hessian there."""
-        X, loss, margin = objective.X, objective.loss, objective.X @ weights
-        derivatives = (loss.residual, loss.curvature, loss.coupling)
-        residual, curvature, coupling = (each(margin, objective.y) for each in derivatives)
+        """From data, minimiser and Hessian."""
+        margin = X @ weights
+        residual, curvature, coupling = (each(margin, y) for each in (loss.residual, loss.curvature, loss.coupling))
         coupling = coupling if private_target else coupling[:, :, :0]
-        inverse, sample_weight = torch.linalg.inv(hessian), objective.sample_weight
-        return cls(X, weights, inverse, residual, curvature, coupling, sample_weight, num_inputs)
+        return cls(X, weights, torch.linalg.inv(hessian), residual, curvature, coupling, sample_weight, num_inputs)
 
     @property
     def num_coordinates(self) -> int:

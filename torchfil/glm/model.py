@@ -186,7 +186,7 @@ class GeneralizedLinearModel(BaseEstimator):
             ValueError: The model is not fitted, or was fitted on other data.
         """
         objective, fit = self._as_fitted(X, y, sample_weight), self._fit
-        return Sensitivity.build(objective, fit.weights, fit.hessian, self.n_features_in_, private_target)
+        return Sensitivity.build(*objective.data, fit.weights, fit.hessian, self.n_features_in_, private_target)
 
     def _as_fitted(self, X: Any, y: Any, sample_weight: Any) -> Objective:
         """The objective of the fit on its training examples (X, y), checked."""
@@ -817,7 +817,7 @@ def _log_gradient(
     moved = replace(objective, X=X, y=y)
     with torch.enable_grad():
         hessian = moved.hessian(w)
-        logarithm = value(Sensitivity.build(moved, w, hessian, num_inputs, private_target)).log()
+        logarithm = value(Sensitivity.build(*moved.data, w, hessian, num_inputs, private_target)).log()
         direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
 
         # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w

@@ -164,6 +164,11 @@ class Objective:
     margins: int
 
     @property
+    def data(self) -> tuple[Loss, Tensor, Tensor, Tensor]:
+        """ℓ, X, y and ω."""
+        return self.loss, self.X, self.y, self.sample_weight
+
+    @property
     def ridge(self) -> Tensor:
         """nλP's diagonal as a column, [p, 1]."""
         return (len(self.X) * self.l2 * self.penalised)[:, None]

@@ -127,6 +127,7 @@ class Comparison:
         less: How many are clearly less exposed after.
         more: How many are clearly more exposed after.
         newly_exposed: How many are exposed after and were protected beyond a blind guess before; None: not known.
+        no_longer: How many were exposed before and are protected beyond a blind guess after; None: not known.
         moved: How many went from one class of exposure to another, by the two; empty where no blind guess is known.
         attributes: The least error of unbiased guesses, of the most exposed example of each attribute.
         questions: The largest true-positive rate of any attacker at 1 % false positives, of the worst example.
@@ -148,6 +149,7 @@ class Comparison:
     less: int | str
     more: int | str
     newly_exposed: int | str | None
+    no_longer: int | str | None
     moved: dict[tuple[int, int], int | str]
     attributes: list[Pair]
     questions: list[Pair]
@@ -197,10 +199,10 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
     # nobody is newly exposed who was untold before: nothing says that it was protected
     settings = [(text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()]
     found = _exposures(before, after)
-    newly = None
+    newly = no_longer = None
     moved: dict[tuple[int, int], int | str] = {}
     if found is not None:
-        newly = (found[1] <= BELOW) & (found[0] != UNTOLD) & (found[0] > BELOW)
+        newly, no_longer = ((one <= BELOW) & (other != UNTOLD) & (other > BELOW) for one, other in (found[::-1], found))
         codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
         moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
         moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
@@ -221,6 +223,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         less=published_count(int((moves.clearly > 0).sum()), smallest),
         more=published_count(int((moves.clearly < 0).sum()), smallest),
         newly_exposed=_count(newly, smallest),
+        no_longer=_count(no_longer, smallest),
         moved={pair: some for pair, some in moved.items() if pair[0] != pair[1]},
         attributes=_attributes(before, after, smallest),
         questions=_questions(before, after, smallest, notes),
