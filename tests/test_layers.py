@@ -181,7 +181,6 @@ def test_refusals() -> None:
         "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
         "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
         "norm=2": lambda: jacobian_sensitivity(model, loss_fn, x, y, norm=2),
-        "chunk_size=0": lambda: jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0),
         "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
         "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
         "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),

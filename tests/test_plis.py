@@ -166,7 +166,7 @@ class TestExposure:
     def test_ranking(self) -> None:
         table = exposure.rank_by_exposure([0.5, 2.0, 2.0, 0.1], ids=["a", "b", "c", "d"])
         assert table["rank"].to_dict() == {"b": 1, "c": 1, "a": 3, "d": 4}
-        with pytest.raises(ValueError, match="NaN at \\[1\\]"):
+        with pytest.raises(ValueError, match="scores is not finite at \\[\\[1\\]\\]"):
             exposure.rank_by_exposure([0.1, float("nan")])
         with pytest.raises(ValueError, match="0 of 2 are outliers"):
             exposure.auroc([1.0, 2.0], [False, False])

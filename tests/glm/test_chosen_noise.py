@@ -57,7 +57,7 @@ def squares_of(model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, **op
     values = np.concatenate([np.atleast_1d(v) for v in eta.values()]) if isinstance(eta, dict) else eta
     decide = values_that_decide(values, options.pop("reduce", "max"))
     return information_of_choice(
-        model._objective(*model._tensors(X, y, None)),
+        model._objective(X, y, None),
         model._fit.weights,
         decide,
         num_inputs=D,

@@ -67,14 +67,9 @@ class LeakageSummary:
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name, as floats; unknown ones are left out."""
-        numbers = {
-            "steps": float(self.steps),
-            "measured_share": self.measured / self.examples,
-            "median_fil": self.median_fil,
-            "largest_fil": self.largest_fil,
-            "smallest_mse_bound": self.smallest_mse_bound,
-            **{f"largest_divergence/{question}": value for question, value in self.divergences.items()},
-        }
+        numbers = {"steps": float(self.steps), "measured_share": self.measured / self.examples}
+        numbers |= {name: getattr(self, name) for name in ("median_fil", "largest_fil", "smallest_mse_bound")}
+        numbers |= {f"largest_divergence/{question}": value for question, value in self.divergences.items()}
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
     def lines(self) -> list[tuple[str, str]]:

@@ -34,8 +34,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,11 +250,11 @@ class TrackedQuantity:
             the measurement lacks that part), and this is not 0.
     """
 
-    name: ClassVar[str]
-    needs: ClassVar[Needs] = Needs()
-    variances: ClassVar[Mapping[str, str]] = {}
-    followed: ClassVar[tuple[str, ...]] = ()
-    unless_told: ClassVar[Mapping[str, float]] = {}
+    name: str
+    needs: Needs = Needs()
+    variances: Mapping[str, str] = {}
+    followed: tuple[str, ...] = ()
+    unless_told: Mapping[str, float] = {}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """The sums that it keeps for one example, by name."""
@@ -300,9 +299,9 @@ class Trace(TrackedQuantity):
 
     name = "trace"
     needs = Needs(("trace",))
-    variances: ClassVar[Mapping[str, str]] = {"trace": "variance"}
+    variances: Mapping[str, str] = {"trace": "variance"}
     followed = ("trace",)
-    unless_told: ClassVar[Mapping[str, float]] = {"variance_limit": math.inf}
+    unless_told: Mapping[str, float] = {"variance_limit": math.inf}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """Nine numbers."""
@@ -346,7 +345,7 @@ class Diagonal(TrackedQuantity):
 
     name = "diagonal"
     needs = Needs(("diagonal",))
-    variances: ClassVar[Mapping[str, str]] = {"diagonal": "diagonal_variance"}
+    variances: Mapping[str, str] = {"diagonal": "diagonal_variance"}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """Two vectors of length d."""
@@ -449,12 +448,9 @@ class Divergence(TrackedQuantity):
         asked: Its answers.
     """
 
-    variances: Mapping[str, str]  # type: ignore[misc]
-    followed: tuple[str, ...]  # type: ignore[misc]
-
     def __init__(self, question: str, asked: QuestionSpec) -> None:
         self.asked = asked
-        self.name = f"question {question}"  # type: ignore[misc]
+        self.name = f"question {question}"
         self.followed = (self.name,)
         self.variances = {self.name: f"{self.name}_variance"}
 
@@ -526,8 +522,8 @@ def needs_of(track: tuple[Track, ...]) -> Needs:
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(
         tuple(dict.fromkeys([name for need in needs for name in need.quantities])),
-        any(map(attrgetter("products"), needs)),
-        any(map(attrgetter("susceptibility"), needs)),
+        any(need.products for need in needs),
+        any(need.susceptibility for need in needs),
     )
 
 

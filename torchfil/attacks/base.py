@@ -63,7 +63,6 @@ class AttackResult:
             object.__setattr__(self, name, array)
             fits = len(array) == len(self.ids) and (name == "guesses" or array.ndim == 1)
             require(fits, f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one for each")
-        require(self.trials >= 1, f"trials={self.trials} must be at least 1")
 
     @property
     def untestable(self) -> str:
@@ -92,10 +91,7 @@ def make_generator(generator: Generator | None, seed: int | None, device: torch.
         require(seed is None, f"seed={seed} and a generator are both given; pass one of them")
         return generator
     made = Generator(device)
-    if seed is None:
-        made.seed()
-        return made
-    return made.manual_seed(seed)
+    return made.manual_seed(made.seed() if seed is None else seed)
 
 
 def release_noise(sigma: float, trials: int, weights: Tensor, seed: int | None, generator: Generator | None) -> Tensor:

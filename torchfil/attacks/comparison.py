@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import stats
 
-from torchfil.accounting.ids import plain_key
+from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import AttackResult
 from torchfil.run.saved_run import AttackRecord
@@ -116,11 +116,7 @@ class BoundComparison:
         Args:
             ids: The run's examples in their order.
         """
-        rows = {plain_key(key): row for row, key in enumerate(ids)}
-        attacked = [plain_key(key) for key in self.attack.ids]
-        unknown = [key for key in attacked if key not in rows]
-        require(not unknown, f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids")
-        places, attack = np.asarray([rows[key] for key in attacked], dtype=np.int64), self.attack
+        places, attack = ExampleIds(len(ids), ids).places(self.attack.ids).numpy(), self.attack
         predicted, achieved = self.predicted.astype(np.float64), attack.achieved.astype(np.float64)
         blind = None if attack.blind is None else attack.blind.astype(np.float64)
         verdict = self.violated, self.testable, attack.untestable
@@ -136,7 +132,6 @@ class BoundComparison:
         # Logarithmic axes cannot show an infinite bound, or an error of 0.
         achieved = self.attack.achieved
         drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
-        require(bool(drawn.any()), "no example has a finite, positive bound and achieved error to draw")
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
@@ -221,8 +216,6 @@ def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[st
         return as_array(estimate.value), np.where(measured, as_array(low), 0.0), as_array(high)
 
     if isinstance(source, Mapping):
-        unknown = [key for key in attack.ids if key not in source]
-        require(not unknown, f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
     values, count = as_array(source).astype(np.float64), len(attack.ids)
@@ -245,6 +238,4 @@ def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) 
 
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))
-    wrong = [key for key in attack.ids if not (isinstance(key, int) and 0 <= key < len(values))]
-    require(not wrong, f"attacked examples {wrong[:5]} are not row numbers of X, which has {len(values)} rows")
-    return values[np.asarray(attack.ids, dtype=np.int64)]
+    return values[ExampleIds(len(values)).places(attack.ids).numpy()]  # the ids are row numbers of X

@@ -249,7 +249,7 @@ class GLMReconstruction:
         view = self.view
         margins = view.X @ weights.mT  # [n, k]
         slopes = view.first(margins)
-        gradient = (view.sample_weight[:, None] * slopes).mT @ view.X + view.ridge * weights  # G, [k, p]
+        gradient = (view.sample_weight[:, None] * slopes).mT @ view.X + view.ridge.mT * weights  # G, [k, p]
         x, weight, margin, slope = view.X[rows], view.sample_weight[rows, None], margins[rows], slopes[rows]
         last = slope - gradient[:, -1] / weight  # v's last entry, the slope if there is an intercept, [m, k]
         if self.label == "unknown":
@@ -341,8 +341,7 @@ def biased_bound(
         covariances[number] += error.mT @ noise / len(halves[number])
         biases[number] += error.sum(dim=1) / len(halves[number])
 
-    data = view.loss, view.X, view.y, view.sample_weight
-    sensitivity = Sensitivity.build(*data, view.weights[:, None], view.hessian, d, private_target=False)
+    sensitivity = Sensitivity.build(*view.data, view.weights[:, None], view.fit_hessian, d, private_target=False)
 
     # The value at the halves' mean, minus that at half their difference, has no sampling bias.
     unbiased, responses = [], []
@@ -371,12 +370,12 @@ class NoiseMetric:
         self.margin = margin
         self.x = x = view.X[rows]  # [m, p]
         self.own = own = (view.sample_weight[rows] * view.loss.second(x @ view.weights, view.y[rows]))[:, None]  # a
-        last, pushed = view.hessian[-1:], weights @ view.hessian  # He, Hθ
-        self.pushed = x @ view.hessian  # Hx, [m, p]
+        last, pushed = view.fit_hessian[-1:], weights @ view.fit_hessian  # He, Hθ
+        self.pushed = x @ view.fit_hessian  # Hx, [m, p]
         self.unit = unit = x @ last.mT  # xᵀHe, [m, 1]
         self.along = along = x @ pushed.mT  # xᵀHθ, [m, k]
-        self.twice_unit = (last @ view.hessian).expand_as(pushed)  # H²e, [k, p]
-        self.twice_along = pushed @ view.hessian  # H²θ, [k, p]
+        self.twice_unit = (last @ view.fit_hessian).expand_as(pushed)  # H²e, [k, p]
+        self.twice_along = pushed @ view.fit_hessian  # H²θ, [k, p]
 
         # K's entries: eᵀSe, [m, 1], eᵀSθ and θᵀSθ, [m, k]
         length = own.square() * x.square().sum(dim=1, keepdim=True)

@@ -85,11 +85,8 @@ class GuessAttack:
     @property
     def verdicts(self) -> list[list[str]]:
         """By example and rate: "held", "broken" (beyond chance) or "not testable"."""
-        broken = self.achieved_low > self.bound
-        return [
-            [("broken" if b else "held") if can else "not testable" for b, can in zip(row, self.testable, strict=True)]
-            for row in broken
-        ]
+        seen = np.where(self.achieved_low > self.bound, "broken", "held")
+        return np.where(self.testable, seen, "not testable").tolist()
 
     def table(self) -> Any:
         """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and the verdict."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from torchfil.attacks.base import AttackResult, make_generator
-from torchfil.fisher.gradients import LossFunction, flatten
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
-from torchfil.utils.errors import require
+from torchfil.private.choice import NOTHING
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
@@ -47,7 +48,6 @@ class Inversion:
         """
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         shapes = [list(each.shape) for each in (truth, self.images)]
-        require(measure in judges, f"measure={measure!r} must be one of {', '.join(judges)}")
         require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
         threat_model = "sees one example's gradient (noisy or not), knows the weights and the label"
         achieved = as_array(judges[measure](self.images, truth))
@@ -70,12 +70,10 @@ def observed_gradients(
     """What the attacker sees for each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
     possible = noise_multiplier == 0 or (noise_multiplier > 0 and max_grad_norm is not None)
     require(possible, f"noise_multiplier={noise_multiplier} must be at least 0, and noise needs max_grad_norm")
-    seen = vmap(_gradient(model, loss_fn, trainable_and_constant(model)))(images, targets).detach()
+    seen = ExampleGradients.build(model, loss_fn, images, targets, NOTHING).gradients()
     if max_grad_norm is None:
         return seen
     seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
-    if noise_multiplier == 0:
-        return seen
     source = make_generator(generator, seed, seen.device)
     noise = torch.randn(seen.shape, generator=source, dtype=seen.dtype, device=seen.device)
     return seen + noise_multiplier * max_grad_norm * noise
@@ -121,10 +119,14 @@ def invert_gradients(
         progress: Whether to show a bar.
     """
     require(low < high, f"low={low} must be below high={high}")
-    n, one = len(targets), _gradient(model, loss_fn, trainable_and_constant(model))
+    n, (weights, constants) = len(targets), trainable_and_constant(model)
+
+    def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+        outputs = functional_call(model, {**values, **constants}, (x.unsqueeze(0),))
+        return loss_fn(outputs, target.unsqueeze(0)).reshape(())
 
     def objective(x: Tensor, target: Tensor, seen: Tensor) -> Tensor:
-        g = one(x, target)
+        g = flatten(grad(loss)(weights, x, target))
         tiny = torch.finfo(g.dtype).tiny
         cosine = (g * seen).sum() / ((g.square().sum() + tiny).sqrt() * (seen.square().sum() + tiny).sqrt())
         return 1 - cosine + total_variation_weight * total_variation(x)
@@ -169,19 +171,6 @@ def total_variation(x: Tensor) -> Tensor:
     return torch.stack(steps).sum() if steps else x.new_zeros(())
 
 
-def _gradient(model: nn.Module, loss_fn: LossFunction, weights: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Any:
-    """(image, target) ↦ the flat gradient of one example, [p], differentiable in the image.
-
-    ``weights`` are the trainable and the constant ones.
-    """
-
-    def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
-        outputs = functional_call(model, {**values, **weights[1]}, (x.unsqueeze(0),))
-        return loss_fn(outputs, target.unsqueeze(0)).reshape(())
-
-    return lambda x, target: flatten(grad(loss)(weights[0], x, target))
-
-
 # ------------------------------------------------------------------ how alike two images are
 
 
@@ -191,10 +180,8 @@ def require_ssim() -> Any:
     Raises:
         ImportError: torchmetrics is not installed.
     """
-    try:
+    with installed_by("attacks", "SSIM needs torchmetrics"):
         from torchmetrics.functional.image import structural_similarity_index_measure
-    except ImportError as error:
-        raise ImportError("SSIM needs torchmetrics: pip install 'torchfil[attacks]'") from error
     return structural_similarity_index_measure
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.integrate import trapezoid
 from torch import Tensor, nn
 
 from torchfil.attacks.base import AttackResult, make_generator, mean_of_trials
+from torchfil.attribution.exposure import auroc
 from torchfil.utils.errors import require
 from torchfil.utils.text import with_progress
 
@@ -179,8 +179,7 @@ def _log_odds(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _judged(name: str, scores: np.ndarray, members: np.ndarray) -> MembershipResult:
-    curves = [_curve(s, m) for s, m in zip(scores, members, strict=True)]
-    areas = np.array([trapezoid(true, false) for false, true in curves])
+    areas = np.array([auroc(s, m).value for s, m in zip(scores, members, strict=True)])
     error = float(areas.std(ddof=1) / len(areas) ** 0.5) if len(areas) > 1 else float("nan")
     return MembershipResult(name, scores, members, float(areas.mean()), error)
 

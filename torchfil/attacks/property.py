@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.attacks.base import make_generator
+from torchfil.attribution.exposure import auroc
 from torchfil.attribution.layers import LayerTable, layer_gradients
 from torchfil.fisher.gradients import LossFunction
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import with_progress
 
 Attacker = Literal["logistic", "forest"]
@@ -144,32 +145,19 @@ def property_inference(
     values, resampled = [], []
     for layer in seen.known:
         scores = _scores(seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed)
-        values.append(auc(scores, truth))
-        resampled.append([auc(scores[row], truth[row]) for row in draws])
+        values.append(auroc(scores, truth).value)
+        resampled.append([auroc(scores[row], truth[row]).value for row in draws])
     low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
     error = np.std(resampled, axis=1, ddof=1)
     return LayerTable(tuple(seen.known), np.array(values), low, high, error, f"AUC ({attacker})", "AUC")
 
 
-def auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """P(a random positive scores above a random negative), ties counting half.
-
-    Example:
-        >>> auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True]))
-        0.875
-    """
-    difference = scores[truth][:, None] - scores[~truth][None]
-    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
-
-
 def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int) -> np.ndarray:
-    try:
+    with installed_by("glm", "property inference needs scikit-learn"):
         from sklearn.ensemble import RandomForestClassifier
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
-    except ImportError as error:
-        raise ImportError("property inference needs scikit-learn: pip install 'torchfil[glm]'") from error
     require(attacker in ("forest", "logistic"), f"attacker={attacker!r} must be 'forest' or 'logistic'")
     forest, ridge = RandomForestClassifier(200, random_state=seed), LogisticRegression(C=0.1, max_iter=500)
     pipeline = make_pipeline(StandardScaler(), forest if attacker == "forest" else ridge)

@@ -124,7 +124,6 @@ def record_dpsgd(
         progress: Whether to show a bar.
     """
     require(0 < sample_rate <= 1, f"sample_rate={sample_rate} must lie in (0, 1]")
-    require(steps >= 1 and runs >= 1, f"steps={steps} and runs={runs} must both be at least 1")
     gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
     mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip)
     n, p = len(gradients), gradients.num_parameters

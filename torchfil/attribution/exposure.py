@@ -11,7 +11,7 @@ from scipy import stats
 
 from torchfil.accounting.leakage import as_table
 from torchfil.utils.errors import require
-from torchfil.viz.common import as_array
+from torchfil.viz.common import as_array, as_vector
 
 __all__ = ["AUROC", "auroc", "rank_by_exposure"]
 
@@ -45,7 +45,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
         >>> auroc([0.1, 0.2, 0.8, 0.9], [False, False, True, True]).value
         1.0
     """
-    values, outlier = _scores(scores), as_array(is_outlier).astype(bool)
+    values, outlier = as_vector(scores, "scores", infinite=True), as_array(is_outlier).astype(bool)
     require(values.shape == outlier.shape, f"scores {values.shape} and is_outlier {outlier.shape} must both be [n]")
     both = outlier.any() and not outlier.all()
     require(bool(both), f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
@@ -79,18 +79,11 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
     Returns:
         A pandas DataFrame if pandas is installed, else a dict of lists.
     """
-    values = _scores(scores)
+    values = as_vector(scores, "scores", infinite=True)
     names = list(range(len(values))) if ids is None else list(ids)
     require(len(names) == len(values), f"ids has {len(names)} names for {len(values)} scores")
     order = np.argsort(-values, kind="stable")
     rank = stats.rankdata(-values, method="min").astype(int)
-    quantile = stats.rankdata(values, method="max") / max(1, len(values))
+    quantile = stats.rankdata(values, method="max") / len(values)
     columns = {name: values[order].tolist(), "rank": rank[order].tolist(), "quantile": quantile[order].tolist()}
     return as_table([names[i] for i in order], columns)
-
-
-def _scores(scores: Any) -> np.ndarray:
-    values = as_array(scores).astype(float)
-    require(values.ndim == 1, f"scores has shape {list(values.shape)}; it must be one number per example")
-    require(not np.isnan(values).any(), f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
-    return values

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from torchfil.accounting.leakage import as_table
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.fisher.models import check_modules, check_unweighted_mean, trainable_and_constant, without_opacus
-from torchfil.private import Examples, Inputs, Private, as_call, check_finite, num_examples
-from torchfil.utils.errors import require
+from torchfil.fisher.models import check_modules
+from torchfil.private import Inputs, Private, as_call
+from torchfil.private.choice import NOTHING
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
@@ -142,8 +143,9 @@ def layer_gradients(
         >>> {layer: tuple(value.shape) for layer, value in gradients.items()}
         {'': (3, 3)}
     """
-    whole = _without_private(model, loss_fn, x, y)
+    whole = ExampleGradients.build(model, loss_fn, x, y, NOTHING)
     n, size = len(whole), 1 if batch is None else batch
+    require(n > 0, "there is no example; pass at least one")
     require(n % size == 0, f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
     index = layer_index(whole.parameters, bias=bias)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
@@ -173,23 +175,6 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
             pieces.setdefault(layer, []).append(places)
     require(bool(pieces), f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
     return {layer: torch.cat(places) for layer, places in pieces.items()}
-
-
-def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
-    """As ExampleGradients.build, but only for gradients: nothing needs to be private, so integer inputs work."""
-    live, model = without_opacus(model)
-    check_modules(model)
-    check_unweighted_mean(loss_fn)
-    args, kwargs = as_call(x)
-    n = num_examples(args, kwargs, y)
-    require(n > 0, "there is no example; pass at least one")
-    check_finite(args, kwargs, y)
-    parameters, constants = trainable_and_constant(live)
-    require(bool(parameters), f"{type(model).__name__} has no trainable parameter; unfreeze the layers to examine")
-    first = next(iter(parameters.values()))
-    nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
-    public = map_tensors(Tensor.detach, (args, kwargs, y))
-    return ExampleGradients(model, loss_fn, Examples(nothing, public), parameters, constants)
 
 
 def jacobian_sensitivity(
@@ -244,7 +229,6 @@ def jacobian_sensitivity(
         array([6.])
     """
     require(norm in ("fro", 1, math.inf), f"norm={norm!r} must be 'fro', 1 or float('inf')")
-    require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size} must be at least 1")
     known = wrt in ("target", "input") or isinstance(wrt, Private)
     require(known, f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
     check_modules(model)
@@ -378,10 +362,8 @@ def v_information(
         ImportError: scikit-learn is not installed.
         ValueError: A constant property, too few examples of a class, shapes that disagree, values that are not finite.
     """
-    try:
+    with installed_by("glm", "v_information needs scikit-learn"):
         import sklearn  # noqa: F401
-    except ImportError as missing:
-        raise ImportError("v_information needs scikit-learn: pip install 'torchfil[glm]'") from missing
     names, labels = np.unique(as_array(property), return_inverse=True)
     _check_gradients(gradients, labels)
     require(0 < smoothing < 1, f"smoothing={smoothing} must lie strictly between 0 and 1")
@@ -480,15 +462,12 @@ def _candidates(family: Any, seed: int) -> list[Any]:
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
 
-    if isinstance(family, str):
-        if family == "logistic":
-            return [LogisticRegression(C=C, max_iter=300) for C in (0.1, 3.0, 1e2, 3e3, 1e5)]
-        require(family == "forest", f"family={family!r} must be 'logistic', 'forest' or a scikit-learn classifier")
-        return [RandomForestClassifier(200, random_state=seed)]
-    if not (hasattr(family, "fit") and hasattr(family, "predict_proba")):
-        text = "has no fit and predict_proba; V-information needs probabilities, as of SVC(probability=True)"
-        raise TypeError(f"family of type {type(family).__name__} {text}")
-    return [family]
+    if not isinstance(family, str):
+        return [family]
+    if family == "logistic":
+        return [LogisticRegression(C=C, max_iter=300) for C in (0.1, 3.0, 1e2, 3e3, 1e5)]
+    require(family == "forest", f"family={family!r} must be 'logistic', 'forest' or a scikit-learn classifier")
+    return [RandomForestClassifier(200, random_state=seed)]
 
 
 def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_rows: Any, seed: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -240,7 +241,6 @@ class PrivateBatch:
 
         If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
-        require(max_memory > 0, f"max_memory={max_memory} must be a positive number of bytes")
         mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
         size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
         for rows, part in self.gradients.chunks(max_memory, size):
@@ -302,8 +302,7 @@ def exact_fim(
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
-    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
-    return batch.estimate("matrix", "exact", max_memory=max_memory).value
+    return fim_matrix(model, loss_fn, inputs, targets, max_memory=max_memory, **step).value
 
 
 def fim_matrix(
@@ -404,7 +403,6 @@ def fim_spectral_norm(
         **step: See :class:`StepSettings`.
     """
     require(method in ("lanczos", "exact"), f"method={method!r} must be 'lanczos' or 'exact'")
-    require(iterations >= 1, f"iterations={iterations} must be at least 1")
     batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     if method == "exact":
         return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
@@ -427,7 +425,8 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
     steps = min(iterations, d)
     basis = torch.zeros(steps, batch, d, dtype=start.dtype, device=start.device)
     tridiagonal = torch.zeros(batch, steps, steps, dtype=start.dtype, device=start.device)
-    v = _normalised(start)
+    normalised = partial(nn.functional.normalize, dim=1, eps=torch.finfo(start.dtype).tiny)
+    v = normalised(start)
     scale = torch.zeros_like(start[:, 0])
     for k in range(steps):
         basis[k] = v
@@ -439,7 +438,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
         scale = torch.maximum(scale, torch.maximum(tridiagonal[:, k, k].abs(), beta))
         closed = beta <= 10 * torch.finfo(start.dtype).eps * scale
         beta = torch.where(closed, torch.zeros_like(beta), beta)
-        v = torch.where(closed[:, None], torch.zeros_like(image), _normalised(image))
+        v = torch.where(closed[:, None], torch.zeros_like(image), normalised(image))
         if k + 1 < steps:
             tridiagonal[:, k, k + 1] = tridiagonal[:, k + 1, k] = beta
     return largest_eigenvalue(tridiagonal)
@@ -466,8 +465,3 @@ def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
     inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
     half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
     return torch.where(finite, torch.linalg.matrix_norm(half, ord=2).square(), torch.inf)
-
-
-def _normalised(v: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(v, dim=1, keepdim=True)
-    return v / norm.where(norm > 0, torch.ones_like(norm))

@@ -187,8 +187,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-@contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> contextlib.AbstractContextManager[None]:
     """Inside, ``torch.utils.checkpoint`` simply calls its function, wherever and under whatever name it was imported.
 
     Example:
@@ -200,13 +199,7 @@ def without_checkpoints() -> Iterator[None]:
         'TanhBackward0'
     """
     plain = {"CheckpointFunction": _PlainCall, "_checkpoint_without_reentrant_generator": _nothing_around}
-    namespace = vars(torch_checkpoint)
-    before = namespace["CheckpointFunction"], namespace["_checkpoint_without_reentrant_generator"]
-    namespace.update(plain)
-    try:
-        yield
-    finally:
-        namespace.update(zip(plain, before, strict=True))
+    return with_attributes(torch_checkpoint, **plain)
 
 
 class _PlainCall:
@@ -377,34 +370,21 @@ def product_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _set_product_precision(precision: str) -> None:
-    if _NAMED_PRECISION:
-        torch.backends.cuda.matmul.fp32_precision = precision
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-
-
 def convolutions_in_tf32() -> bool:
     """Whether convolutions of float32 on GPUs are computed in TF32, torch's default."""
     cudnn: Any = torch.backends.cudnn
     return bool(cudnn.conv.fp32_precision == "tf32" if _NAMED_PRECISION else cudnn.allow_tf32)
 
 
-@contextlib.contextmanager
-def products_in(precision: str) -> Iterator[None]:
+def products_in(precision: str) -> contextlib.AbstractContextManager[None]:
     """Inside, products of float32 matrices on GPUs have this precision.
 
     "tf32" keeps every digit of numbers that come from bfloat16 or float16, and sums in float32.
     """
-    before = product_precision()
-    if before == precision:
-        yield
-        return
-    _set_product_precision(precision)
-    try:
-        yield
-    finally:
-        _set_product_precision(before)
+    if product_precision() == precision:
+        return contextlib.nullcontext()
+    own = {"fp32_precision": precision} if _NAMED_PRECISION else {"allow_tf32": precision == "tf32"}
+    return with_attributes(torch.backends.cuda.matmul, **own)
 
 
 @contextlib.contextmanager
@@ -415,6 +395,19 @@ def set_inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+@contextlib.contextmanager
+def with_attributes(holder: Any, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of an object or module have these values."""
+    before = {name: getattr(holder, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)

@@ -173,8 +173,6 @@ class Estimate:
         return (self[place] for place in range(len(self)))
 
     def __float__(self) -> float:
-        if self.value.numel() != 1:
-            raise TypeError(f"an estimate of {self.value.numel()} numbers is not a float; choose one, as in e[0]")
         return float(self.value)
 
     def __getitem__(self, index: Any) -> Estimate:

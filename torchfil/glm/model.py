@@ -17,15 +17,13 @@ from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
 from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil, squared_loss_at
 from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, Solver, tangent_basis
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.noise import NoiseSource
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
-try:
+with installed_by("glm", "torchfil.glm needs scikit-learn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-except ImportError as error:
-    raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
@@ -79,16 +77,14 @@ class GeneralizedLinearModel(BaseEstimator):
         """
         require(0 <= self.l2 < math.inf, f"l2={self.l2} must be a finite number ≥ 0")
         names = list(X.columns) if hasattr(X, "columns") else None
-        inputs, targets, weights = self._tensors(X, y, sample_weight)
-        num_inputs = inputs.shape[1] - int(self.fit_intercept)
-        objective = self._objective(inputs, targets, weights)
+        objective = self._objective(X, y, sample_weight)
+        num_inputs = objective.X.shape[1] - int(self.fit_intercept)
         options: dict[str, Any] = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
         columns = [*(names or range(num_inputs)), "intercept"]
         self._fit = solvers.minimise(objective, solver=self.solver, names=columns, **options)
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
-        self._training_weight = weights
-        self._training_ridge = objective.ridge
+        self._training_weight, self._training_l2 = objective.sample_weight, objective.l2
         self.n_features_in_ = num_inputs
         self.gradient_norm_ = self._fit.gradient_norm
         self.n_iter_ = self._fit.iterations
@@ -189,26 +185,26 @@ class GeneralizedLinearModel(BaseEstimator):
         Raises:
             ValueError: The model is not fitted, or was fitted on other data.
         """
-        inputs, targets, weights = self._as_fitted(X, y, sample_weight)
-        data, fit = (self._loss(), inputs, targets, weights), self._fit
-        return Sensitivity.build(*data, fit.weights, fit.hessian, self.n_features_in_, private_target)
+        objective, fit = self._as_fitted(X, y, sample_weight), self._fit
+        return Sensitivity.build(*objective.data, fit.weights, fit.hessian, self.n_features_in_, private_target)
 
-    def _as_fitted(self, X: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, targets and weights of the training examples (X, y), checked."""
+    def _as_fitted(self, X: Any, y: Any, sample_weight: Any) -> Objective:
+        """The objective of the fit on its training examples (X, y), checked."""
         self._check_fitted()
-        inputs, targets, weights = self._tensors(X, y, sample_weight)
-        d, columns, n = self.n_features_in_, inputs.shape[1] - int(self.fit_intercept), len(self._training_weight)
+        objective = replace(self._objective(X, y, sample_weight), l2=self._training_l2)
+        given, n = len(objective.X), len(self._training_weight)
+        d, columns = self.n_features_in_, objective.X.shape[1] - int(self.fit_intercept)
         require(columns == d, f"X has {columns} columns, the model was fitted on {d}")
         _check_names(X, list(getattr(self, "feature_names_in_", ())))
 
         # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
-            other = f"the model was fitted on {n} examples, got {len(weights)}"
-            require(len(weights) == n, f"{other}. Pass the training set; fil also takes a part, with its sample_weight")
-            weights = self._training_weight
-        if len(weights) == n:
-            _check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
-        return inputs, targets, weights
+            other = f"the model was fitted on {n} examples, got {given}"
+            require(given == n, f"{other}. Pass the training set; fil also takes a part, with its sample_weight")
+            objective = replace(objective, sample_weight=self._training_weight)
+        if given == n:
+            _check_minimum(objective, self._fit)
+        return objective
 
     def fil(
         self,
@@ -296,8 +292,7 @@ class GeneralizedLinearModel(BaseEstimator):
             settings: dict[str, Any] = {"private_target": True, "num_inputs": self.n_features_in_, **options}
             settings["attributes"] = self._numbered(settings.get("attributes"))
             settings.pop("sample_weight", None)
-            objective = self._objective(*self._tensors(X, y, None)[:2], self._training_weight)
-            squares = information_of_choice(objective, self._fit.weights, decide, **settings)
+            squares = information_of_choice(self._as_fitted(X, y, None), self._fit.weights, decide, **settings)
             true = np.sqrt(eta**2 + 2 * self._parameters().numel() * squares).max()
             how_much = f": with it the largest η is up to {true:.3g}, without it {eta.max():.3g}"
         warnings.warn(
@@ -338,9 +333,10 @@ class GeneralizedLinearModel(BaseEstimator):
             low, high = (middle, high) if analytic_gaussian_epsilon(middle, delta) > epsilon else (low, middle)
         return high * 2 * loss.lipschitz / (n * self.l2)
 
-    def _objective(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> Objective:
-        penalised = torch.ones(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
-        penalised[inputs.shape[1] - int(self.fit_intercept) :] = 0
+    def _objective(self, X: Any, y: Any, sample_weight: Any) -> Objective:
+        inputs, targets, weights = self._tensors(X, y, sample_weight)
+        penalised = torch.ones_like(inputs[0])
+        penalised[len(penalised) - int(self.fit_intercept) :] = 0
         return Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
 
     def _loss(self) -> Loss:
@@ -473,26 +469,25 @@ def _check_names(X: Any, fitted: Sequence[Any]) -> None:
     raise ValueError(f"X and y are not what the model was fitted on: {other}. Pass the columns as in feature_names_in_")
 
 
-def _check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
+def _check_minimum(objective: Objective, fit: Fit) -> None:
     """Refuse data on which w* is not a minimum, or has another curvature (which shows other weights without l2).
 
     The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
     to float32 changes them by 6e-8. The Hessian's diagonal may change ten times as much, assuming that the third
-    derivative is about as large as the second. ``ridge`` is nλ, and 0 for an intercept, [p, 1].
+    derivative is about as large as the second.
     """
-    u = fit.weights
-    margin = inputs @ u
-    residual, curvature = loss.residual(margin, targets), loss.curvature(margin, targets).abs()
-    gradient = inputs.mT @ (weights[:, None] * residual) + ridge * u
+    u, inputs, ridge, weight = fit.weights, objective.X, objective.ridge, objective.sample_weight[:, None]
+    loss, margin, gradient = objective.loss, inputs @ u, objective.gradient(u)
+    residual, curvature = (each(margin, objective.y).abs() for each in (loss.residual, loss.curvature))
 
     # how much rounding may change each entry
     size = inputs.abs()
     largest = 1 + size @ u.abs()  # of the margins' terms, [n, K]
-    rounding = residual.abs() + torch.einsum("nkl,nl->nk", curvature, largest)
-    natural = size.mT @ (weights[:, None] * rounding) + ridge * u.abs()
+    rounding = residual + torch.einsum("nkl,nl->nk", curvature, largest)
+    natural = size.mT @ (weight * rounding) + ridge * u.abs()
     allowed = 2 * len(inputs) * fit.gradient_norm + 1e-6 * natural
 
-    squares, own = inputs.square().mT, weights[:, None] * curvature.diagonal(dim1=1, dim2=2)
+    squares, own = inputs.square().mT, weight * curvature.diagonal(dim1=1, dim2=2)
     change = squares @ own + ridge - fit.hessian.diagonal().view_as(u)
     same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + ridge))
     same &= torch.isfinite(gradient) & torch.isfinite(change)
@@ -524,11 +519,20 @@ class LinearRegression(RegressorMixin, _OwnLoss):
     score_name = "R²"
 
 
-class LogisticRegression(ClassifierMixin, _OwnLoss):
+class _Classifier(ClassifierMixin, _OwnLoss):
+    """A model of classes."""
+
+    score_name = "accuracy"
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The margins, [n], or the logits, [n, classes]."""
+        return self.margin(X)
+
+
+class LogisticRegression(_Classifier):
     """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}; see :class:`GeneralizedLinearModel`."""
 
     loss = solvers.LOGISTIC
-    score_name = "accuracy"
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
@@ -536,10 +540,6 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
         require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
         return super().fit(X, y, sample_weight)
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """The margin, [n]."""
-        return self.margin(X)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probabilities of 0 and 1, [n, 2]."""
@@ -551,7 +551,7 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
         return (self.margin(X) > 0).astype(int)
 
 
-class SoftmaxRegression(ClassifierMixin, _OwnLoss):
+class SoftmaxRegression(_Classifier):
     """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
 
     The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0. It is released with
@@ -563,18 +563,12 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
         intercept_: [classes].
     """
 
-    score_name = "accuracy"
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
         classes = np.unique(as_array(y))
         require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
         return super().fit(X, y, sample_weight)
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """The logits, [n, classes]."""
-        return self.margin(X)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The classes' probabilities, [n, classes]."""
@@ -822,8 +816,8 @@ def _log_gradient(
     X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
     moved = replace(objective, X=X, y=y)
     with torch.enable_grad():
-        hessian, data = moved.hessian(w), (objective.loss, X, y, objective.sample_weight)
-        logarithm = value(Sensitivity.build(*data, w, hessian, num_inputs, private_target)).log()
+        hessian = moved.hessian(w)
+        logarithm = value(Sensitivity.build(*moved.data, w, hessian, num_inputs, private_target)).log()
         direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
 
         # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w

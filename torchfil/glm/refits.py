@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchfil.glm.solver import MarginLoss, Objective
 from torchfil.questions import Alternative
 from torchfil.utils.errors import require
 from torchfil.utils.text import with_progress
 
 if TYPE_CHECKING:
     from torchfil.glm.model import GeneralizedLinearModel
-    from torchfil.glm.solver import MarginLoss
 
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
 _CHUNK_ARRAYS = 16
@@ -41,29 +41,18 @@ _SINGULAR = 1e-9  # below this det H′ / det H, the minimiser counts as not uni
 
 
 @dataclass(frozen=True)
-class GLMView:
-    """A fitted model with its training set, as seen by an attacker who knows all examples except one.
-
-    w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + ½ Σ ridge_j w_j², with the parts that determine its minimum.
+class GLMView(Objective):
+    """A fitted model of one margin with its training set, as seen by an attacker who knows all examples except one.
 
     Attributes:
-        loss: ℓ of one margin.
-        X: The training inputs; if there is an intercept, its column of ones comes last, [n, p].
-        y: [n].
-        sample_weight: ω, [n].
-        ridge: nλ, and 0 for an intercept, [p].
-        weights: w*, [p].
-        hessian: The Hessian at w*, [p, p].
+        weights: w*, which minimises the objective, [p].
+        fit_hessian: The Hessian there, [p, p].
         num_inputs: d; p is d, or d + 1 with an intercept.
     """
 
     loss: MarginLoss
-    X: Tensor
-    y: Tensor
-    sample_weight: Tensor
-    ridge: Tensor
     weights: Tensor
-    hessian: Tensor
+    fit_hessian: Tensor
     num_inputs: int
 
     @classmethod
@@ -76,18 +65,16 @@ class GLMView:
         model._check_fitted()
         margins = f"{type(model).__name__} has {model._num_margins()} margins"
         require(model._num_margins() == 1, f"{margins}, not one: take a class against the rest by LogisticRegression")
-        inputs, targets, weights = model._as_fitted(X, y, None)  # where the gradient vanishes at the weights
-        loss: Any = model._loss()
-        ridge, fit = model._training_ridge[:, 0], model._fit
-        return cls(loss, inputs, targets, weights, ridge, fit.weights[:, 0], fit.hessian, model.n_features_in_)
+        objective, fit, d = model._as_fitted(X, y, None), model._fit, model.n_features_in_
+        return cls(**vars(objective), weights=fit.weights[:, 0], fit_hessian=fit.hessian, num_inputs=d)
 
     def first(self, margin: Tensor) -> Tensor:
         """∂ℓ/∂m of every example at its margins, [n, k] for [n, k]."""
         return self.loss.first(margin.flatten(), self.y[:, None].expand_as(margin).flatten()).view_as(margin)
 
-    def gradient(self, weights: Tensor) -> Tensor:
+    def gradients(self, weights: Tensor) -> Tensor:
         """The gradient of the objective at k weights, [k, p] for [k, p]."""
-        return (self.sample_weight[:, None] * self.first(self.X @ weights.mT)).mT @ self.X + self.ridge * weights
+        return (self.sample_weight[:, None] * self.first(self.X @ weights.mT)).mT @ self.X + self.ridge.mT * weights
 
     def with_answer(self, alternative: Alternative | None) -> tuple[Tensor, Tensor]:
         """What could be in the training set instead of each example: x′ with the intercept's column, and y′.
@@ -144,8 +131,8 @@ class _Base:
     def __init__(self, view: GLMView, alternative: Alternative | None) -> None:
         self.absent = alternative is None
         self.example = view.with_answer(alternative)
-        self.ridge_change = -view.ridge / len(view.X) if self.absent else torch.zeros_like(view.ridge)  # −λ, [p]
-        self.inverse = torch.linalg.inv(view.hessian + torch.diag(self.ridge_change))  # A, [p, p]
+        self.ridge_change = -view.l2 * view.penalised * self.absent  # −λ, [p]
+        self.inverse = torch.linalg.inv(view.fit_hessian + torch.diag(self.ridge_change))  # A, [p, p]
 
 
 class _Update:
@@ -206,9 +193,9 @@ def _refined(view: GLMView, update: _Update, change: Tensor, third: Tensor | Non
     for number in range(-_SURROGATE_STEPS if third is not None else 0, _MOST_STEPS):
         if number < 0 and third is not None:
             quadratic = ((change @ third).view(len(change), -1, change.shape[1]) @ change[:, :, None])[:, :, 0]
-            gradient = change @ view.hessian + 0.5 * quadratic
+            gradient = change @ view.fit_hessian + 0.5 * quadratic
         else:
-            gradient = view.gradient(view.weights + change)
+            gradient = view.gradients(view.weights + change)
         step = update.step(gradient + update.own_gradient(view, change))
         change = change + step
         size = step.abs().amax(dim=1)

@@ -161,7 +161,12 @@ class Objective:
     sample_weight: Tensor
     l2: float
     penalised: Tensor
-    margins: int = 1
+    margins: int
+
+    @property
+    def data(self) -> tuple[Loss, Tensor, Tensor, Tensor]:
+        """ℓ, X, y and ω."""
+        return self.loss, self.X, self.y, self.sample_weight
 
     @property
     def ridge(self) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import gzip
 import io
 import os
@@ -30,6 +29,7 @@ from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
 from torchfil.glm.model import GeneralizedLinearModel
 from torchfil.questions import Absent, Label, Question
 from torchfil.utils.errors import require
+from torchfil.utils.text import nearest
 
 MODELS: dict[str, type[Any]] = {
     "linear": models.LinearRegression,
@@ -191,9 +191,7 @@ def read_table(
 
 def _check_column(name: str, names: Sequence[str]) -> None:
     """Raise, with the nearest name, for a column that does not exist."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-    require(name in names, f"no column {name!r}; {hint} {', '.join(names)}")
+    require(name in names, f"there is no column {name!r}{nearest(name, names)}")
 
 
 def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[str, str]:

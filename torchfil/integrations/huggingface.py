@@ -22,16 +22,14 @@ from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.checkpoints import read_file, write_file
 from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
-from torchfil.fisher.models import check_unweighted_mean
+from torchfil.fisher.models import check_unweighted_mean, with_attributes
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 
-try:
+with installed_by("huggingface", "FILTrainer needs transformers"):
     from transformers import Trainer, TrainerCallback
-except ImportError as error:
-    raise ImportError("FILTrainer needs transformers; install it: pip install 'torchfil[huggingface]'") from error
 
 __all__ = ["STATE_FILE", "FILTrainer"]
 
@@ -299,12 +297,9 @@ def _one_batch_a_step(trainer: Any) -> Iterator[None]:
 
     Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
     """
-    args, steps, size = trainer.args, trainer.args.gradient_accumulation_steps, trainer._train_batch_size
-    args.gradient_accumulation_steps, trainer._train_batch_size = 1, steps * size
-    try:
+    size = trainer.args.gradient_accumulation_steps * trainer._train_batch_size
+    with with_attributes(trainer.args, gradient_accumulation_steps=1), with_attributes(trainer, _train_batch_size=size):
         yield
-    finally:
-        args.gradient_accumulation_steps, trainer._train_batch_size = steps, size
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
+from torchfil.fisher.models import with_attributes
 from torchfil.integrations.table import write_table
+from torchfil.utils.errors import installed_by
 
-try:
-    import lightning.pytorch as pl
-except ImportError:
+with installed_by("lightning", "FILCallback needs Lightning"):
     try:
+        import lightning.pytorch as pl
+    except ImportError:
         import pytorch_lightning as pl
-    except ImportError as error:
-        raise ImportError("FILCallback needs Lightning; install it: pip install 'torchfil[lightning]'") from error
 
 __all__ = ["FILCallback"]
 
@@ -208,15 +208,9 @@ def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
     return pl_module
 
 
-@contextlib.contextmanager
-def _samplers_kept(trainer: Any) -> Iterator[None]:
+def _samplers_kept(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, no loader's sampler is replaced by one for a part of the data."""
-    connector = trainer._accelerator_connector
-    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
-    try:
-        yield
-    finally:
-        connector.use_distributed_sampler = before
+    return with_attributes(trainer._accelerator_connector, use_distributed_sampler=False)
 
 
 def _only_loader(trainer: Any) -> DataLoader[Any]:

@@ -27,18 +27,11 @@ _LOOSE_TOLERANCE = 3e-2  # half precision
 
 # The loss that the name of a model's class implies; the first match counts.
 _KINDS = {
-    "ForSequenceClassification": "sequence",
-    "ForImageClassification": "sequence",
-    "ForVideoClassification": "sequence",
-    "ForAudioClassification": "sequence",
-    "ForMultipleChoice": "choice",
-    "ForNextSentencePrediction": "choice",
-    "ForTokenClassification": "tokens",
-    "ForMaskedLM": "tokens",
+    **{f"For{data}Classification": "sequence" for data in ("Sequence", "Image", "Video", "Audio")},
+    **dict.fromkeys(("ForMultipleChoice", "ForNextSentencePrediction"), "choice"),
+    **dict.fromkeys(("ForTokenClassification", "ForMaskedLM"), "tokens"),
     "ForQuestionAnswering": "span",
-    "ForConditionalGeneration": "next tokens",
-    "ForCausalLM": "next tokens",
-    "LMHeadModel": "next tokens",
+    **dict.fromkeys(("ForConditionalGeneration", "ForCausalLM", "LMHeadModel"), "next tokens"),
 }
 _REGRESSION, _SINGLE, _MULTI = "regression", "single_label_classification", "multi_label_classification"
 

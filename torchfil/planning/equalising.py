@@ -575,19 +575,8 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     return Exposure(value, torch.where(known, high, value), measured, int((measured & ~known).sum()), power)
 
 
-def rounded_down(weights: Tensor) -> Tensor:
-    """The largest 2^(−k/4), k = 0, 1, …, that is not above each weight.
-
-    Example:
-        >>> rounded_down(torch.tensor([1.0, 0.9, 0.5, 0.4]))
-        tensor([1.0000, 0.8409, 0.5000, 0.3536])
-    """
-    steps = torch.ceil(-_GRID * weights.log2() - 1e-6)  # values on the grid stay there despite rounding errors
-    return torch.exp2(-steps / _GRID).clamp(max=1.0)
-
-
 def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: float = 1.0) -> Tensor:
-    """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to the grid; no weight rises.
+    """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a power 2^(−k/4), k = 0, 1, …; no weight rises.
 
     A weight never rises again, because one run cannot distinguish safe examples from lucky ones.
 
@@ -604,8 +593,9 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: fl
     """
     aim = most / margin
     exposed = exposure.measured & (exposure.high > aim)
-    factor = (aim / exposure.high.clamp(min=aim)).sqrt().to(weights)
-    return torch.where(exposed, rounded_down(weights * factor), weights)
+    wanted = weights * (aim / exposure.high.clamp(min=aim)).sqrt().to(weights)
+    steps = torch.ceil(-_GRID * wanted.log2() - 1e-6)  # values on the grid stay there despite rounding errors
+    return torch.where(exposed, torch.exp2(-steps / _GRID).clamp(max=1.0), weights)
 
 
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:

@@ -93,6 +93,9 @@ class Private:
         return dict.fromkeys([self.shared] if isinstance(self.shared, str | int) else self.shared)
 
 
+NOTHING = Private(inputs=())  # for gradients alone: any inputs work, and z has no coordinates
+
+
 def superpixel(segments: Tensor, label: int) -> Tensor:
     """The mask of one superpixel: ``segments == label``, where ``segments`` holds integer labels [..., H, W].
 

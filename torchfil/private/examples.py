@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.private.batches import ROWS, Input, Inputs, Key, Path, as_rows, check_finite, named_inputs
-from torchfil.private.choice import OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
+from torchfil.private.choice import NOTHING, OwnPositions, Private, flat_index, for_names, own_positions, private_inputs
 from torchfil.private.submodules import Offsets, SubmoduleOutput, outputs_of_one_example
 from torchfil.utils.errors import require
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
@@ -279,7 +279,7 @@ class Layout:
             empty = torch.empty(0, *output.shape, dtype=output.dtype, device=tensors_of(public)[0].device)
             limit = private.max_length if output.positions else None
             slots.append(_slot(private, keys, output.submodule, empty, limit, own=own))
-        if not slots:
+        if not slots and private is not NOTHING:
             raise _nothing_private(named, model)
         return cls(tuple(slots))
 
@@ -311,10 +311,10 @@ class Layout:
         Raises:
             ValueError: Two places of one tensor hold different numbers.
         """
-        parts = []
+        batch = tensors_of(public)[0]
+        parts = [] if self.slots else [batch.new_zeros(len(batch), 0)]
         for slot in self.slots:
             if isinstance(slot.place, str):
-                batch = tensors_of(public)[0]
                 parts.append(torch.zeros(len(batch), slot.size, dtype=slot.dtype, device=batch.device))
                 continue
             value = reduce(getitem, slot.place, public)

@@ -301,24 +301,23 @@ def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, fl
     return {"mean": rounded(geometric_mean(ratio, smallest, 2), smallest), **quantiles}
 
 
-def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> Pair | None:
-    """The most exposed example's number on both sides; ``sign`` −1 where the largest is the worst."""
+def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> list[Pair]:
+    """The most exposed example's number on both sides, if known; ``sign`` −1 where the largest is the worst."""
     known = (values[~np.isnan(values)].astype(np.float64) for values in (before, after))
     both = [levels_of(sign * values, smallest, sign=sign, levels=(0.0,)) for values in known]
-    return Pair(name, both[0]["0"], both[1]["0"]) if all("0" in levels for levels in both) else None
+    return [Pair(name, both[0]["0"], both[1]["0"])] if all("0" in levels for levels in both) else []
 
 
 def _attributes(before: SavedRun, after: SavedRun, smallest: int) -> list[Pair]:
     one, other = before.attributes, after.attributes
     if one is None or other is None:
         return []
-    pairs = []
+    pairs, places = [], {named: place for place, named in enumerate(zip(other.names, other.units, strict=True))}
     for place, (name, unit) in enumerate(zip(one.names, one.units, strict=True)):
-        own = other.names.index(name) if name in other.names else None
-        if own is not None and other.units[own] == unit:
-            errors, errors_after = np.asarray(one.shown[:, place]), np.asarray(other.shown[:, own])
-            pairs.append(_worst(f"{name}, {unit}" if unit else name, errors, errors_after, smallest, 1))
-    return [pair for pair in pairs if pair is not None]
+        if (name, unit) in places:
+            errors, errors_after = np.asarray(one.shown[:, place]), np.asarray(other.shown[:, places[name, unit]])
+            pairs += _worst(f"{name}, {unit}" if unit else name, errors, errors_after, smallest, 1)
+    return pairs
 
 
 def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> list[Pair]:
@@ -326,8 +325,7 @@ def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str
     for name in sorted(asked.keys() ^ asked_after.keys()):
         notes.append(f"The question “{name}” was asked in one run only.")
     both = [name for name in asked if name in asked_after]
-    pairs = [_worst(name, asked[name].rate(), asked_after[name].rate(), smallest, -1) for name in both]
-    return [pair for pair in pairs if pair is not None]
+    return [pair for name in both for pair in _worst(name, asked[name].rate(), asked_after[name].rate(), smallest, -1)]
 
 
 def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> dict[str, list[Pair]]:

@@ -114,20 +114,13 @@ def _grouping(
     for code, group in enumerate(names):
         own = np.log(statistics.capped(fil[codes == code], smallest))
         everyone = len(own) if merged and code == len(names) - 1 else sizes[group]
-        typical = _typical(before[codes == code], smallest)
-        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=typical))
+        row = _group(group, own, everyone, overall, len(names), smallest)
+        rows.append(replace(row, fil_before=_typical(before[codes == code], smallest)))
     rows.sort(key=lambda row: -row.fil)
     left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
-    return Grouping(
-        name,
-        statistics.rounded(math.exp(overall), smallest),
-        rows[:MOST_GROUPS],
-        merged,
-        left_out,
-        _disparity(both[0], smallest, split),
-        _disparity(both[1], smallest, split),
-        split.withheld,
-    )
+    typical = statistics.rounded(math.exp(overall), smallest)
+    now, then = (_disparity(values, smallest, split) for values in both)
+    return Grouping(name, typical, rows[:MOST_GROUPS], merged, left_out, now, then, split.withheld)
 
 
 def _disparity(values: np.ndarray, smallest: int, split: Split) -> statistics.Disparity | None:
@@ -157,15 +150,10 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
     above, below = centre - half > overall, centre + half < overall
     sized = abs(centre - overall) >= math.log(statistics.SMALLEST_EFFECT) or not math.isfinite(centre)
     ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
-    return GroupSummary(
-        name,
-        statistics.rounded_count(everyone, smallest),
-        statistics.rounded_count(count, smallest),
-        statistics.rounded(math.exp(centre), smallest),
-        statistics.rounded(ends[0], smallest),
-        statistics.rounded(ends[1], smallest),
-        ("more" if above else "less" if below else "") if sized else "",
-    )
+    examples, measured = (statistics.rounded_count(each, smallest) for each in (everyone, count))
+    fil, low, high = (statistics.rounded(each, smallest) for each in (math.exp(centre), *ends))
+    compared = ("more" if above else "less" if below else "") if sized else ""
+    return GroupSummary(name, examples, measured, fil, low, high, compared)
 
 
 @dataclass(frozen=True, eq=False)

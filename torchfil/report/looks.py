@@ -168,15 +168,10 @@ def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
     """Tokens without the blanks around them, and a sign for one that is nothing else."""
     shares = shares_of(sizes)
     largest = float(shares.max(initial=0.0)) or 1.0
-    numbered = [int(place) for place in np.argsort(-shares, kind="stable")[:NUMBERED] if shares[place] > 0]
+    largest_first = np.argsort(-shares, kind="stable")[:NUMBERED].tolist()
+    ranks = {place: rank for rank, place in enumerate(largest_first, start=1) if shares[place] > 0}
     return [
-        ShownToken(
-            word.strip() or "␣",
-            float(sizes[place]),
-            share,
-            share / largest,
-            numbered.index(place) + 1 if place in numbered else 0,
-        )
+        ShownToken(word.strip() or "␣", float(sizes[place]), share, share / largest, ranks.get(place, 0))
         for place, (word, share) in enumerate(zip(words, shares.tolist(), strict=True))
     ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -53,6 +55,15 @@ def ran_out(error: RuntimeError) -> bool:
         (True, False)
     """
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+@contextlib.contextmanager
+def installed_by(extra: str, needs: str) -> Iterator[None]:
+    """Inside, an import that fails tells what needs it, and which extra of torchfil installs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{needs}: pip install 'torchfil[{extra}]'") from error
 
 
 def require(holds: bool, message: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,10 +23,8 @@ NEUTRAL = "#4D4D4D"
 @cache
 def _figure_class() -> Any:
     """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""
-    try:
+    with installed_by("report", "pictures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'torchfil[report]'") from error
 
     class NotebookFigure(Figure):
         def _repr_png_(self) -> bytes:
@@ -55,7 +54,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
     bad = np.argwhere(~np.isfinite(array)).tolist()
-    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values to draw")
+    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values")
     return array
 
 
@@ -74,6 +73,10 @@ def plain_number(value: float) -> str:
     return f"{value:.3g}".replace("inf", "∞").replace("-", "−")
 
 
+class _NameWrapper(textwrap.TextWrapper):
+    wordsep_re = re.compile(r"(\s+)|(?<=[_\-./:])")
+
+
 def wrapped(text: str, width: int) -> str:
     """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` if there are any.
 
@@ -81,12 +84,4 @@ def wrapped(text: str, width: int) -> str:
         >>> wrapped("patient_000123_scan_2.png", 15).splitlines()
         ['patient_000123_', 'scan_2.png']
     """
-    lines = [""]
-    for word in re.split(r"(?<=[\s_\-./:])", text):
-        pieces = [word[i : i + width] for i in range(0, len(word), width)]
-        for piece in pieces:
-            if len((lines[-1] + piece).rstrip()) <= width:
-                lines[-1] += piece
-            else:
-                lines.append(piece)
-    return "\n".join(line.strip() for line in lines)
+    return _NameWrapper(width).fill(text)

@@ -85,9 +85,6 @@ def show_map(
         (-3.0, 3.0)
     """
     titles = {"image": "image", "map": f"|{label}|" if mode == "absolute" else label, "overlay": "overlay"}
-    known = len(views) > 0 and set(views) <= titles.keys()
-    require(known, f"views={views!r} must name one or more of {', '.join(titles)}")
-    _check_look(mode, alpha)
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
 
@@ -162,7 +159,6 @@ def gallery(
         require(length == len(values), f"{what} has {length} entries for {len(values)} scores; it must have one each")
     directions = ("more exposed", "less exposed")
     require(higher in directions, f"higher={higher!r} must be one of {directions}")
-    _check_look(mode, alpha)
 
     # if there are few, half in each row, so no example is shown twice
     order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
@@ -210,6 +206,7 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
 
     A pixel without a private channel is NaN.
     """
+    require(mode in ("absolute", "signed"), f"mode={mode!r} must be 'absolute' or 'signed'")
     array = as_array(image)
     picture = _picture(array, "image")
     heat = as_array(attribution).astype(np.float64)
@@ -247,11 +244,6 @@ def _picture(array: np.ndarray, name: str) -> np.ndarray:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] in (1, 3)
-
-
-def _check_look(mode: str, alpha: float) -> None:
-    require(mode in ("absolute", "signed"), f"mode={mode!r} must be 'absolute' or 'signed'")
-    require(0 < alpha <= 1, f"alpha={alpha} must lie in (0, 1]")
 
 
 def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> float:
@@ -343,7 +335,6 @@ def bar_chart(
     heights = as_vector(values, "values")
     texts = [wrapped(str(name), NAME_WIDTH) for name in names]
     require(len(texts) == len(heights), f"names has {len(texts)} entries for {len(heights)} values; give one each")
-    require(top >= 1, f"top={top} must be at least 1")
     whiskers = _whiskers(heights, errors, intervals)
 
     order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))

@@ -91,14 +91,12 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     rows = _telling_rows(gradients, lambda row: bool(products(row)[0].any()))
     plain = _Plain.of(products, rows)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
-    recorded = _recorded(part, probe)
-    reason, missing = _difference(part, recorded, plain)
-    if reason is not None and learn_layouts(part):  # a dimension of the batch's size may be another one
+    learned = True
+    while learned:
         recorded = _recorded(part, probe)
         reason, missing = _difference(part, recorded, plain)
-    if missing and watch_parameters(part, missing):
-        recorded = _recorded(part, probe)
-        reason, _ = _difference(part, recorded, plain)
+        learned = reason is not None and learn_layouts(part)  # a dimension of the batch's size may be another one
+        learned = learned or (bool(missing) and watch_parameters(part, missing))
     if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
         reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
     if reason is not None:
