@@ -18,7 +18,7 @@ ROWS = (
     {"fisher", "smoothness", "questions"},
     {"guessing"},
     {"accounting", "bounds", "glm"},
-    {"attribution", "run"},
+    {"attribution", "audit", "run"},
     {"gate"},
     {"report"},
     {"attacks"},
