@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VISION_VENV ?= .venv-vision
 INTEGRATIONS_VENV ?= .venv-integrations
+AUDIT_VENV ?= .venv-audit
 OPACUS_PACKAGES = $(VENV)/opacus-tests
 VISION_PACKAGES = $(INTEGRATIONS_VENV)/vision
 WORKERS ?= 2
@@ -13,7 +14,7 @@ SLOWEST ?= 15
 PYTEST = $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) --durations $(SLOWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-long test-all coverage bench reproduce reproduce-gpu lint static test-vision test-opacus test-integrations models docs linkcheck wheel format clean
+.PHONY: help demo test test-slow test-long test-all coverage bench reproduce reproduce-gpu lint static test-vision test-opacus test-integrations test-audit models docs linkcheck wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -27,6 +28,7 @@ help:
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
 	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
+	@echo "make test-audit   the same scores given to jax_privacy's auditor, in an environment of its own"
 	@echo "make models       write docs/models.md: the models people train, each compared with brute force"
 	@echo "make docs         the site in build/docs: guide, tutorials (they are run), reference"
 	@echo "make linkcheck    every link inside of the site leads somewhere"
@@ -50,6 +52,11 @@ $(INTEGRATIONS_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.t
 	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface,peft]'
+	@touch $@
+
+$(AUDIT_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
+	@test -x $(AUDIT_VENV)/bin/python || $(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest jax-privacy==2.0.0
 	@touch $@
 
 # Without what they depend on, as Opacus's; outside of the environment, where transformers would import torchvision.
@@ -115,6 +122,9 @@ test-opacus: $(OPACUS_PACKAGES)/.installed
 test-integrations: $(VISION_PACKAGES)/.installed
 	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest $(PARALLEL) tests/integrations tests/test_readme.py tests/test_examples.py -k "not test_examples or lightning or huggingface"
 
+test-audit: $(AUDIT_VENV)/.installed
+	$(PYTEST_ENV) $(AUDIT_VENV)/bin/python -m pytest tests/audit/test_jax_privacy.py
+
 models: $(VISION_PACKAGES)/.installed
 	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m tests.integrations.model_zoo --workers $(WORKERS) $(MODELS)
 
@@ -145,4 +155,4 @@ format: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*
+	rm -rf $(VENV) $(VISION_VENV) $(INTEGRATIONS_VENV) $(AUDIT_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -10,7 +10,19 @@ few right guesses. **Who takes part, the batches and the noise are random; it is
 
 An ε that is rejected bounds the true one from below. It is never evidence of protection: the canaries may be poor, the
 scores may be poor, and m canaries cannot show more than a ceiling. The sets of guesses are fixed before anybody looks
-at who took part, and both levels are divided by the number of tests (Bonferroni).
+at who took part, and both levels are divided by the number of tests (Bonferroni). The four sets in ``GUESSES`` reach
+97 % of the best of 14 that were tried. Beside one test that is known in advance to be the best, the correction costs 12
+to 26 % of the audited ε where 2 or more is claimed.
+
+What to expect: audited ε, mean over simulated sound runs (directions, likelihood ratios, 1,000 steps, δ = 1e-5, 95 %;
+± 0.2 or so from run to run), at sampling rate q = 0.01, 0.05, 0.2.
+
+    claimed ε       1                   2                   4                   8
+    m = 1,000       0.19, 0.27, 0.24    0.65, 0.68, 0.76    1.18, 1.68, 1.81    2.33, 3.42, 3.77
+    m = 10,000      0.51, 0.52, 0.55    1.07, 1.11, 1.10    1.72, 2.04, 2.11    3.04, 4.30, 4.57
+
+A run with half the noise that it accounts for shows about the claimed ε, but its claim is seldom contradicted (p of
+0.001 to 0.1): at 99.9 % only a gross leak is. Replaying steps finds such faults; this audit need not.
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,10 +41,8 @@ from torchfil.guessing import largest_true_positive_rate
 from torchfil.utils.errors import require
 
 Releases = Sequence[tuple[float, float, int]]
-GUESSES = ((0.5, 0.5), (0.1, 0.1), (0.04, 0.04), (0.04, 0.0))  # shares of the canaries called in and out
+GUESSES = ((0.5, 0.5), (0.1, 0.1), (0.05, 0.05), (0.02, 0.0))  # shares of the canaries called in and out
 RATES = (0.01, 0.05, 0.1)  # of false positives
-FAILS_BELOW = 0.001  # the corrected p-value of a claim that is contradicted
-_LEAST = 1e-12  # probability
 _LOG_FACTORS = (-2.4, 4.76)  # of σ: σ/11 to 117 σ, in steps of 1.4 % by 9 halvings
 _ENDS = np.geomspace(1e-9, 0.1, 370)
 _GRID = np.concatenate([_ENDS, np.linspace(0.11, 0.89, 79), 1 - _ENDS[::-1]])
@@ -83,27 +93,24 @@ class TradeOff:
     that these lines rise above its own chord. To the left of the grid F is its first value at least, to the right 1.
 
     Attributes:
-        alphas: α of the vertices, from 0 to 1.
-        powers: F there.
-        inner: Points (α, power) on or below the true curves, [points, 2].
+        outer: The vertices (α, F(α)) from (0, 0) to (1, 1), [vertices, 2]; the second is (0, F(0)).
+        inner: Points on or below the true curves, [points, 2].
 
     Example:
         >>> curve = TradeOff.of_run([(1.0, 0.01, 1000)])
-        >>> round(curve.epsilon(1e-5), 2), round(float(curve(0.01)), 3)
+        >>> round(curve.epsilon(1e-5), 2), round(float(np.interp(0.01, *curve.outer.T)), 3)
         (1.83, 0.029)
     """
 
-    alphas: np.ndarray
-    powers: np.ndarray
+    outer: np.ndarray
     inner: np.ndarray
 
     @classmethod
     def of_run(cls, releases: Releases, scale: float = 1.0) -> TradeOff:
         """The curve of releases (σ, q, steps) under Poisson sampling, with all σ multiplied by ``scale``."""
         require(len(releases) > 0, "releases is empty: nothing was released, so there is nothing to audit")
-        sigmas, rates, steps = zip(*releases, strict=True)
-        noise = [sigma * scale for sigma in sigmas]
-        bracket = rero(_GRID.tolist(), q=rates, noise_multiplier=noise, steps=steps, tolerance=0.02)
+        sigma, q, steps = zip(*releases, strict=True)
+        bracket = rero(_GRID.tolist(), q=q, noise_multiplier=[scale * s for s in sigma], steps=steps, tolerance=0.02)
         low, high = bracket.low.numpy(), bracket.high.numpy()
 
         # the slope is at most that of the ray from 0, and at least 0
@@ -113,11 +120,7 @@ class TradeOff:
         ends = [[0, raised[0]], [_GRID[-1], 1], [1, 1]]
         outer, inner = (_both_ways(np.stack([_GRID, power], axis=1)) for power in (raised, low))
         hull = _concave_hull(np.concatenate([outer, _both_ways(np.array(ends))]))
-        return cls(*hull.T, inner[inner[:, 0] > _LEAST])  # below that, 1 − power is rounding
-
-    def __call__(self, alpha: np.ndarray | float) -> np.ndarray:
-        """F(α)."""
-        return np.interp(alpha, self.alphas, self.powers)
+        return cls(hull, inner[inner[:, 0] > 1e-12])  # below that, 1 − power is rounding
 
     def epsilon(self, delta: float) -> float:
         """The ε with sup_α F(α) − e^ε α = δ, from the inner points: at most, and to 0.1 % or so, that of the run."""
@@ -155,11 +158,10 @@ def p_value_fdp(correct: int, guesses: int, canaries: int, curve: TradeOff) -> f
         curve: F.
 
     Returns:
-        The p-value, by bisection to 1e-10 of itself and not below 1e-12.
+        The p-value, by bisection to 1e-10 of itself and not below 9e-13.
     """
     _check_counts(correct, guesses, canaries)
-    tried = (correct, guesses, canaries, curve)
-    return math.exp(_last(lambda log_tau: _possible(math.exp(log_tau), *tried), math.log(_LEAST), 0.0)[1])
+    return math.exp(_last(lambda x: _possible(math.exp(x), correct, guesses, canaries, curve), -27.7, 0.0)[1])
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float, halvings: int = 40) -> tuple[float, float]:
@@ -172,9 +174,8 @@ def _last(holds: Callable[[float], bool], low: float, high: float, halvings: int
 
 def _possible(tau: float, correct: int, guesses: int, canaries: int, curve: TradeOff) -> bool:
     """Whether P[W ≥ correct] can be τ."""
-    alphas, powers = curve.alphas.tolist(), curve.powers.tolist()  # numpy's scalars are slow in loops
-    right, wrong, most = correct * tau / canaries, (guesses - correct) * tau / canaries, guesses / canaries
-    place = 0
+    alphas, powers = curve.outer.T.tolist()  # numpy's scalars are slow in loops
+    right, wrong, place = correct * tau / canaries, (guesses - correct) * tau / canaries, 1
     for i in range(correct, 0, -1):
         while right > powers[place]:  # the last one is 1
             place += 1
@@ -184,35 +185,13 @@ def _possible(tau: float, correct: int, guesses: int, canaries: int, curve: Trad
             break  # nothing changes any more
         right += (needed - wrong) * (i - 1) / (guesses - i + 1)
         wrong = needed
-        if right + wrong > most:
+        if right + wrong > guesses / canaries:
             return False
     return True
 
 
 def _check_counts(correct: int, guesses: int, canaries: int) -> None:
     require(0 <= correct <= guesses <= canaries, f"0 ≤ {correct=} ≤ {guesses=} ≤ {canaries=} must hold")
-
-
-@lru_cache(maxsize=64)
-def _curve(releases: tuple[tuple[float, float, int], ...], log_factor: float) -> TradeOff:
-    return TradeOff.of_run(releases, math.exp(log_factor))
-
-
-def _lower_ends(
-    counts: Sequence[tuple[int, int]], canaries: int, releases: Releases, delta: float, level: float
-) -> dict[str, float]:
-    """The largest ε that each method rejects at this level by one of the counts (right guesses, guesses)."""
-    ends = {"dp": max(epsilon_dp(*count, canaries, delta, level) for count in counts)}
-    if all(sigma > 0 for sigma, *_ in releases):
-
-        def allowed(log_factor: float) -> bool:
-            curve = _curve(tuple(releases), log_factor)
-            return all(_possible(level, *count, canaries, curve) for count in counts)
-
-        # more noise is rejected more easily; of two neighbours, the one that is rejected has less ε
-        noise = _last(allowed, *_LOG_FACTORS, halvings=9)[1]
-        ends["fdp"] = _curve(tuple(releases), noise).epsilon(delta) if noise < _LOG_FACTORS[1] else 0.0
-    return ends
 
 
 @dataclass(frozen=True)
@@ -225,6 +204,7 @@ class Audit:
         claimed: ε of the run's accountant; infinity without noise.
         delta: δ of both.
         p_value: How likely such guesses are, at most, if the claim holds; corrected. 1 if no finite ε is claimed.
+        exceeds_claim: Whether the claim is contradicted: p_value < 0.001, so that sound runs do not fail.
         num_canaries: m.
         kind: What the canaries are.
         confidence: Of ``epsilon``.
@@ -238,30 +218,25 @@ class Audit:
     claimed: float
     delta: float
     p_value: float
+    exceeds_claim: bool
     num_canaries: int
     kind: str
     confidence: float
     ceiling: float
     rates: list[dict[str, float | None]]
 
-    @property
-    def exceeds_claim(self) -> bool:
-        """Whether the claim is contradicted: at 99.9 %, corrected, so that sound runs do not fail."""
-        return self.p_value < FAILS_BELOW
-
     def as_dict(self) -> dict[str, Any]:
         """All numbers, for JSON as run files write it (an infinite ε is Infinity)."""
-        return {**asdict(self), "exceeds_claim": self.exceeds_claim}
+        return asdict(self)
 
     def __str__(self) -> str:
         verdict = "does not contradict the claim" if self.claimed < math.inf else "has no finite claim to contradict"
         verdict = "contradicts the claim: the run reveals more than it accounts for" if self.exceeds_claim else verdict
         return f"""claimed ε {self.claimed:.2g}, audited ε ≥ {self.epsilon:.2g} ({self.num_canaries:,} canaries)
-The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). Each canary ({self.kind}) took part with chance ½,
-and the attacker saw every noisy gradient. With enough noise for an ε below {self.epsilon:.2g}, guesses as good as these
-occur in at most {1 - self.confidence:.2g} of runs; who takes part, batches and noise are random, and this is one run.
-If every guess were right, the audit would show ε ≥ {self.ceiling:.2g}, and it can never show more. A low number proves
-nothing: it binds this attacker with these canaries from below, and a better attacker may learn more."""
+The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). Each canary ({self.kind}) took part with chance ½.
+At {100 * self.confidence:g} % confidence, this run has too little noise for an ε below {self.epsilon:.2g}.
+Who takes part, batches and noise are random, and this is one run. Were every guess right, the audit would show
+ε ≥ {self.ceiling:.2g}, and it cannot show more. A low number is no evidence of protection: others may learn more."""
 
 
 def audit_scores(
@@ -293,8 +268,7 @@ def audit_scores(
         >>> audit.exceeds_claim, audit.epsilon == audit.ceiling
         (True, True)
     """
-    scores, taken = np.asarray(scores, dtype=float), np.asarray(taken, dtype=bool)
-    m = scores.size
+    scores, taken, m = np.asarray(scores, dtype=float), np.asarray(taken, dtype=bool), len(scores)
     fine = scores.shape == taken.shape == (m,) and m > 0 and not np.isnan(scores).any()
     require(fine, f"scores {scores.shape} and taken {taken.shape} must hold one entry per canary, and no score be NaN")
 
@@ -303,22 +277,28 @@ def audit_scores(
     ranked = taken[order[np.argsort(-scores[order], kind="stable")]]
     sizes = [(int(called_in * m), int(called_out * m)) for called_in, called_out in GUESSES]
     counts = [(int(ranked[:top].sum() + (~ranked[m - low :]).sum()), top + low) for top, low in sizes]
+    tests = 2 * len(GUESSES)
+    curve = cache(lambda log_factor: TradeOff.of_run(releases, math.exp(log_factor)))
 
-    releases, tests = tuple((sigma, q, steps) for sigma, q, steps in releases), 2 * len(GUESSES)
-    level = (1 - confidence) / tests
-    by_method = _lower_ends(counts, m, releases, delta, level)
-    ceiling = max(_lower_ends([(guesses, guesses) for _, guesses in counts], m, releases, delta, level).values())
-    p_value = 1.0
-    if claimed < math.inf:
-        curve = _curve(releases, 0.0)
-        least = min(min(p_value_dp(*each, m, claimed, delta), p_value_fdp(*each, m, curve)) for each in counts)
-        p_value = min(1.0, tests * least)
+    def lower_ends(counts: list[tuple[int, int]]) -> dict[str, float]:
+        """The largest ε that each method rejects by one of the counts (right guesses, guesses)."""
+        level = (1 - confidence) / tests
+        ends = {"dp": max(epsilon_dp(*each, m, delta, level) for each in counts)}
+        if all(sigma > 0 for sigma, *_ in releases):
+            # more noise is rejected more easily; of two neighbours, the one that is rejected has less ε
+            noise = _last(lambda x: all(_possible(level, *each, m, curve(x)) for each in counts), *_LOG_FACTORS, 9)[1]
+            ends["fdp"] = curve(noise).epsilon(delta) if noise < _LOG_FACTORS[1] else 0.0
+        return ends
+
+    by_method, ceilings = lower_ends(counts), lower_ends([(guesses, guesses) for _, guesses in counts])
+    p_values = [p_value_dp(*each, m, claimed, delta) for each in counts]  # 1 if ε is infinite
+    p_values += [p_value_fdp(*each, m, curve(0.0)) for each in counts] if claimed < math.inf else []
+    p_value = min(1.0, tests * min(p_values))
 
     # kl is convex in both rates, so the mean of D bounds the mean of the rates
-    mistakes = np.cumsum(~ranked)
-    seen = [float(ranked[mistakes <= int(rate * mistakes[-1])].sum() / max(1, ranked.sum())) for rate in RATES]
-    mean = None if divergences is None else float(np.mean(divergences))
-    bounds = [None] * len(RATES) if mean is None else largest_true_positive_rate(mean, RATES).tolist()
+    wrong = np.cumsum(~ranked)
+    seen = [float(ranked[wrong <= int(rate * wrong[-1])].sum() / max(1, ranked.sum())) for rate in RATES]
+    bounds = [None] * 3 if divergences is None else largest_true_positive_rate(np.mean(divergences), RATES).tolist()
     rates = [{"fpr": fpr, "tpr": tpr, "bound": bound} for fpr, tpr, bound in zip(RATES, seen, bounds, strict=True)]
-    epsilon = max(by_method.values())
-    return Audit(epsilon, by_method, claimed, delta, p_value, m, kind, confidence, ceiling, rates)
+    epsilon, ceiling = max(by_method.values()), max(ceilings.values())
+    return Audit(epsilon, by_method, claimed, delta, p_value, p_value < 0.001, m, kind, confidence, ceiling, rates)

@@ -64,11 +64,9 @@ class LabelAudit:
         if self.epsilon is None:
             return f"Cannot tell: the reference is wrong. Placebos find trained labels, too (ε ≥ {self.placebo:.2f})."
         claim = "" if self.claimed_label_epsilon is None else f"claimed ε {self.claimed_label_epsilon:.2f}, "
-        assumed = f"{self.num_pairs:,} pairs, assumed reference_error={self.reference_error:g}"
-        audited = (
-            f"{claim}audited ε ≥ {self.epsilon:.2f} at δ = {self.delta:g} ({100 * self.confidence:g} %, {assumed})"
-        )
-        return f"One replaced label: {audited}. Do not compare it with an ε for added or removed people."
+        assumed = f"{self.num_pairs:,} pairs, if reference_error={self.reference_error:g} holds"
+        audited = f"ε ≥ {self.epsilon:.2f} at δ = {self.delta:g} ({100 * self.confidence:g} %, {assumed})"
+        return f"One replaced label: {claim}audited {audited}. Do not compare it with an ε for added or removed people."
 
 
 def audit_labels(
