@@ -176,6 +176,25 @@ def test_leak_exceeds_the_claim() -> None:
     assert "claimed ε 1.8, audited ε ≥ 11 (1,000 canaries)" in str(audit)
 
 
+def test_largest_epsilon_that_f_dp_rejects() -> None:
+    """All guesses are right: the flip in σ, found by bisection, to the step of the search and never beyond it."""
+    sizes = [int(1000 * (called_in + called_out)) for called_in, called_out in GUESSES]
+    rejected, possible = 1.0, 0.2
+    for _ in range(12):
+        sigma = math.sqrt(rejected * possible)
+        curve = TradeOff.of_run([(sigma, 1.0, 1)])
+        if all(p_value_fdp(size, size, 1000, curve) > 0.05 / (2 * len(GUESSES)) for size in sizes):
+            possible = sigma
+        else:
+            rejected = sigma
+    taken = np.arange(1000) < 500
+    audit, exact = audited(taken, taken), gaussian_epsilon(rejected, 1e-5)
+    assert 0.96 * exact < audit.by_method["fdp"] <= 1.001 * exact
+    assert audit.p_value == 2 * len(GUESSES) * min(
+        p_value_fdp(size, size, 1000, TradeOff.of_run([(1.0, 1.0, 1)])) for size in sizes
+    )
+
+
 def test_without_noise_nothing_exceeds() -> None:
     taken = np.arange(100) < 50
     audit = audited(taken, taken, math.inf, releases=[(0.0, 1.0, 1)])
