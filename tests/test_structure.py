@@ -22,7 +22,7 @@ ROWS = (
     {"gate"},
     {"report"},
     {"attacks"},
-    {"audit", "planning"},
+    {"planning"},
     {"engine"},
     {"cli", "integrations"},
     {"__main__"},

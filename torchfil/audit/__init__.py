@@ -7,5 +7,6 @@ A claimed ε comes from a formula. An audit tests it: canaries that take part at
 
 from torchfil.audit.bounds import Audit, TradeOff, audit_scores, p_value_dp, p_value_fdp
 from torchfil.audit.canaries import Canaries
+from torchfil.audit.labels import LabelAudit, audit_labels
 
-__all__ = ["Audit", "Canaries", "TradeOff", "audit_scores", "p_value_dp", "p_value_fdp"]
+__all__ = ["Audit", "Canaries", "LabelAudit", "TradeOff", "audit_labels", "audit_scores", "p_value_dp", "p_value_fdp"]
