@@ -78,10 +78,13 @@ def clipped(weights: dict[str, Tensor], x: Tensor, y: Tensor, limits: list[float
 
 
 def ratios(gradients: Tensor, seen: dict[str, Any]) -> Tensor:
-    """The log likelihood ratio of one step by its two normal densities, for gradients [m, p]."""
-    left, variance = seen["left"], seen["std"] ** 2
+    """The log likelihood ratio of one step by its two normal densities, for gradients [m, p].
+
+    The other canaries, who join with probability q/2 each, are taken to add their mean.
+    """
+    left, variance = seen["left"] - RATE / 2 * (gradients.sum(dim=0) - gradients), seen["std"] ** 2
     inside = -(left - gradients).square().sum(dim=1) / (2 * variance)
-    outside = -left.square().sum() / (2 * variance)
+    outside = -left.square().sum(dim=1) / (2 * variance)
     return torch.log((1 - RATE) * torch.ones_like(inside) + RATE * (inside - outside).exp())
 
 

@@ -8,9 +8,9 @@ Let y_t be the noisy sum of step t, s = σC the noise's standard deviation, and 
 auditor knows everybody else and their batches, as the attacker of differential privacy does, and subtracts their part:
 
     r_t = y_t − Σ_people g̃ = Σ_c in_c drawn_{c,t} g̃_c + N(0, s²I),
-    score_c = Σ_t log(1 − q + q exp((⟨g̃_c, r_t⟩ − ‖g̃_c‖²/2) / s²)),
+    score_c = Σ_t log(1 − q + q exp((⟨g̃_c, r_t − m_c⟩ − ‖g̃_c‖²/2) / s²)),   m_c = (q/2) Σ_{c′≠c} g̃_c′,
 
-the log likelihood ratio of "in" against "out", with the other canaries as noise. It is computed for all canaries at
+the log likelihood ratio of "in" against "out", if the other canaries add their mean. It is computed for all canaries at
 every step, drawn or not: a score of those drawn would reveal who is in.
 
 The loop does not see canaries: they join when a batch is released. The engine clips their gradients with the code that
@@ -84,7 +84,7 @@ class Gradients(Protocol):
         """Add the gradients of these canaries, bool [m] on the CPU, to a noisy sum, [p], clipped to these C_l."""
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """⟨g̃_c, r⟩ and ‖g̃_c‖², float64 [m] each, for r of shape [p]."""
+        """⟨g̃_c, r − m_c⟩ and ‖g̃_c‖², float64 [m] each, for r of shape [p]."""
 
 
 class Directions:
@@ -113,7 +113,7 @@ class Directions:
         noisy.index_add_(0, self._places, added.to(noisy.device, non_blocking=True))
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """C_l r_j and C_l², [m] each."""
+        """C_l r_j and C_l², [m] each; no other canary has this coordinate, so m_c adds nothing."""
         if self._norms[0] != limits:
             own = torch.from_numpy(np.asarray(limits)[self._parameter]).to(left.device)
             self._norms = list(limits), own, own.square()

@@ -31,29 +31,34 @@ class CanaryInputs:
         inputs: The canaries' inputs, as for :meth:`FILPrivacyEngine.train_step`.
         targets: Their targets.
         sizes: How many weights each parameter has, by name, in the optimizer's order.
+        rate: q.
     """
 
     same = False
 
-    def __init__(self, step: Step, inputs: Any, targets: Any, sizes: Mapping[str, int]) -> None:
-        self._step, self._batch, self._sizes = step, (inputs, targets), dict(sizes)
+    def __init__(self, step: Step, inputs: Any, targets: Any, sizes: Mapping[str, int], rate: float) -> None:
+        self._step, self._batch, self._sizes, self._rate = step, (inputs, targets), dict(sizes), rate
+        self._sum = torch.zeros(())  # Σ_c g̃_c of the current step, [p]
         self._gradients: list[ExampleGradients] = []
 
     def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
         """Add Σ g̃_c over these canaries to the sum, [p]; nothing before the loss is known."""
-        self._gradients = self._step.gradients_of(*self._batch)
+        self._gradients, self._sum = self._step.gradients_of(*self._batch), torch.zeros_like(noisy)
         for rows, jacobian in self._jacobians(limits):
-            sums = jacobian.clipped_sum(joining[rows].to(jacobian.norm))
-            noisy += torch.cat([sums[name].flatten() for name in self._sizes])
+            for total, mask in ((noisy, joining[rows].to(jacobian.norm)), (self._sum, None)):
+                sums = jacobian.clipped_sum(mask)
+                total += torch.cat([sums[name].flatten() for name in self._sizes])
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """⟨g̃_c, r⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
-        direction = dict(zip(self._sizes, left.split(list(self._sizes.values())), strict=True))
+        """⟨g̃_c, r − m_c⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
+        half = self._rate / 2  # the chance that a canary joins
+        parts = torch.sub(left, self._sum, alpha=half).split(list(self._sizes.values()))
+        direction = dict(zip(self._sizes, parts, strict=True))
         found = [(each.inner_products(direction), each.clipped_norm) for _, each in self._jacobians(limits)]
         if not found:
             return left.new_zeros((), dtype=torch.float64), left.new_zeros((), dtype=torch.float64)
-        inner, norms = (torch.cat(parts).double() for parts in zip(*found, strict=True))
-        return inner, norms.square()
+        inner, norms = (torch.cat(each).double() for each in zip(*found, strict=True))
+        return inner + half * norms.square(), norms.square()
 
     def _jacobians(self, limits: Sequence[float]) -> Iterator[tuple[slice, Jacobian]]:
         options, executor = self._step.options, self._step.executor
@@ -87,7 +92,7 @@ def canary_scores(
         twice = "inputs= is the run's own data set, whose people would take part twice; give other examples"
         require(canaries.inputs is not dataset, twice)
         batch = _batch_of(canaries, collate_fn, step.options.batch_to_inputs)
-        gradients = CanaryInputs(step, *batch, sizes)
+        gradients = CanaryInputs(step, *batch, sizes, rate)
     return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
 
 
