@@ -1,0 +1,1 @@
+"""Audits: tests of what a private run promises."""
