@@ -5,8 +5,8 @@ left out of every batch; n stays) from the same weights, with the same noise, dr
 
     ‖Σ g̃ − Σ g̃′‖ ≤ C  where k was drawn,      Σ g̃ = Σ g̃′  where it was not.
 
-The weights agree because each step hands the first run's release to the neighbour. What follows may not depend on k any
-more, so weights, buffers, the optimizer's state and its settings must be equal at the next step. Equal noise hides wrong
+The weights agree because each step hands the first run's release to the neighbour. What follows may not depend on k,
+so weights, buffers, the optimizer's state and its settings must be equal at the next step. Equal noise hides wrong
 noise, so its size and independence are tested in the first run alone, and so are the draws.
 
 All that torch's own generators draw in the first run is kept, and a neighbour gets the rows of its examples. Adaptive
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,25 +41,23 @@ from torchfil.utils.trees import map_tensors, tensors_of
 __all__ = ["Replay", "replay"]
 
 Train = Callable[[Any], Any]
+Findings = Iterator[tuple[str, str]]  # the kind of fault, and a sentence
 _LEVEL = 1e-6  # of each statistical test
-_OUTLIER = 1000.0  # the factor of an example's numbers in the last run
-_USE_STEPS = "Use the data through private steps only; make model and generators in train."
 _REMEDIES = {  # of what must not depend on an example
-    "choice of batches": "Take a step for every batch, and draw without looking at the data, from generators of train.",
-    "model's weights": f"Something besides the noisy sum reached them. {_USE_STEPS}",
-    "model's buffers": "They are released without noise. Replace BatchNorm and other running statistics by GroupNorm.",
-    "optimizer's state": f"Something besides the noisy sum reached it. {_USE_STEPS}",
+    "choice of batches": "Take a step for every batch, and draw without looking at the data, by generators of train.",
+    "weights and optimizer state": "Only noisy sums may reach them. Make the model in train, not from the data.",
+    "buffers": "They are released without noise. Replace BatchNorm and other running statistics by GroupNorm.",
     "optimizer's settings": "Fix the learning rate and its schedule before the run, or steer them by public data.",
     "end of training": "Treat all examples alike: no branch, and no error, may depend on one.",
     "accounted q": "Fix the sampling rate without looking at the data.",
     "divisor": "Divide by a public number (the expected batch size), not by the size of a batch.",
     "σ": "Fix it without looking at the data.",
     "C": "Fix it without looking at the data.",
-    "number of steps in a pass": "Fix it without looking at the data.",
+    "steps in a pass": "Fix it without looking at the data.",
 }
 _HIDDEN_N = (
-    "With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no such options: its q and "
-    "its divisor int(n·q) come from len(data) (opacus#571, opacus#819)."
+    "With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no such options: "
+    + ("its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819).")
 )
 
 
@@ -88,8 +86,8 @@ class Replay:
         return not self.findings
 
     def __str__(self) -> str:
-        left_out = f"leaving out each of the examples {self.examples} showed no fault; this does not prove privacy"
-        return "\n".join(self.findings) or f"In {self.releases} steps, {left_out}."
+        none = f"In {self.releases} steps, leaving out each of the examples {self.examples} showed no fault."
+        return "\n".join(self.findings) or f"{none} This does not prove privacy."
 
 
 class _Stop(BaseException):
@@ -131,56 +129,24 @@ class _Neighbour(Dataset[Any]):
         return [self[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
-            raise AttributeError(name)
         if name == "tensors" and isinstance(self.dataset, TensorDataset):
-            return tuple(map(torch.stack, zip(*(self[place] for place in range(self.size)), strict=True)))
-        return getattr(self.dataset, name)
+            return tuple(map(torch.stack, zip(*self.__getitems__(range(self.size)), strict=True)))
+        return getattr(vars(self).get("dataset"), name)
 
 
 def _examples_of(dataset: Any, indices: Sequence[int]) -> list[int] | None:
     """The numbers of a loader's examples in our data set; None: it reads other data."""
     while dataset is not None and not isinstance(dataset, _Neighbour):
-        if isinstance(dataset, Subset):
-            indices = [dataset.indices[index] for index in indices]
+        indices = [dataset.indices[index] for index in indices] if isinstance(dataset, Subset) else indices
         dataset = getattr(dataset, "dataset", None)
     return None if dataset is None else [int(index) for index in indices]
 
 
-class _Tape(TorchDispatchMode):
-    """Keeps what torch's own generators draw in the first run, and gives neighbours the same numbers by example."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))  # a neighbour draws as well: others watch the generators move
-        if not _draws(func, args) or (kwargs or {}).get("generator") is not None or not _gives_all_it_draws(func):
-            return result
-        drawn = result[1] if func in _MASK_SECOND else result
-        if self.run.first is None:
-            self.run.tape.append((drawn.detach().clone(), self.run.batch))
-        elif self.run.tape:
-            drawn.copy_(self._rows(drawn.shape, *self.run.tape.pop(0)))
-            if func in _MASK_SECOND and args[1] < 1:
-                result[0].copy_(args[0] * drawn / (1 - args[1]))
-        return result
-
-    def _rows(self, shape: torch.Size, numbers: Tensor, ids: list[int]) -> Tensor:
-        """The first run's numbers, without those of the example that is left out."""
-        rows = torch.tensor([row for row, each in enumerate(ids) if each != self.run.without], device=numbers.device)
-        for dim in [] if numbers.shape == shape else range(numbers.ndim):
-            if ids and numbers.shape[dim] % len(ids) == 0:
-                kept = numbers.unflatten(dim, (len(ids), -1)).index_select(dim, rows).flatten(dim, dim + 1)
-                numbers = kept if kept.shape == shape else numbers
-        other = f"random numbers of shape {tuple(shape)} instead of {tuple(numbers.shape)} cannot be coupled by example"
-        require(numbers.shape == shape, f"{other}; use dropout 0 there for the replay")
-        return numbers
-
-
-class _Run:
+class _Run(TorchDispatchMode):
     """A training run under the replay's eyes: all that it released, and what must not depend on an example.
+
+    As a dispatch mode, it keeps what torch's own generators draw in the first run, and gives a neighbour the same
+    numbers by example.
 
     Args:
         train: The user's function.
@@ -194,68 +160,81 @@ class _Run:
     def __init__(
         self, train: Train, dataset: Any, steps: int, seed: int, first: _Run | None = None, without: int | None = None
     ) -> None:
-        self.first, self.without, self.steps, self.seed = first, without, steps, seed
-        self.optimizers, self.modules, self.engines, self.sources = list[Any](), list[Any](), list[Any](), list[Any]()
-        self.releases, self.facts = list[_Release](), list[dict[str, Any]]()  # one more of the facts, in the end
-        self.tapes, self.drawn, self.batch = list[list[Any]](), list[list[int]](), list[int]()
-        self.size, self.in_a_pass, self.sums, end = 0, 0, Tensor(), "its own end"
+        super().__init__()
+        self.first, self.without, self.steps, self.seeds = first, without, steps, random.Random(seed)
+        self.optimizers, self.modules, self.engines, self.batch = list[Any](), list[Any](), list[Any](), list[int]()
+        self.releases, self.facts, self.drawn = list[_Release](), list[dict[str, Any]](), list[list[int]]()
+        self.tapes = defaultdict[int, list[Any]](
+            list, {at: [*kept] for at, kept in first.tapes.items()} if first else {}
+        )
+        self.size, self.in_a_pass, self.sums, end = 0, 0.0, Tensor(), "then returns"
         self.error: Exception | None = None
-        self._next_tape()
         try:
-            with self._watching(), noise.preserve_rng(seed=seed), _visible_draws(), _Tape(self):
+            with self._watching(), noise.preserve_rng(seed=seed), _visible_draws(), self:
                 train(dataset)
         except _Stop:
-            end = "being stopped"
+            end = "goes on"
         except Exception as error:
-            self.error, end = error, repr(error)
-        self._note(**{"end of training": f"{len(self.releases)} steps and {end}"})
+            self.error, end = error, f"ends with {error!r}"
+        self._note({"end of training": f"{len(self.releases)} steps, {end}"})
 
-    @property
-    def history(self) -> list[tuple[float, float, int]]:
-        """(σ, q, steps) of all accountants."""
-        return [entry for engine in self.engines for entry in engine.accountant.history]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))  # a neighbour draws as well: others watch the generators move
+        if not _draws(func, args) or (kwargs or {}).get("generator") is not None or not _gives_all_it_draws(func):
+            return result
+        drawn, tape = result[1] if func in _MASK_SECOND else result, self.tapes[len(self.releases)]
+        if self.first is None:
+            tape.append((drawn.detach().clone(), self.batch))
+        elif tape:
+            drawn.copy_(self._rows(drawn.shape, *tape.pop(0)))
+            if func in _MASK_SECOND and args[1] < 1:
+                result[0].copy_(args[0] * drawn / (1 - args[1]))
+        return result
 
-    def _next_tape(self) -> None:
-        step, before = len(self.releases), [] if self.first is None else self.first.tapes
-        self.tape = list(before[step]) if step < len(before) else []
-        self.tapes.append(self.tape)
+    def _rows(self, shape: torch.Size, numbers: Tensor, ids: list[int]) -> Tensor:
+        """The first run's numbers, without those of the example that is left out."""
+        rows = torch.tensor([row for row, each in enumerate(ids) if each != self.without], device=numbers.device)
+        for dim in [dim for dim, size in enumerate(numbers.shape) if ids and size % len(ids) == 0]:
+            kept = numbers.unflatten(dim, (len(ids), -1)).index_select(dim, rows).flatten(dim, dim + 1)
+            numbers = kept if kept.shape == shape else numbers
+        other = f"random numbers of shape {tuple(shape)} instead of {tuple(numbers.shape)} cannot be coupled by example"
+        require(numbers.shape == shape, f"{other}; use dropout 0 there for the replay")
+        return numbers
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Inside, optimizers, engines and loaders report here, and torchfil's noise is seeded."""
 
-        def around(owner: Any, name: str, method: Callable[..., Any]) -> None:
+        def around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
             plain = getattr(owner, name)
-            patch = mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
-            patches.enter_context(patch)
+            return mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
 
-        with contextlib.ExitStack() as patches:
-            around(DPOptimizer, "__init__", self._new_optimizer)
-            around(PrivacyEngine, "__init__", self._new_engine)
-            around(LoaderIterator, "_next_index", self._next_index)
-            around(LoaderIterator, "__next__", self._next_batch)
-            around(noise, "_from_the_system", self._new_source)
-            around(noise, "Secure", lambda plain: noise.NoiseSource())
+        with (
+            around(DPOptimizer, "__init__", self._new_optimizer),
+            around(PrivacyEngine, "__init__", self._new_engine),
+            around(LoaderIterator, "_next_index", self._next_index),
+            around(LoaderIterator, "__next__", self._next_batch),
+            around(
+                noise, "_from_the_system", lambda _, at: torch.Generator(at).manual_seed(self.seeds.getrandbits(63))
+            ),
+            around(noise, "Secure", lambda _: noise.NoiseSource()),
+        ):
             yield
-
-    def _new_source(self, plain: Any, device: torch.device) -> torch.Generator:
-        self.sources.append(noise.derived_seed(self.seed, "noise", len(self.sources)))
-        return torch.Generator(device).manual_seed(self.sources[-1])
 
     def _new_optimizer(self, init: Any, optimizer: Any, /, *args: Any, **options: Any) -> None:
         init(optimizer, *args, **options)
-        add_noise, scale_grad = optimizer.add_noise, optimizer.scale_grad
         self.optimizers.append(optimizer)
+        add_noise, scale_grad = optimizer.add_noise, optimizer.scale_grad
         optimizer.add_noise = lambda: (self._begin(optimizer), add_noise())[1]
         optimizer.scale_grad = lambda: self._release(optimizer, scale_grad)
 
     def _new_engine(self, init: Any, engine: Any, /, *args: Any, **options: Any) -> None:
         init(engine, *args, **options)
-        make = engine.make_private
         self.engines.append(engine)
-        engine.make_private = lambda *a, **given: (
-            self.modules.append(a[0] if a else given["module"]),
-            make(*a, **given),
+        make = engine.make_private
+        engine.make_private = lambda *a, **named: (
+            self.modules.append([*a, named.get("module")][0]),
+            make(*a, **named),
         )[1]
 
     def _next_index(self, plain: Any, iterator: Any) -> Any:
@@ -264,7 +243,7 @@ class _Run:
         if ids is None:
             return batch
         require(isinstance(batch, list), "a loader with batch_size=None cannot be replayed; give it a batch size")
-        self.size, self.in_a_pass = len(iterator._dataset), len(iterator)
+        self.size, self.in_a_pass = len(iterator._dataset), float(len(iterator))
         vars(iterator).setdefault("replayed", deque()).append(ids)  # workers fetch ahead
         return [place for place, each in zip(batch, ids, strict=True) if each != self.without]
 
@@ -275,28 +254,27 @@ class _Run:
             self.drawn.append(self.batch)
         return content
 
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """(σ, q, steps) of all accountants."""
+        return [entry for engine in self.engines for entry in engine.accountant.history]
+
+    def _note(self, facts: dict[str, Any]) -> None:
+        """Note where the next step starts; tensors by checksums, as text, in which NaN equals NaN."""
+        inner = [optimizer.original_optimizer for optimizer in self.optimizers]
+        groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
+        weights = tensors_of([[[*each.state.values()] for each in inner], [each.params for each in self.optimizers]])
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        facts |= {"weights and optimizer state": _checksum(weights), "buffers": _checksum(buffers)}
+        facts |= {"choice of batches": self.drawn, "optimizer's settings": str(groups)}
+        self.facts.append({**facts, "accounted q": str({q for _, q, _ in self.history})})
+
     def _begin(self, optimizer: Any) -> None:
         """Keep what noise is about to be added to."""
         if len(self.releases) == self.steps:
             raise _Stop
-        self._note()
+        self._note({"σ": float(optimizer.noise_multiplier), "C": float(optimizer.max_grad_norm)})
         self.sums = _flat(p.summed_grad for p in optimizer.params)
-
-    def _note(self, **facts: Any) -> None:
-        """Note the state from which the next step starts; tensors by checksums, as text in which NaN equals NaN."""
-        inner = [optimizer.original_optimizer for optimizer in self.optimizers]
-        tensors = {
-            "model's weights": [p for optimizer in self.optimizers for p in optimizer.params],
-            "model's buffers": [buffer for module in self.modules for buffer in module.buffers()],
-            "optimizer's state": tensors_of([list(each.state.values()) for each in inner]),
-        }
-        groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
-        sums = {
-            name: str([(float(x.double().sum()), float(x.double().norm())) for x in parts])
-            for name, parts in tensors.items()
-        }
-        settings = {"optimizer's settings": str(groups), "accounted q": {q for _, q, _ in self.history}}
-        self.facts.append({"choice of batches": self.drawn, **sums, **settings, **facts})
 
     def _release(self, optimizer: Any, scale_grad: Callable[[], None]) -> None:
         """Keep what is released, and go on with the first run's release."""
@@ -305,16 +283,13 @@ class _Run:
         noisy = _flat(p.grad for p in optimizer.params)
         scale_grad()
         scaled = [p.grad.detach().clone() for p in optimizer.params]
-        norm, step = float(_flat(scaled).norm()), len(self.releases)
-        public = {"σ": float(optimizer.noise_multiplier), "C": float(optimizer.max_grad_norm)}
-        public |= {"divisor": float(noisy.norm()) / norm if norm else 0.0, "number of steps in a pass": self.in_a_pass}
-        self.facts[-1].update(public)
+        divisor, step = float(noisy.norm() / _flat(scaled).norm().clamp(min=1e-300)), len(self.releases)
+        self.facts[-1].update({"divisor": divisor, "steps in a pass": self.in_a_pass})
         ids = [each for batch in self.drawn for each in batch] if self.drawn or not step else self.releases[-1].ids
         self.releases.append(_Release(optimizer, ids, noisy, noisy - self.sums, scaled))
-        for p, part in zip(optimizer.params, self.first.releases[step].scaled if self.first else scaled, strict=True):
+        for p, part in zip(optimizer.params, (self.first or self).releases[step].scaled, strict=True):
             p.grad.copy_(part)
         self.drawn = []
-        self._next_tape()
 
 
 def _flat(parts: Iterable[Tensor]) -> Tensor:
@@ -322,49 +297,53 @@ def _flat(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().to("cpu", torch.float64, copy=True).flatten() for part in parts])
 
 
-def _differences(one: _Run, other: _Run, k: int, how: str) -> Iterator[tuple[str, str]]:
-    """What differs between runs that only example k may tell apart: the kind of fault, and a sentence."""
-    for step, (a, b) in enumerate(zip(one.facts, other.facts, strict=False)):
-        at = f"Step {step + 1}, {how}:"
-        for name in [name for name in _REMEDIES if name in a.keys() & b.keys()]:
-            was, now = a[name], b[name]
-            if not (math.isclose(was, now, rel_tol=1e-6) if isinstance(was, float) else was == now):
-                change = f" from {was:.6g} to {now:.6g}" if isinstance(was, float) else ""
-                change = f" from {was} to {now}" if not change and len(f"{was}{now}") < 200 else change
-                yield name, f"{at} the {name} changes{change}. {_REMEDIES[name]}"
-                if name not in ("divisor", "σ", "C"):
-                    return
+def _checksum(parts: Iterable[Tensor]) -> str:
+    return str([(float(part.detach().double().sum()), float(part.detach().double().norm())) for part in parts])
+
+
+def _changed(was: Any, now: Any) -> str | None:
+    """How a number or text differs, in words; None: it does not."""
+    if isinstance(was, float):
+        return None if math.isclose(was, now, rel_tol=1e-6) else f"{now:.6g} instead of {was:.6g}"
+    return None if was == now else f"{now} instead of {was}" if len(f"{was}{now}") < 200 else "different"
+
+
+def _differences(one: _Run, other: _Run, k: int, how: str) -> Findings:
+    """What differs between runs that only example k may tell apart."""
+    for step, (was, now) in enumerate(zip(one.facts, other.facts, strict=False)):
+        changes = {name: _changed(was[name], now[name]) for name in _REMEDIES if name in was.keys() & now.keys()}
+        for name in [name for name, change in changes.items() if change is not None]:
+            yield name, f"Step {step + 1}, {how}: the {name} is {changes[name]}. {_REMEDIES[name]}"
+            if name not in ("divisor", "σ", "C"):  # what follows would be about other weights
+                return
         if step >= min(len(one.releases), len(other.releases)):
             return
-        ours, theirs = one.releases[step], other.releases[step]
-        gap, limit, drawn = float((ours.noisy - theirs.noisy).norm()), a["C"], ours.ids.count(k)
-        eps = max(torch.finfo(part.dtype).eps for part in ours.scaled)
+        ours, theirs, limit = one.releases[step], other.releases[step], was["C"]
+        gap, eps = float((ours.noisy - theirs.noisy).norm()), max(torch.finfo(x.dtype).eps for x in ours.scaled)
         slack = limit * (1e-4 + 10 * eps * len(ours.ids)) + 10 * eps * float(ours.noisy.norm())
-        if not gap <= (limit if drawn else 0) + slack:
-            mixed = "A path is not clipped, or examples of a batch are mixed (BatchNorm). Clip whole gradients, once."
+        change = f"Step {step + 1}, {how}: the noisy sum changes by {gap:.4g}"
+        if k not in ours.ids and not gap <= slack:
             kept = "Something of it was kept from another batch, or all the data were read. Use public data for that."
-            allowed = f"more than C = {limit:.4g}. {mixed}" if drawn else f"though {k} was not drawn. {kept}"
-            yield f"sum {drawn > 0}", f"{at} the noisy sum changes by {gap:.4g}, {allowed}"
+            yield "leak", f"{change}, though example {k} was not drawn. {kept}"
+        elif not gap <= limit + slack:
+            why = "A path is not clipped, or examples of a batch are mixed (BatchNorm). Clip whole gradients, once."
+            yield "sensitivity", f"{change}, more than C = {limit:.4g}. {why}"
 
 
-def _noise_faults(run: _Run, optimizer: Any) -> Iterator[tuple[str, str]]:
+def _noise_faults(run: _Run, optimizer: Any) -> Findings:
     """Whether noise has the size σC, for each parameter and each step, and is new at each step."""
-    mine = [
-        (release, fact["σ"] * fact["C"])
-        for release, fact in zip(run.releases, run.facts, strict=False)
-        if release.optimizer is optimizer
-    ]
+    pairs = zip(run.releases, run.facts, strict=False)
+    mine = [(release, fact["σ"] * fact["C"]) for release, fact in pairs if release.optimizer is optimizer]
     if not mine or not all(scale > 0 for _, scale in mine):
         return
-    noises = torch.stack([release.noise / scale for release, scale in mine])  # [steps, d]
-    parts = noises.split([part.numel() for part in mine[0][0].scaled], dim=1)
-    groups = [(f"parameter {place} {tuple(mine[0][0].scaled[place].shape)}", part) for place, part in enumerate(parts)]
-    groups += [(f"step {step}", part) for step, part in enumerate(noises, 1)]
-    for name, part in groups:
+    noises, first = torch.stack([release.noise / scale for release, scale in mine]), mine[0][0].scaled  # [steps, d]
+    parts = noises.split([part.numel() for part in first], dim=1)
+    groups = [(f"parameter {place} {tuple(first[place].shape)}", part) for place, part in enumerate(parts)]
+    for name, part in groups + [(f"step {step}", part) for step, part in enumerate(noises, 1)]:
         total, count = float(part.square().sum()), part.numel()
-        if stats.chi2.cdf(total, count) < _LEVEL / len(groups):
+        if stats.chi2.cdf(total, count) < _LEVEL / (len(parts) + len(noises)):
             size = f"The noise of {name} has {math.sqrt(total / count):.3g} times the standard deviation σC"
-            yield "size of noise", f"{size} that is accounted for. Add N(0, (σC)²) to every coordinate at every step."
+            yield "size of noise", f"{size}. Add N(0, (σC)²) to every coordinate at every step."
     unit = noises / noises.norm(dim=1, keepdim=True)
     alike = (unit @ unit.T).abs().triu(1)
     most = min(float(stats.norm.isf(_LEVEL / len(mine) ** 2)) / math.sqrt(noises.shape[1]), 0.9999)
@@ -373,21 +352,19 @@ def _noise_faults(run: _Run, optimizer: Any) -> Iterator[tuple[str, str]]:
         yield "same noise", f"{same}. Draw new noise at each step; do not seed generators inside the loop."
 
 
-def _draw_faults(run: _Run) -> Iterator[tuple[str, str]]:
+def _draw_faults(run: _Run) -> Findings:
     """Whether the accountants know of every release, and batches are drawn as they assume."""
-    sizes, history, steps = [len(release.ids) for release in run.releases], run.history, len(run.releases)
+    steps, history, everybody = len(run.releases), run.history, Counter[int]()
     for step, release in enumerate(run.releases, 1):
-        k, times = max(Counter(release.ids).items(), key=lambda each: each[1], default=(0, 0))
-        if times > 1:
-            twice = f"Step {step}: example {k} is drawn {times} times, so the sum may change by {times} C"
-            yield "twice", f"{twice}. Draw each example at most once for a step."
-    if not run.engines:  # nobody claims anything
-        return
+        everybody.update(release.ids)
+        for k, times in Counter(release.ids).most_common(1):
+            if times > 1:
+                twice = f"Step {step}: example {k} is drawn {times} times, so it may change the sum by {times} C"
+                yield "twice", f"{twice}. Draw each example at most once for a step."
     counted = sum(times for *_, times in history)
     rate = sum(q * times for _, q, times in history) / max(counted, 1)
-    everybody = Counter(each for release in run.releases for each in release.ids)
     needed = steps if rate < 1 else max(everybody.values(), default=0)
-    if counted < needed:
+    if run.engines and counted < needed:
         yield (
             "count",
             f"The accountant counts {counted} of {needed} releases. Attach its hook to the optimizer that steps.",
@@ -397,34 +374,20 @@ def _draw_faults(run: _Run) -> Iterator[tuple[str, str]]:
     for ours, theirs in zip(used, claimed, strict=False):
         if theirs > ours * (1 + 1e-9):
             yield (
-                "accounted σ",
-                f"The accountant counts σ = {theirs:.4g}, the optimizer adds {ours:.4g}. Give it the latter.",
+                "claimed σ",
+                f"The accountant counts σ = {theirs:.4g}, the optimizer has {ours:.4g}. Count the latter.",
             )
-    if 0 < rate < 1 and stats.binom.sf(sum(sizes) - 1, run.size * steps, rate) < _LEVEL:
-        expected = f"q = {rate:.4g} would draw {rate * run.size * steps:.0f}"
-        yield (
-            "rate",
-            f"{sum(sizes)} examples were drawn in {steps} steps; the accountant's {expected}. Give it the true rate.",
-        )
-    often = Counter(sizes).most_common(1)[0]
-    chances = stats.binom.pmf(range(run.size + 1), run.size, rate)
-    if 0 < rate < 1 and stats.binom.sf(often[1] - 1, steps, chances).sum() < _LEVEL:
-        fixed = f"{often[1]} of {steps} batches have {often[0]} examples, but the accountant assumes Poisson sampling"
-        yield "fixed size", f"{fixed}. Use poisson_sampling=True, or count every participation with q = 1."
-
-
-def _size_faults(run: _Run, smaller: _Run, n: int, size: int) -> Iterator[tuple[str, str]]:
-    """What follows the number of examples, which is not public."""
-    if smaller.error is not None:
-        yield "hidden n", f"n is not public, but training on {size} examples ends with {smaller.error!r}. {_HIDDEN_N}"
+    if not 0 < rate < 1:
         return
-    for name in ("accounted q", "divisor", "number of steps in a pass"):
-        was, now = ({**each.facts[0], **each.facts[-1]}[name] for each in (run, smaller))
-        if not math.isclose(was, now, rel_tol=1e-6) if isinstance(was, float) else was != now:
-            yield (
-                "hidden n",
-                f"n is not public, but the {name} is {was} for {n} examples and {now} for {size}. {_HIDDEN_N}",
-            )
+    total, expected = everybody.total(), rate * run.size * steps
+    if stats.binom.sf(total - 1, run.size * steps, rate) < _LEVEL:
+        drawn = f"{total} examples were drawn in {steps} steps; the accountant's q = {rate:.4g} gives {expected:.0f}"
+        yield "rate", f"{drawn}. Give it the rate of the draws."
+    size, times = Counter(len(release.ids) for release in run.releases).most_common(1)[0]
+    chances = stats.binom.pmf(range(run.size + 1), run.size, rate)
+    if stats.binom.sf(times - 1, steps, chances).sum() < _LEVEL:
+        fixed = f"{times} of {steps} batches have {size} examples, but the accountant assumes Poisson sampling"
+        yield "fixed size", f"{fixed}. Use poisson_sampling=True, or count every participation with q = 1."
 
 
 def replay(
@@ -439,9 +402,9 @@ def replay(
     """Train on a data set and on its neighbours with equal randomness, and name what a private step may not do.
 
     Args:
-        train: train(dataset) makes model, optimizer and loader, makes them private by Opacus's engine or torchfil's, and
-            trains; any Opacus ``DPOptimizer`` is seen. It is stopped after ``steps`` releases and called five times,
-            seven times if n is not public.
+        train: train(dataset) makes model, optimizer and loader, makes them private by Opacus's engine or torchfil's,
+            and trains; any Opacus ``DPOptimizer`` is seen. It is stopped after ``steps`` releases and called five
+            times, seven times if n is not public.
         dataset: With numbered examples; a few hundred suffice.
         steps: How many releases to compare.
         examples: Whom to leave out, by number; None: three at random of those who were drawn. The first is also
@@ -461,33 +424,44 @@ def replay(
     wrong = [each for each in examples or () if not 0 <= each < n]
     require(not wrong, f"examples={wrong} are not in the data set; give numbers from 0 to {n - 1}")
 
-    def run(steps: int = steps, size: int = n, factors: Mapping[int, float] = {}, **options: Any) -> _Run:  # noqa: B006
+    def run(steps: int, factors: Mapping[int, float], size: int = n, **options: Any) -> _Run:
         return _Run(train, _Neighbour(dataset, size, factors, seed), steps, seed, **options)
 
-    first = run()
-    if first.error is not None and not first.releases:
+    first = run(steps, {})
+    limit = len(first.releases)
+    if first.error is not None and not limit:
         raise first.error
-    require(bool(first.releases), "train took no private step; let it step the optimizer that make_private returns")
-    require(first.size > 0, "train made private steps, but no loader of the given data set; make its loader from that")
-    batches = [batch for fact in first.facts[: len(first.releases)] for batch in fact["choice of batches"]]
-    drawn = {each for batch in batches for each in batch}
-    alone = {batch[0] for batch in batches if len(batch) == 1}  # without them a batch would be empty
-    usual = sorted(drawn - alone or drawn)
+    require(limit > 0, "train took no private step; let it step the optimizer that make_private returns")
+    require(
+        first.size > 0, "train stepped, but no loader reads the data set that it was given; make the loader from it"
+    )
+    batches = [batch for fact in first.facts[:limit] for batch in fact["choice of batches"]]
+    drawn, alone = {each for batch in batches for each in batch}, {batch[0] for batch in batches if len(batch) == 1}
+    usual = sorted(drawn - alone or drawn)  # without the others a batch would be empty
     chosen = list(examples or random.Random(seed).sample(usual, min(3, len(usual))))
 
     found = list[tuple[str, str]]()
-    limit = len(first.releases)
     for place, k in enumerate(chosen):
-        neighbour = run(limit, factors={k: 0.0}, first=first, without=k)
+        neighbour = run(limit, {k: 0.0}, first=first, without=k)
         found += _differences(first, neighbour, k, f"without example {k}")
         if place == 0:
-            outlier = run(limit, factors={k: _OUTLIER}, first=first)
-            found += _differences(neighbour, outlier, k, f"with example {k} times {_OUTLIER:g} instead of left out")
+            outlier = run(limit, {k: 1000.0}, first=first)
+            found += _differences(neighbour, outlier, k, f"with example {k} times 1,000 instead of left out")
     if first.error is not None and not found:
         raise first.error
     for optimizer in first.optimizers:
         found += _noise_faults(first, optimizer)
     found += _draw_faults(first)
     for size in () if n_is_public else (n - 1, n - max(2, n // 8)):
-        found += _size_faults(first, run(1, size), n, size)
-    return Replay(list(dict(reversed(found)).values())[::-1], limit, chosen)
+        smaller = run(1, {}, size)
+        facts = [
+            {**each.facts[-1], **each.facts[0], "accounted q": each.facts[-1]["accounted q"]}
+            for each in (first, smaller)
+        ]
+        for name in ("accounted q", "divisor", "steps in a pass"):
+            change = _changed(facts[0][name], facts[1].get(name, math.nan))
+            if change is not None:
+                found.append(
+                    ("n", f"n is not public, but with {size} of {n} examples the {name} is {change}. {_HIDDEN_N}")
+                )
+    return Replay(list(dict(found[::-1]).values())[::-1], limit, chosen)
