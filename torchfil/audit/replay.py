@@ -15,12 +15,13 @@ clipping (a second noisy release) and several processes are not covered.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -40,25 +41,19 @@ from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Replay", "replay"]
 
-Train = Callable[[Any], Any]
+Train, Examples = Callable[[Any], Any], Sequence[int] | None
 Findings = Iterator[tuple[str, str]]  # the kind of fault, and a sentence
 _LEVEL = 1e-6  # of each statistical test
 _REMEDIES = {  # of what must not depend on an example
     "choice of batches": "Take a step for every batch, and draw without looking at the data, by generators of train.",
-    "weights and optimizer state": "Only noisy sums may reach them. Make the model in train, not from the data.",
-    "buffers": "They are released without noise. Replace BatchNorm and other running statistics by GroupNorm.",
-    "optimizer's settings": "Fix the learning rate and its schedule before the run, or steer them by public data.",
-    "end of training": "Treat all examples alike: no branch, and no error, may depend on one.",
-    "accounted q": "Fix the sampling rate without looking at the data.",
-    "divisor": "Divide by a public number (the expected batch size), not by the size of a batch.",
-    "σ": "Fix it without looking at the data.",
-    "C": "Fix it without looking at the data.",
-    "steps in a pass": "Fix it without looking at the data.",
+    "checksum of weights and optimizer state": "Only noisy sums may reach them. Make the model in train, without data.",
+    "checksum of buffers": "They are released without noise. Replace BatchNorm and running statistics by GroupNorm.",
+    "setting of the optimizer": "Fix the learning rate and its schedule before the run, or steer them by public data.",
+    "divisor": "Divide by a public number, such as the expected batch size, not by the size of a batch.",
+    **dict.fromkeys(("σ", "C", "accounted q", "number of steps in a pass"), "Fix it without looking at the data."),
 }
-_HIDDEN_N = (
-    "With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no such options: "
-    + ("its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819).")
-)
+_HIDDEN_N = """With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no such options: \
+its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819)."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +85,8 @@ class Replay:
         return "\n".join(self.findings) or f"{none} This does not prove privacy."
 
 
-class _Stop(BaseException):
+class _StoppedByReplay(BaseException):
     """Enough steps were seen. Training loops may catch every ``Exception``, so this is none."""
-
-
-@dataclass(frozen=True)
-class _Release:
-    """Who was drawn, the noisy sum and its noise, [d], and what the update is made from, by parameter."""
-
-    optimizer: Any
-    ids: list[int]
-    noisy: Tensor
-    noise: Tensor
-    scaled: list[Tensor]
 
 
 class _Neighbour(Dataset[Any]):
@@ -161,28 +145,33 @@ class _Run(TorchDispatchMode):
         self, train: Train, dataset: Any, steps: int, seed: int, first: _Run | None = None, without: int | None = None
     ) -> None:
         super().__init__()
-        self.first, self.without, self.steps, self.seeds = first, without, steps, random.Random(seed)
-        self.optimizers, self.modules, self.engines, self.batch = list[Any](), list[Any](), list[Any](), list[int]()
-        self.releases, self.facts, self.drawn = list[_Release](), list[dict[str, Any]](), list[list[int]]()
-        self.tapes = defaultdict[int, list[Any]](
-            list, {at: [*kept] for at, kept in first.tapes.items()} if first else {}
-        )
-        self.size, self.in_a_pass, self.sums, end = 0, 0.0, Tensor(), "then returns"
-        self.error: Exception | None = None
+        self.first, self.without, self.steps, self.count, self.size, self.in_a_pass = first, without, steps, 0, 0, 0.0
+        self.optimizers, self.modules, self.engines, self.states = (list[Any]() for _ in range(4))
+        self.drawn, self.batch = list[list[int]](), list[int]()
+        self.tapes = defaultdict[int, list[Any]](list, {} if first is None else copy.deepcopy(first.tapes))
+        self.end: BaseException | None = None
         try:
-            with self._watching(), noise.preserve_rng(seed=seed), _visible_draws(), self:
+            with (
+                _around(DPOptimizer, "__init__", self._new_optimizer),
+                _around(PrivacyEngine, "__init__", self._new_engine),
+                _around(LoaderIterator, "_next_index", self._next_index),
+                _around(LoaderIterator, "__next__", self._next_batch),
+                _around(noise, "_from_the_system", lambda _, device: torch.Generator(device).manual_seed(seed)),
+                _around(noise, "Secure", lambda _: noise.NoiseSource()),
+                noise.preserve_rng(seed=seed),
+                _visible_draws(),
+                self,
+            ):
                 train(dataset)
-        except _Stop:
-            end = "goes on"
-        except Exception as error:
-            self.error, end = error, f"ends with {error!r}"
-        self._note({"end of training": f"{len(self.releases)} steps, {end}"})
+        except (_StoppedByReplay, Exception) as end:
+            self.end = end
+        self._note()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))  # a neighbour draws as well: others watch the generators move
         if not _draws(func, args) or (kwargs or {}).get("generator") is not None or not _gives_all_it_draws(func):
             return result
-        drawn, tape = result[1] if func in _MASK_SECOND else result, self.tapes[len(self.releases)]
+        drawn, tape = result[1] if func in _MASK_SECOND else result, self.tapes[self.count]
         if self.first is None:
             tape.append((drawn.detach().clone(), self.batch))
         elif tape:
@@ -197,45 +186,22 @@ class _Run(TorchDispatchMode):
         for dim in [dim for dim, size in enumerate(numbers.shape) if ids and size % len(ids) == 0]:
             kept = numbers.unflatten(dim, (len(ids), -1)).index_select(dim, rows).flatten(dim, dim + 1)
             numbers = kept if kept.shape == shape else numbers
-        other = f"random numbers of shape {tuple(shape)} instead of {tuple(numbers.shape)} cannot be coupled by example"
-        require(numbers.shape == shape, f"{other}; use dropout 0 there for the replay")
+        require(numbers.shape == shape, "random numbers cannot be coupled by example; use dropout 0 for the replay")
         return numbers
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Inside, optimizers, engines and loaders report here, and torchfil's noise is seeded."""
-
-        def around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
-            plain = getattr(owner, name)
-            return mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
-
-        with (
-            around(DPOptimizer, "__init__", self._new_optimizer),
-            around(PrivacyEngine, "__init__", self._new_engine),
-            around(LoaderIterator, "_next_index", self._next_index),
-            around(LoaderIterator, "__next__", self._next_batch),
-            around(
-                noise, "_from_the_system", lambda _, at: torch.Generator(at).manual_seed(self.seeds.getrandbits(63))
-            ),
-            around(noise, "Secure", lambda _: noise.NoiseSource()),
-        ):
-            yield
 
     def _new_optimizer(self, init: Any, optimizer: Any, /, *args: Any, **options: Any) -> None:
         init(optimizer, *args, **options)
         self.optimizers.append(optimizer)
-        add_noise, scale_grad = optimizer.add_noise, optimizer.scale_grad
-        optimizer.add_noise = lambda: (self._begin(optimizer), add_noise())[1]
-        optimizer.scale_grad = lambda: self._release(optimizer, scale_grad)
+        optimizer.scale_grad = partial(self._release, optimizer, optimizer.scale_grad)
 
     def _new_engine(self, init: Any, engine: Any, /, *args: Any, **options: Any) -> None:
         init(engine, *args, **options)
         self.engines.append(engine)
-        make = engine.make_private
-        engine.make_private = lambda *a, **named: (
-            self.modules.append([*a, named.get("module")][0]),
-            make(*a, **named),
-        )[1]
+        engine.make_private = partial(self._make_private, engine.make_private)
+
+    def _make_private(self, plain: Any, *args: Any, **options: Any) -> Any:
+        self.modules.append(args[0] if args else options["module"])
+        return plain(*args, **options)
 
     def _next_index(self, plain: Any, iterator: Any) -> Any:
         batch = plain(iterator)
@@ -259,37 +225,38 @@ class _Run(TorchDispatchMode):
         """(σ, q, steps) of all accountants."""
         return [entry for engine in self.engines for entry in engine.accountant.history]
 
-    def _note(self, facts: dict[str, Any]) -> None:
-        """Note where the next step starts; tensors by checksums, as text, in which NaN equals NaN."""
+    def _note(self) -> None:
+        """Note what the next step starts from; tensors as text, in which NaN equals NaN."""
         inner = [optimizer.original_optimizer for optimizer in self.optimizers]
-        groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
         weights = tensors_of([[[*each.state.values()] for each in inner], [each.params for each in self.optimizers]])
-        buffers = [buffer for module in self.modules for buffer in module.buffers()]
-        facts |= {"weights and optimizer state": _checksum(weights), "buffers": _checksum(buffers)}
-        facts |= {"choice of batches": self.drawn, "optimizer's settings": str(groups)}
-        self.facts.append({**facts, "accounted q": str({q for _, q, _ in self.history})})
-
-    def _begin(self, optimizer: Any) -> None:
-        """Keep what noise is about to be added to."""
-        if len(self.releases) == self.steps:
-            raise _Stop
-        self._note({"σ": float(optimizer.noise_multiplier), "C": float(optimizer.max_grad_norm)})
-        self.sums = _flat(p.summed_grad for p in optimizer.params)
+        groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
+        state = {"choice of batches": self.drawn, "accounted q": str({q for _, q, _ in self.history})}
+        buffers = _checksum([buffer for module in self.modules for buffer in module.buffers()])
+        state |= {"setting of the optimizer": str(groups), "checksum of buffers": buffers}
+        self.states.append({**state, "checksum of weights and optimizer state": _checksum(weights)})
 
     def _release(self, optimizer: Any, scale_grad: Callable[[], None]) -> None:
         """Keep what is released, and go on with the first run's release."""
-        if len(self.facts) == len(self.releases):  # somebody replaced add_noise
-            self._begin(optimizer)
-        noisy = _flat(p.grad for p in optimizer.params)
+        if self.count == self.steps:
+            raise _StoppedByReplay
+        self._note()
+        sums, noisy = _flat(p.summed_grad for p in optimizer.params), _flat(p.grad for p in optimizer.params)
         scale_grad()
-        scaled = [p.grad.detach().clone() for p in optimizer.params]
-        divisor, step = float(noisy.norm() / _flat(scaled).norm().clamp(min=1e-300)), len(self.releases)
-        self.facts[-1].update({"divisor": divisor, "steps in a pass": self.in_a_pass})
-        ids = [each for batch in self.drawn for each in batch] if self.drawn or not step else self.releases[-1].ids
-        self.releases.append(_Release(optimizer, ids, noisy, noisy - self.sums, scaled))
-        for p, part in zip(optimizer.params, (self.first or self).releases[step].scaled, strict=True):
+        scaled, state = [p.grad.detach().clone() for p in optimizer.params], self.states[-1]
+        divisor = float(noisy.norm() / _flat(scaled).norm().clamp(min=1e-300))
+        state |= {"noisy": noisy, "noise": noisy - sums, "scaled": scaled, "optimizer": optimizer, "divisor": divisor}
+        state |= {"σ": float(optimizer.noise_multiplier), "C": float(optimizer.max_grad_norm)}
+        drawn = self.drawn if self.drawn or not self.count else [self.states[-2]["ids"]]  # a step on the same batch
+        state |= {"ids": [each for batch in drawn for each in batch], "number of steps in a pass": self.in_a_pass}
+        for p, part in zip(optimizer.params, (self.first or self).states[self.count]["scaled"], strict=True):
             p.grad.copy_(part)
-        self.drawn = []
+        self.drawn, self.count = [], self.count + 1
+
+
+def _around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
+    """Inside, a function is replaced by a method that takes it as its first argument."""
+    plain = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
 
 
 def _flat(parts: Iterable[Tensor]) -> Tensor:
@@ -297,56 +264,56 @@ def _flat(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().to("cpu", torch.float64, copy=True).flatten() for part in parts])
 
 
-def _checksum(parts: Iterable[Tensor]) -> str:
-    return str([(float(part.detach().double().sum()), float(part.detach().double().norm())) for part in parts])
+def _checksum(parts: Sequence[Tensor]) -> str:
+    flat = _flat([Tensor(), *parts])
+    return str([float(flat.sum()), float(flat.norm())])
 
 
-def _changed(was: Any, now: Any) -> str | None:
-    """How a number or text differs, in words; None: it does not."""
-    if isinstance(was, float):
-        return None if math.isclose(was, now, rel_tol=1e-6) else f"{now:.6g} instead of {was:.6g}"
-    return None if was == now else f"{now} instead of {was}" if len(f"{was}{now}") < 200 else "different"
+def _changed(was: Any, now: Any) -> str:
+    """How a number or text differs, in words; empty: it does not."""
+    same = math.isclose(was, now, rel_tol=1e-6) if isinstance(was, float) else was == now
+    return "" if same else " instead of ".join(f"{x:.6g}" if isinstance(x, float) else f"{x}"[:80] for x in (now, was))
 
 
 def _differences(one: _Run, other: _Run, k: int, how: str) -> Findings:
     """What differs between runs that only example k may tell apart."""
-    for step, (was, now) in enumerate(zip(one.facts, other.facts, strict=False)):
-        changes = {name: _changed(was[name], now[name]) for name in _REMEDIES if name in was.keys() & now.keys()}
-        for name in [name for name, change in changes.items() if change is not None]:
-            yield name, f"Step {step + 1}, {how}: the {name} is {changes[name]}. {_REMEDIES[name]}"
+    for step, (was, now) in enumerate(zip(one.states, other.states, strict=False)):
+        at = f"Step {step + 1}, {how}: the"
+        for name in [name for name in _REMEDIES if name in was.keys() & now.keys() and _changed(was[name], now[name])]:
+            yield name, f"{at} {name} is {_changed(was[name], now[name])}. {_REMEDIES[name]}"
             if name not in ("divisor", "σ", "C"):  # what follows would be about other weights
                 return
-        if step >= min(len(one.releases), len(other.releases)):
-            return
-        ours, theirs, limit = one.releases[step], other.releases[step], was["C"]
-        gap, eps = float((ours.noisy - theirs.noisy).norm()), max(torch.finfo(x.dtype).eps for x in ours.scaled)
-        slack = limit * (1e-4 + 10 * eps * len(ours.ids)) + 10 * eps * float(ours.noisy.norm())
-        change = f"Step {step + 1}, {how}: the noisy sum changes by {gap:.4g}"
-        if k not in ours.ids and not gap <= slack:
-            kept = "Something of it was kept from another batch, or all the data were read. Use public data for that."
-            yield "leak", f"{change}, though example {k} was not drawn. {kept}"
-        elif not gap <= limit + slack:
-            why = "A path is not clipped, or examples of a batch are mixed (BatchNorm). Clip whole gradients, once."
-            yield "sensitivity", f"{change}, more than C = {limit:.4g}. {why}"
+        if step < min(one.count, other.count):
+            gap, limit, eps = (
+                float((was["noisy"] - now["noisy"]).norm()),
+                was["C"],
+                torch.finfo(was["scaled"][0].dtype).eps,
+            )
+            slack = limit * (1e-4 + 10 * eps * len(was["ids"])) + 10 * eps * float(was["noisy"].norm())
+            if k not in was["ids"] and not gap <= slack:
+                why = "Something of it was kept from another batch, or all data were read. Use public data for that."
+                yield "leak", f"{at} noisy sum changes by {gap:.4g}, though example {k} was not drawn. {why}"
+            elif not gap <= limit + slack:
+                why = "A path is not clipped, or examples of a batch are mixed (BatchNorm). Clip whole gradients, once."
+                yield "sensitivity", f"{at} noisy sum changes by {gap:.4g}, more than C = {limit:.4g}. {why}"
+    ends = _changed(*(f"after {run.count} steps: {run.end!r}" for run in (one, other)))
+    if ends:
+        yield "end", f"Training {how} ends {ends}. Treat all examples alike: no branch or error may depend on one."
 
 
-def _noise_faults(run: _Run, optimizer: Any) -> Findings:
-    """Whether noise has the size σC, for each parameter and each step, and is new at each step."""
-    pairs = zip(run.releases, run.facts, strict=False)
-    mine = [(release, fact["σ"] * fact["C"]) for release, fact in pairs if release.optimizer is optimizer]
-    if not mine or not all(scale > 0 for _, scale in mine):
-        return
-    noises, first = torch.stack([release.noise / scale for release, scale in mine]), mine[0][0].scaled  # [steps, d]
-    parts = noises.split([part.numel() for part in first], dim=1)
-    groups = [(f"parameter {place} {tuple(first[place].shape)}", part) for place, part in enumerate(parts)]
+def _noise_faults(states: Sequence[Mapping[str, Any]]) -> Findings:
+    """Whether one optimizer's noise has the size σC, for each parameter and each step, and is new at each step."""
+    noises = torch.stack([state["noise"] / (state["σ"] * state["C"]) for state in states])  # [steps, d]
+    parts = noises.split([part.numel() for part in states[0]["scaled"]], dim=1)
+    groups = [(f"parameter {place} of {part.shape[1]} numbers", part) for place, part in enumerate(parts)]
     for name, part in groups + [(f"step {step}", part) for step, part in enumerate(noises, 1)]:
-        total, count = float(part.square().sum()), part.numel()
-        if stats.chi2.cdf(total, count) < _LEVEL / (len(parts) + len(noises)):
-            size = f"The noise of {name} has {math.sqrt(total / count):.3g} times the standard deviation σC"
+        ratio = float(part.square().mean())
+        if stats.chi2.cdf(ratio * part.numel(), part.numel()) < _LEVEL / (len(parts) + len(noises)):
+            size = f"The noise of {name} has {math.sqrt(ratio):.3g} times the standard deviation σC"
             yield "size of noise", f"{size}. Add N(0, (σC)²) to every coordinate at every step."
     unit = noises / noises.norm(dim=1, keepdim=True)
     alike = (unit @ unit.T).abs().triu(1)
-    most = min(float(stats.norm.isf(_LEVEL / len(mine) ** 2)) / math.sqrt(noises.shape[1]), 0.9999)
+    most = min(float(stats.norm.isf(_LEVEL / len(states) ** 2)) / math.sqrt(noises.shape[1]), 0.9999)
     for one, other in (alike > most).nonzero().tolist():
         same = f"The noises of steps {one + 1} and {other + 1} have correlation {float(alike[one, other]):.3g}"
         yield "same noise", f"{same}. Draw new noise at each step; do not seed generators inside the loop."
@@ -354,36 +321,29 @@ def _noise_faults(run: _Run, optimizer: Any) -> Findings:
 
 def _draw_faults(run: _Run) -> Findings:
     """Whether the accountants know of every release, and batches are drawn as they assume."""
-    steps, history, everybody = len(run.releases), run.history, Counter[int]()
-    for step, release in enumerate(run.releases, 1):
-        everybody.update(release.ids)
-        for k, times in Counter(release.ids).most_common(1):
-            if times > 1:
-                twice = f"Step {step}: example {k} is drawn {times} times, so it may change the sum by {times} C"
-                yield "twice", f"{twice}. Draw each example at most once for a step."
-    counted = sum(times for *_, times in history)
+    steps, history, batches = run.count, run.history, [Counter(state["ids"]) for state in run.states[: run.count]]
+    for step, k, times in [(step, *each) for step, batch in enumerate(batches, 1) for each in batch.items()]:
+        if times > 1:
+            yield "twice", f"Step {step}: example {k} is drawn {times} times. Draw each at most once for a step."
+    everybody, counted = sum(batches, Counter[int]()), sum(times for *_, times in history)
     rate = sum(q * times for _, q, times in history) / max(counted, 1)
     needed = steps if rate < 1 else max(everybody.values(), default=0)
     if run.engines and counted < needed:
-        yield (
-            "count",
-            f"The accountant counts {counted} of {needed} releases. Attach its hook to the optimizer that steps.",
-        )
-    used = sorted((fact["σ"] for fact in run.facts[:steps]), reverse=True)
+        yield "count", f"The accountant counts {counted} of {needed} releases. Attach its hook to the optimizer."
+    used = sorted((state["σ"] for state in run.states[:steps]), reverse=True)
     claimed = sorted((sigma for sigma, _, times in history for _ in range(times)), reverse=True)
     for ours, theirs in zip(used, claimed, strict=False):
         if theirs > ours * (1 + 1e-9):
-            yield (
-                "claimed σ",
-                f"The accountant counts σ = {theirs:.4g}, the optimizer has {ours:.4g}. Count the latter.",
-            )
+            yield "claim", f"The accountant counts σ = {theirs:.4g}, the optimizer has {ours:.4g}. Count the latter."
     if not 0 < rate < 1:
         return
-    total, expected = everybody.total(), rate * run.size * steps
+    total, mean = everybody.total(), rate * run.size * steps
     if stats.binom.sf(total - 1, run.size * steps, rate) < _LEVEL:
-        drawn = f"{total} examples were drawn in {steps} steps; the accountant's q = {rate:.4g} gives {expected:.0f}"
-        yield "rate", f"{drawn}. Give it the rate of the draws."
-    size, times = Counter(len(release.ids) for release in run.releases).most_common(1)[0]
+        yield (
+            "rate",
+            f"{steps} steps drew {total} examples; the accountant's q = {rate:.4g} gives {mean:.0f}. Count the true q.",
+        )
+    size, times = Counter(batch.total() for batch in batches).most_common(1)[0]
     chances = stats.binom.pmf(range(run.size + 1), run.size, rate)
     if stats.binom.sf(times - 1, steps, chances).sum() < _LEVEL:
         fixed = f"{times} of {steps} batches have {size} examples, but the accountant assumes Poisson sampling"
@@ -391,13 +351,7 @@ def _draw_faults(run: _Run) -> Findings:
 
 
 def replay(
-    train: Train,
-    dataset: Any,
-    *,
-    steps: int = 20,
-    examples: Sequence[int] | None = None,
-    n_is_public: bool = True,
-    seed: int = 0,
+    train: Train, dataset: Any, *, steps: int = 20, examples: Examples = None, n_is_public: bool = True, seed: int = 0
 ) -> Replay:
     """Train on a data set and on its neighbours with equal randomness, and name what a private step may not do.
 
@@ -416,52 +370,41 @@ def replay(
     Raises:
         ValueError: The data set has no numbered examples, or train takes no private step on it.
     """
-    require(steps >= 1, f"steps={steps} must be at least 1")
-    numbered = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    n = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset) else 0
     stream = f"{type(dataset).__name__} has no numbered examples, so none can be left out"
-    require(numbered, f"{stream}; give a data set with a length, such as list(itertools.islice(stream, 500))")
-    n = len(dataset)
-    wrong = [each for each in examples or () if not 0 <= each < n]
-    require(not wrong, f"examples={wrong} are not in the data set; give numbers from 0 to {n - 1}")
+    require(n > 0, f"{stream}; give a data set with a length, such as list(itertools.islice(stream, 500))")
 
     def run(steps: int, factors: Mapping[int, float], size: int = n, **options: Any) -> _Run:
         return _Run(train, _Neighbour(dataset, size, factors, seed), steps, seed, **options)
 
     first = run(steps, {})
-    limit = len(first.releases)
-    if first.error is not None and not limit:
-        raise first.error
-    require(limit > 0, "train took no private step; let it step the optimizer that make_private returns")
-    require(
-        first.size > 0, "train stepped, but no loader reads the data set that it was given; make the loader from it"
-    )
-    batches = [batch for fact in first.facts[:limit] for batch in fact["choice of batches"]]
-    drawn, alone = {each for batch in batches for each in batch}, {batch[0] for batch in batches if len(batch) == 1}
+    if not first.count or not first.size:
+        remedy = "step the optimizer that make_private returns, on a loader of the data set that train is given"
+        raise first.end if isinstance(first.end, Exception) else ValueError(f"train took no private step; {remedy}")
+    batches = [batch for state in first.states for batch in state["choice of batches"]]
+    drawn, alone = ({each for batch in batches if len(batch) < most for each in batch} for most in (n + 1, 2))
+    unseen = sorted(set(examples or ()) - drawn)
+    require(not unseen, f"examples={unseen} were not drawn in {first.count} steps; take more steps, or name others")
     usual = sorted(drawn - alone or drawn)  # without the others a batch would be empty
     chosen = list(examples or random.Random(seed).sample(usual, min(3, len(usual))))
 
     found = list[tuple[str, str]]()
     for place, k in enumerate(chosen):
-        neighbour = run(limit, {k: 0.0}, first=first, without=k)
+        neighbour = run(first.count, {k: 0.0}, first=first, without=k)
         found += _differences(first, neighbour, k, f"without example {k}")
         if place == 0:
-            outlier = run(limit, {k: 1000.0}, first=first)
+            outlier = run(first.count, {k: 1000.0}, first=first)
             found += _differences(neighbour, outlier, k, f"with example {k} times 1,000 instead of left out")
-    if first.error is not None and not found:
-        raise first.error
+    if isinstance(first.end, Exception) and not found:
+        raise first.end
     for optimizer in first.optimizers:
-        found += _noise_faults(first, optimizer)
+        mine = [state for state in first.states[: first.count] if state["optimizer"] is optimizer]
+        found += _noise_faults(mine) if mine and all(state["σ"] > 0 for state in mine) else []
     found += _draw_faults(first)
     for size in () if n_is_public else (n - 1, n - max(2, n // 8)):
-        smaller = run(1, {}, size)
-        facts = [
-            {**each.facts[-1], **each.facts[0], "accounted q": each.facts[-1]["accounted q"]}
-            for each in (first, smaller)
-        ]
-        for name in ("accounted q", "divisor", "steps in a pass"):
-            change = _changed(facts[0][name], facts[1].get(name, math.nan))
-            if change is not None:
-                found.append(
-                    ("n", f"n is not public, but with {size} of {n} examples the {name} is {change}. {_HIDDEN_N}")
-                )
-    return Replay(list(dict(found[::-1]).values())[::-1], limit, chosen)
+        was, now = ({**each.states[0], **each.states[-1]} for each in (first, run(1, {}, size)))
+        for name in ("accounted q", "divisor", "number of steps in a pass"):
+            change = _changed(was[name], now.get(name, math.nan))
+            why = f"n is not public, but with {size} of {n} examples the {name} is {change}. {_HIDDEN_N}"
+            found += [("n", why)] if change else []
+    return Replay(list(dict(found[::-1]).values())[::-1], first.count, chosen)
