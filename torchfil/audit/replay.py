@@ -15,7 +15,6 @@ clipping (a second noisy release) and several processes are not covered.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections import Counter, defaultdict, deque
@@ -29,7 +28,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
@@ -118,14 +117,6 @@ class _Neighbour(Dataset[Any]):
         return getattr(vars(self).get("dataset"), name)
 
 
-def _examples_of(dataset: Any, indices: Sequence[int]) -> list[int] | None:
-    """The numbers of a loader's examples in our data set; None: it reads other data."""
-    while dataset is not None and not isinstance(dataset, _Neighbour):
-        indices = [dataset.indices[index] for index in indices] if isinstance(dataset, Subset) else indices
-        dataset = getattr(dataset, "dataset", None)
-    return None if dataset is None else [int(index) for index in indices]
-
-
 class _Run(TorchDispatchMode):
     """A training run under the replay's eyes: all that it released, and what must not depend on an example.
 
@@ -134,26 +125,29 @@ class _Run(TorchDispatchMode):
 
     Args:
         train: The user's function.
-        dataset: Its argument.
+        data: Its argument.
         steps: After how many releases to stop.
         seed: Of everything random.
         first: The run whose random numbers and releases this one gets; None: it has its own.
         without: The example that is left out of every batch.
     """
 
-    def __init__(
-        self, train: Train, dataset: Any, steps: int, seed: int, first: _Run | None = None, without: int | None = None
-    ) -> None:
+    def __init__(self, train: Train, data: Any, steps: int, seed: int, first: Any = None, without: Any = None) -> None:
         super().__init__()
-        self.first, self.without, self.steps, self.count, self.size, self.in_a_pass = first, without, steps, 0, 0, 0.0
-        self.optimizers, self.modules, self.engines, self.states = (list[Any]() for _ in range(4))
-        self.drawn, self.batch = list[list[int]](), list[int]()
-        self.tapes = defaultdict[int, list[Any]](list, {} if first is None else copy.deepcopy(first.tapes))
+        self.first, self.without, self.steps, self.count, self.size, self.inside = first, without, steps, 0, 0, False
+        lists: Any = [], [], [], [], []
+        self.optimizers, self.engines, self.buffers, self.states, self.drawn = lists
+        self.tapes: Any = defaultdict(list, {at: [*kept] for at, kept in first.tapes.items()} if first else {})
         self.end: BaseException | None = None
         try:
             with (
                 _around(DPOptimizer, "__init__", self._new_optimizer),
-                _around(PrivacyEngine, "__init__", self._new_engine),
+                _around(
+                    PrivacyEngine,
+                    "__init__",
+                    lambda init, new, *a, **o: (self.engines.append(new), init(new, *a, **o))[0],
+                ),
+                _around(nn.Module, "register_buffer", self._new_buffer),
                 _around(LoaderIterator, "_next_index", self._next_index),
                 _around(LoaderIterator, "__next__", self._next_batch),
                 _around(noise, "_from_the_system", lambda _, device: torch.Generator(device).manual_seed(seed)),
@@ -162,7 +156,7 @@ class _Run(TorchDispatchMode):
                 _visible_draws(),
                 self,
             ):
-                train(dataset)
+                train(data)
         except (_StoppedByReplay, Exception) as end:
             self.end = end
         self._note()
@@ -173,7 +167,7 @@ class _Run(TorchDispatchMode):
             return result
         drawn, tape = result[1] if func in _MASK_SECOND else result, self.tapes[self.count]
         if self.first is None:
-            tape.append((drawn.detach().clone(), self.batch))
+            tape.append((drawn.detach().clone(), (self.drawn or [[]])[-1]))
         elif tape:
             drawn.copy_(self._rows(drawn.shape, *tape.pop(0)))
             if func in _MASK_SECOND and args[1] < 1:
@@ -194,33 +188,30 @@ class _Run(TorchDispatchMode):
         self.optimizers.append(optimizer)
         optimizer.scale_grad = partial(self._release, optimizer, optimizer.scale_grad)
 
-    def _new_engine(self, init: Any, engine: Any, /, *args: Any, **options: Any) -> None:
-        init(engine, *args, **options)
-        self.engines.append(engine)
-        engine.make_private = partial(self._make_private, engine.make_private)
-
-    def _make_private(self, plain: Any, *args: Any, **options: Any) -> Any:
-        self.modules.append(args[0] if args else options["module"])
-        return plain(*args, **options)
+    def _new_buffer(self, plain: Any, module: Any, name: str, *args: Any, **options: Any) -> None:
+        plain(module, name, *args, **options)
+        self.buffers.append((module, name))
 
     def _next_index(self, plain: Any, iterator: Any) -> Any:
-        batch = plain(iterator)
-        ids = _examples_of(iterator._dataset, batch if isinstance(batch, list) else [batch])
-        if ids is None:
+        batch, dataset = plain(iterator), iterator._dataset
+        ids = batch if isinstance(batch, list) else [batch]
+        while dataset is not None and not isinstance(dataset, _Neighbour):
+            ids = [dataset.indices[place] for place in ids] if isinstance(dataset, Subset) else ids
+            dataset = getattr(dataset, "dataset", None)
+        if dataset is None:  # a loader of other data
             return batch
         require(isinstance(batch, list), "a loader with batch_size=None cannot be replayed; give it a batch size")
-        self.size, self.in_a_pass = len(iterator._dataset), float(len(iterator))
+        self.size, self.in_a_pass = len(iterator._dataset), len(iterator)
         vars(iterator).setdefault("replayed", deque()).append(ids)  # workers fetch ahead
         return [place for place, each in zip(batch, ids, strict=True) if each != self.without]
 
     def _next_batch(self, plain: Any, iterator: Any) -> Any:
         content = plain(iterator)
         if vars(iterator).get("replayed"):
-            self.batch = iterator.replayed.popleft()
-            self.drawn.append(self.batch)
+            self.drawn = [*self.drawn[: None if self.inside else 0], iterator.replayed.popleft()]
+            self.inside = True
         return content
 
-    @property
     def history(self) -> list[tuple[float, float, int]]:
         """(σ, q, steps) of all accountants."""
         return [entry for engine in self.engines for entry in engine.accountant.history]
@@ -230,8 +221,8 @@ class _Run(TorchDispatchMode):
         inner = [optimizer.original_optimizer for optimizer in self.optimizers]
         weights = tensors_of([[[*each.state.values()] for each in inner], [each.params for each in self.optimizers]])
         groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
-        state = {"choice of batches": self.drawn, "accounted q": str({q for _, q, _ in self.history})}
-        buffers = _checksum([buffer for module in self.modules for buffer in module.buffers()])
+        state = {"choice of batches": self.drawn, "accounted q": str({q for _, q, _ in self.history()})}
+        buffers = _checksum(tensors_of([getattr(*buffer, None) for buffer in self.buffers]))
         state |= {"setting of the optimizer": str(groups), "checksum of buffers": buffers}
         self.states.append({**state, "checksum of weights and optimizer state": _checksum(weights)})
 
@@ -246,11 +237,10 @@ class _Run(TorchDispatchMode):
         divisor = float(noisy.norm() / _flat(scaled).norm().clamp(min=1e-300))
         state |= {"noisy": noisy, "noise": noisy - sums, "scaled": scaled, "optimizer": optimizer, "divisor": divisor}
         state |= {"σ": float(optimizer.noise_multiplier), "C": float(optimizer.max_grad_norm)}
-        drawn = self.drawn if self.drawn or not self.count else [self.states[-2]["ids"]]  # a step on the same batch
-        state |= {"ids": [each for batch in drawn for each in batch], "number of steps in a pass": self.in_a_pass}
+        state |= {"ids": [k for batch in self.drawn for k in batch], "number of steps in a pass": self.in_a_pass}
         for p, part in zip(optimizer.params, (self.first or self).states[self.count]["scaled"], strict=True):
             p.grad.copy_(part)
-        self.drawn, self.count = [], self.count + 1
+        self.inside, self.count = False, self.count + 1
 
 
 def _around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
@@ -321,20 +311,19 @@ def _noise_faults(states: Sequence[Mapping[str, Any]]) -> Findings:
 
 def _draw_faults(run: _Run) -> Findings:
     """Whether the accountants know of every release, and batches are drawn as they assume."""
-    steps, history, batches = run.count, run.history, [Counter(state["ids"]) for state in run.states[: run.count]]
+    steps, history, batches = run.count, run.history(), [Counter(state["ids"]) for state in run.states[: run.count]]
     for step, k, times in [(step, *each) for step, batch in enumerate(batches, 1) for each in batch.items()]:
         if times > 1:
             yield "twice", f"Step {step}: example {k} is drawn {times} times. Draw each at most once for a step."
-    everybody, counted = sum(batches, Counter[int]()), sum(times for *_, times in history)
+    sigmas, everybody = [sigma for sigma, _, times in history for _ in range(times)], sum(batches, Counter[int]())
+    counted = len(sigmas)
     rate = sum(q * times for _, q, times in history) / max(counted, 1)
     needed = steps if rate < 1 else max(everybody.values(), default=0)
     if run.engines and counted < needed:
         yield "count", f"The accountant counts {counted} of {needed} releases. Attach its hook to the optimizer."
-    used = sorted((state["σ"] for state in run.states[:steps]), reverse=True)
-    claimed = sorted((sigma for sigma, _, times in history for _ in range(times)), reverse=True)
-    for ours, theirs in zip(used, claimed, strict=False):
-        if theirs > ours * (1 + 1e-9):
-            yield "claim", f"The accountant counts σ = {theirs:.4g}, the optimizer has {ours:.4g}. Count the latter."
+    used, claimed = (sum(each) / max(len(each), 1) for each in ([state["σ"] for state in run.states[:steps]], sigmas))
+    if claimed > used * (1 + 1e-9):
+        yield "claim", f"The accountant counts σ = {claimed:.4g}, the optimizer has {used:.4g}. Count the latter."
     if not 0 < rate < 1:
         return
     total, mean = everybody.total(), rate * run.size * steps
@@ -371,8 +360,7 @@ def replay(
         ValueError: The data set has no numbered examples, or train takes no private step on it.
     """
     n = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset) else 0
-    stream = f"{type(dataset).__name__} has no numbered examples, so none can be left out"
-    require(n > 0, f"{stream}; give a data set with a length, such as list(itertools.islice(stream, 500))")
+    require(n > 0, f"{type(dataset).__name__} has no numbered examples; give list(itertools.islice(stream, 500)) of it")
 
     def run(steps: int, factors: Mapping[int, float], size: int = n, **options: Any) -> _Run:
         return _Run(train, _Neighbour(dataset, size, factors, seed), steps, seed, **options)

@@ -1,10 +1,9 @@
 """``audit``: replays a training function on neighbouring data sets."""
 
-from __future__ import annotations
-
 import contextlib
 import pkgutil
 import sys
+from typing import Any
 
 import click
 
@@ -15,13 +14,13 @@ from torchfil.cli.output import FAILED, Output, with_output
 @click.argument("train", metavar="MODULE:TRAIN")
 @click.option("--data", required=True, metavar="MODULE:DATA", help="The data set, or a function that returns it.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Releases to compare.")
-@click.option("--example", type=int, multiple=True, help="Whom to leave out, by number; three at random if not given.")
+@click.option(
+    "--example", "examples", type=int, multiple=True, help="Whom to leave out, by number; three at random if not given."
+)
 @click.option("--hidden-n", is_flag=True, help="The number of examples is not public.")
 @click.pass_context
 @with_output
-def audit(
-    ctx: click.Context, train: str, data: str, steps: int, example: tuple[int, ...], hidden_n: bool, out: Output
-) -> None:
+def audit(ctx: click.Context, train: str, data: str, hidden_n: bool, out: Output, **options: Any) -> None:
     """Train on neighbouring data sets with equal randomness; name every step that is not as private as accounted.
 
     The function takes the data set, makes model, optimizer and loader private (by Opacus or torchfil) and trains; it is
@@ -38,10 +37,10 @@ def audit(
     with contextlib.redirect_stdout(sys.stderr):  # what train prints is no result
         try:
             function, dataset = map(pkgutil.resolve_name, (train, data))
-            options = {"steps": steps, "examples": example or None, "n_is_public": not hidden_n}
-            found = replay(function, dataset() if callable(dataset) else dataset, **options)
+            dataset = dataset() if callable(dataset) else dataset
+            found = replay(function, dataset, n_is_public=not hidden_n, **options)
         except Exception as error:
             raise ValueError(f"{train} on {data}: {type(error).__name__}: {error}") from error
     if out.as_json or not found.passed:
-        out.result(str(found), {"findings": found.findings, "releases": found.releases, "examples": found.examples})
+        out.result(str(found), vars(found))
     ctx.exit(0 if found.passed else FAILED)
