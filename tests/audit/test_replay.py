@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +21,10 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-from tests.test_cli import call
+from tests.test_cli import call, refused
+from torchfil.audit import replay as replays
 from torchfil.audit.replay import Replay, replay
 from torchfil.engine import FILPrivacyEngine
 from torchfil.pytest_plugin import assert_private_step as assert_private_step
@@ -274,7 +277,7 @@ def gradient_after_noise(run: SimpleNamespace) -> None:
 
 
 def lr_from_loss(run: SimpleNamespace) -> None:
-    run.optimizer.param_groups[0]["lr"] = float(run.loss)
+    run.optimizer.param_groups[0]["lr"] = float(run.loss.detach())
 
 
 def normalised(run: SimpleNamespace) -> None:
@@ -310,7 +313,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "running statistics": ({"model": lambda: mlp(0.0, Standardised(running=True))}, r"buffers .*GroupNorm"),
     "rate understated": (
         {"spoil": hook(lambda run: run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.02)), "steps": 12},
-        r"12 steps drew \d+ examples; the accountant's q = 0\.02 gives 29",
+        r"\d+ examples were drawn; the accountant's q = 0\.02 gives 29",
     ),
     "half of the steps": ({"spoil": hook(count_half)}, r"The accountant counts 3 of 6 releases"),
     "no step counted": ({"spoil": hook(lambda run: None)}, r"The accountant counts 0 of 6 releases"),
@@ -355,3 +358,120 @@ def test_an_example_that_skips_its_steps_is_found() -> None:
     found = replayed(TensorDataset(inputs, LABELS), each=skip, examples=[8], steps=12)
     assert "choice of batches" in str(found)
     assert "Take a step for every batch" in str(found)
+
+
+# ---------------------------------------------------------------------- refusals, and what is left behind
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+
+class Endless:
+    """Items without a length."""
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index % N]
+
+
+def raises(data: Any) -> None:
+    raise KeyError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("train", "data", "options", "said"),
+    [
+        (trained, Stream(), {}, "Stream has no numbered examples; give list"),
+        (trained, Endless(), {}, "Endless has no numbered examples"),
+        (lambda data: None, DATA, {}, "no private step; step the optimizer that make_private returns"),
+        (lambda data: trained(DATA), DATA, {}, "on a loader of the data set that train is given"),
+        (trained, DATA, {"examples": [N]}, r"examples=\[120\] were not drawn in 2 steps"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(train: Any, data: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replay(train, data, steps=2, **options)
+
+
+def test_an_error_of_the_user_is_the_users() -> None:
+    with pytest.raises(KeyError, match="no such column"):
+        replay(raises, DATA)
+
+
+def test_everything_is_restored() -> None:
+    owners = (DPOptimizer, PrivacyEngine, LoaderIterator, DataLoader, nn.Module, noise)
+    before = [dict(vars(owner)) for owner in owners]
+    state = torch.get_rng_state()
+    for train in (trained, raises):
+        with contextlib.suppress(KeyError):
+            replay(train, DATA, steps=1)
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_is_coupled_by_example() -> None:
+    """Without it, a sound run would not pass: other masks change the sum where the example is left out."""
+    with mock.patch.object(replays._Run, "_rows", lambda run, shape, numbers, ids: numbers.new_ones(shape)):
+        assert not replayed(model=lambda: mlp(0.5)).passed
+
+
+def test_two_optimizers_on_one_batch() -> None:
+    """Each has its own noise; a second step on the same batch is about the same examples."""
+
+    def train(data: Any) -> None:
+        runs = []
+        for _ in range(2):
+            model = mlp()
+            loader = DataLoader(data, BATCH)
+            options: Any = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+            runs.append(
+                PrivacyEngine().make_private(
+                    module=model, optimizer=sgd(model.parameters()), data_loader=loader, **options
+                )
+            )
+        for x, y in runs[0][2]:
+            for model, optimizer, _ in runs:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    found = replay(train, DATA, steps=STEPS)
+    assert found.passed, str(found)
+
+
+# ---------------------------------------------------------------------- in tests, and from the command line
+
+
+def test_the_fixture_asserts(assert_private_step: Any) -> None:
+    assert_private_step(trained, DATA, steps=2)
+    with pytest.raises(AssertionError, match="n is not public"):
+        assert_private_step(trained, DATA, steps=2, n_is_public=False)
+
+
+def test_the_plugin_loads_nothing_heavy() -> None:
+    code = "import sys, torchfil.pytest_plugin; print({'torch', 'opacus', 'numpy'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_training.py").write_text(
+        "from tests.audit.test_replay import DATA, trained, raises\n"
+        "def train(data):\n    print('training')\n    trained(data)\n"
+        "def data():\n    return DATA\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    silent = call("audit", "own_training:train", "--data", "own_training:data", "--steps", "2")
+    assert (silent.exit_code, silent.stdout) == (0, "")
+    arguments = ("audit", "own_training:train", "--data", "own_training:DATA", "--steps", "2", "--hidden-n")
+    found = call(*arguments, "--json")
+    assert found.exit_code == 1
+    assert "opacus#571" in json.loads(found.stdout)["findings"][0]
+    assert call(*arguments).stdout.startswith("n is not public")
+    assert "KeyError: 'no such column'" in refused("audit", "own_training:raises", "--data", "own_training:DATA")
+    assert "nowhere" in refused("audit", "nowhere:train", "--data", "own_training:DATA")
+    assert "no_data" in refused("audit", "own_training:train", "--data", "own_training:no_data")

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,7 +29,7 @@ from opacus.optimizers import DPOptimizer
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 from torchfil.fisher.masks import _MASK_SECOND, _draws, _gives_all_it_draws, _visible_draws
@@ -55,8 +54,7 @@ _HIDDEN_N = """With torchfil, give make_private sample_rate= and expected_batch_
 its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819)."""
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """What a replay found.
 
     Guarantees:
@@ -80,8 +78,7 @@ class Replay:
         return not self.findings
 
     def __str__(self) -> str:
-        none = f"In {self.releases} steps, leaving out each of the examples {self.examples} showed no fault."
-        return "\n".join(self.findings) or f"{none} This does not prove privacy."
+        return "\n".join(self.findings) or f"No fault was seen in {self.releases} steps, which does not prove privacy."
 
 
 class _StoppedByReplay(BaseException):
@@ -134,22 +131,20 @@ class _Run(TorchDispatchMode):
 
     def __init__(self, train: Train, data: Any, steps: int, seed: int, first: Any = None, without: Any = None) -> None:
         super().__init__()
-        self.first, self.without, self.steps, self.count, self.size, self.inside = first, without, steps, 0, 0, False
+        self.first, self.without, self.steps = first, without, steps
+        self.count = self.size = self.in_a_pass = 0
         lists: Any = [], [], [], [], []
         self.optimizers, self.engines, self.buffers, self.states, self.drawn = lists
+        self.released = self.drawn
         self.tapes: Any = defaultdict(list, {at: [*kept] for at, kept in first.tapes.items()} if first else {})
         self.end: BaseException | None = None
         try:
             with (
                 _around(DPOptimizer, "__init__", self._new_optimizer),
-                _around(
-                    PrivacyEngine,
-                    "__init__",
-                    lambda init, new, *a, **o: (self.engines.append(new), init(new, *a, **o))[0],
-                ),
-                _around(nn.Module, "register_buffer", self._new_buffer),
+                _around(PrivacyEngine, "__init__", partial(_keep, self.engines)),
+                _around(nn.Module, "register_buffer", partial(_keep, self.buffers)),
                 _around(LoaderIterator, "_next_index", self._next_index),
-                _around(LoaderIterator, "__next__", self._next_batch),
+                _around(DataLoader, "_get_iterator", _without_workers),
                 _around(noise, "_from_the_system", lambda _, device: torch.Generator(device).manual_seed(seed)),
                 _around(noise, "Secure", lambda _: noise.NoiseSource()),
                 noise.preserve_rng(seed=seed),
@@ -163,12 +158,12 @@ class _Run(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))  # a neighbour draws as well: others watch the generators move
-        if not _draws(func, args) or (kwargs or {}).get("generator") is not None or not _gives_all_it_draws(func):
+        if not _draws(func, args) or not _gives_all_it_draws(func) or (kwargs or {}).get("generator") is not None:
             return result
         drawn, tape = result[1] if func in _MASK_SECOND else result, self.tapes[self.count]
-        if self.first is None:
+        if self.first is None and isinstance(drawn, Tensor):  # a fused layer on a GPU shows no draws
             tape.append((drawn.detach().clone(), (self.drawn or [[]])[-1]))
-        elif tape:
+        elif tape and isinstance(drawn, Tensor):
             drawn.copy_(self._rows(drawn.shape, *tape.pop(0)))
             if func in _MASK_SECOND and args[1] < 1:
                 result[0].copy_(args[0] * drawn / (1 - args[1]))
@@ -188,10 +183,6 @@ class _Run(TorchDispatchMode):
         self.optimizers.append(optimizer)
         optimizer.scale_grad = partial(self._release, optimizer, optimizer.scale_grad)
 
-    def _new_buffer(self, plain: Any, module: Any, name: str, *args: Any, **options: Any) -> None:
-        plain(module, name, *args, **options)
-        self.buffers.append((module, name))
-
     def _next_index(self, plain: Any, iterator: Any) -> Any:
         batch, dataset = plain(iterator), iterator._dataset
         ids = batch if isinstance(batch, list) else [batch]
@@ -202,19 +193,12 @@ class _Run(TorchDispatchMode):
             return batch
         require(isinstance(batch, list), "a loader with batch_size=None cannot be replayed; give it a batch size")
         self.size, self.in_a_pass = len(iterator._dataset), len(iterator)
-        vars(iterator).setdefault("replayed", deque()).append(ids)  # workers fetch ahead
+        self.drawn = [*([] if self.drawn is self.released else self.drawn), ids]
         return [place for place, each in zip(batch, ids, strict=True) if each != self.without]
-
-    def _next_batch(self, plain: Any, iterator: Any) -> Any:
-        content = plain(iterator)
-        if vars(iterator).get("replayed"):
-            self.drawn = [*self.drawn[: None if self.inside else 0], iterator.replayed.popleft()]
-            self.inside = True
-        return content
 
     def history(self) -> list[tuple[float, float, int]]:
         """(σ, q, steps) of all accountants."""
-        return [entry for engine in self.engines for entry in engine.accountant.history]
+        return [entry for engine, *_ in self.engines for entry in engine.accountant.history]
 
     def _note(self) -> None:
         """Note what the next step starts from; tensors as text, in which NaN equals NaN."""
@@ -222,7 +206,7 @@ class _Run(TorchDispatchMode):
         weights = tensors_of([[[*each.state.values()] for each in inner], [each.params for each in self.optimizers]])
         groups = [{**group, "params": len(group["params"])} for each in inner for group in each.param_groups]
         state = {"choice of batches": self.drawn, "accounted q": str({q for _, q, _ in self.history()})}
-        buffers = _checksum(tensors_of([getattr(*buffer, None) for buffer in self.buffers]))
+        buffers = _checksum(tensors_of([getattr(module, name, None) for module, name, *_ in self.buffers]))
         state |= {"setting of the optimizer": str(groups), "checksum of buffers": buffers}
         self.states.append({**state, "checksum of weights and optimizer state": _checksum(weights)})
 
@@ -240,7 +224,7 @@ class _Run(TorchDispatchMode):
         state |= {"ids": [k for batch in self.drawn for k in batch], "number of steps in a pass": self.in_a_pass}
         for p, part in zip(optimizer.params, (self.first or self).states[self.count]["scaled"], strict=True):
             p.grad.copy_(part)
-        self.inside, self.count = False, self.count + 1
+        self.released, self.count = self.drawn, self.count + 1
 
 
 def _around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
@@ -249,14 +233,23 @@ def _around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
     return mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
 
 
+def _without_workers(plain: Callable[..., Any], loader: Any) -> Any:
+    loader.__dict__.update(num_workers=0, timeout=0)  # they would fetch ahead
+    return plain(loader)
+
+
+def _keep(kept: list[Any], plain: Callable[..., Any], new: Any, /, *args: Any, **options: Any) -> None:
+    plain(new, *args, **options)
+    kept.append((new, *args, *options.values()))
+
+
 def _flat(parts: Iterable[Tensor]) -> Tensor:
     """[d], a copy in float64 on the CPU."""
     return torch.cat([part.detach().to("cpu", torch.float64, copy=True).flatten() for part in parts])
 
 
 def _checksum(parts: Sequence[Tensor]) -> str:
-    flat = _flat([Tensor(), *parts])
-    return str([float(flat.sum()), float(flat.norm())])
+    return str([float(measure(_flat([Tensor(), *parts]))) for measure in (torch.sum, torch.linalg.vector_norm)])
 
 
 def _changed(was: Any, now: Any) -> str:
@@ -274,12 +267,9 @@ def _differences(one: _Run, other: _Run, k: int, how: str) -> Findings:
             if name not in ("divisor", "σ", "C"):  # what follows would be about other weights
                 return
         if step < min(one.count, other.count):
-            gap, limit, eps = (
-                float((was["noisy"] - now["noisy"]).norm()),
-                was["C"],
-                torch.finfo(was["scaled"][0].dtype).eps,
-            )
-            slack = limit * (1e-4 + 10 * eps * len(was["ids"])) + 10 * eps * float(was["noisy"].norm())
+            gap, limit = float((was["noisy"] - now["noisy"]).norm()), was["C"]
+            eps = 10 * torch.finfo(was["scaled"][0].dtype).eps
+            slack = limit * (1e-4 + eps * len(was["ids"])) + eps * float(was["noisy"].norm())
             if k not in was["ids"] and not gap <= slack:
                 why = "Something of it was kept from another batch, or all data were read. Use public data for that."
                 yield "leak", f"{at} noisy sum changes by {gap:.4g}, though example {k} was not drawn. {why}"
@@ -316,25 +306,22 @@ def _draw_faults(run: _Run) -> Findings:
         if times > 1:
             yield "twice", f"Step {step}: example {k} is drawn {times} times. Draw each at most once for a step."
     sigmas, everybody = [sigma for sigma, _, times in history for _ in range(times)], sum(batches, Counter[int]())
-    counted = len(sigmas)
-    rate = sum(q * times for _, q, times in history) / max(counted, 1)
+    counted, rate = len(sigmas), sum(q * times for _, q, times in history) / max(len(sigmas), 1)
     needed = steps if rate < 1 else max(everybody.values(), default=0)
     if run.engines and counted < needed:
         yield "count", f"The accountant counts {counted} of {needed} releases. Attach its hook to the optimizer."
     used, claimed = (sum(each) / max(len(each), 1) for each in ([state["σ"] for state in run.states[:steps]], sigmas))
     if claimed > used * (1 + 1e-9):
         yield "claim", f"The accountant counts σ = {claimed:.4g}, the optimizer has {used:.4g}. Count the latter."
-    if not 0 < rate < 1:
-        return
-    total, mean = everybody.total(), rate * run.size * steps
-    if stats.binom.sf(total - 1, run.size * steps, rate) < _LEVEL:
+    total, mean, poisson = everybody.total(), rate * run.size * steps, 0 < rate < 1
+    if poisson and stats.binom.sf(total - 1, run.size * steps, rate) < _LEVEL:
         yield (
             "rate",
-            f"{steps} steps drew {total} examples; the accountant's q = {rate:.4g} gives {mean:.0f}. Count the true q.",
+            f"{total} examples were drawn; the accountant's q = {rate:.4g} gives {mean:.0f}. Count the true q.",
         )
     size, times = Counter(batch.total() for batch in batches).most_common(1)[0]
     chances = stats.binom.pmf(range(run.size + 1), run.size, rate)
-    if stats.binom.sf(times - 1, steps, chances).sum() < _LEVEL:
+    if poisson and stats.binom.sf(times - 1, steps, chances).sum() < _LEVEL:
         fixed = f"{times} of {steps} batches have {size} examples, but the accountant assumes Poisson sampling"
         yield "fixed size", f"{fixed}. Use poisson_sampling=True, or count every participation with q = 1."
 

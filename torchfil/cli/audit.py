@@ -14,9 +14,7 @@ from torchfil.cli.output import FAILED, Output, with_output
 @click.argument("train", metavar="MODULE:TRAIN")
 @click.option("--data", required=True, metavar="MODULE:DATA", help="The data set, or a function that returns it.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Releases to compare.")
-@click.option(
-    "--example", "examples", type=int, multiple=True, help="Whom to leave out, by number; three at random if not given."
-)
+@click.option("--example", "examples", type=int, multiple=True, help="Whom to leave out; three at random if not given.")
 @click.option("--hidden-n", is_flag=True, help="The number of examples is not public.")
 @click.pass_context
 @with_output
@@ -42,5 +40,5 @@ def audit(ctx: click.Context, train: str, data: str, hidden_n: bool, out: Output
         except Exception as error:
             raise ValueError(f"{train} on {data}: {type(error).__name__}: {error}") from error
     if out.as_json or not found.passed:
-        out.result(str(found), vars(found))
+        out.result(str(found), found._asdict())
     ctx.exit(0 if found.passed else FAILED)
