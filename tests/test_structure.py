@@ -24,8 +24,8 @@ ROWS = (
     {"attacks", "audit"},
     {"planning"},
     {"engine"},
-    {"cli", "integrations", "pytest_plugin", "testing"},
-    {"__main__"},
+    {"cli", "integrations", "testing"},
+    {"__main__", "pytest_plugin"},
 )
 OPACUS = ("torchfil.engine", "torchfil.audit.replay")  # built on it; watches it
 MOST_LINES = 60  # of a function

@@ -39,7 +39,8 @@ from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Replay", "replay"]
 
-Train, Examples = Callable[[Any], Any], Sequence[int] | None
+Train = Callable[[Any], Any]
+Examples = Sequence[int] | None
 Findings = Iterator[tuple[str, str]]  # the kind of fault, and a sentence
 _LEVEL = 1e-6  # of each statistical test
 _REMEDIES = {  # of what must not depend on an example
