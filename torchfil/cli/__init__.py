@@ -3,6 +3,7 @@
 import click
 
 from torchfil._version import __version__
+from torchfil.cli.audit import audit
 from torchfil.cli.demo import demo
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
@@ -24,6 +25,7 @@ def main() -> None:
       torchfil gate run.parquet --policy policy.toml     # exit code 1 if a threshold is broken
       torchfil sign run.parquet --key ~/.ssh/id_ed25519  # vouch for a run; torchfil verify checks who did
       torchfil compare before.parquet after.parquet      # two runs: what a change did, and who moved
+      torchfil audit training:train --data training:dataset  # is each step as private as accounted?
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
     A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with torchfil.FILPrivacyEngine.
@@ -31,5 +33,5 @@ def main() -> None:
     """
 
 
-for command in (demo, report, gate, inspect, sign, verify, compare, glm):
+for command in (demo, audit, report, gate, inspect, sign, verify, compare, glm):
     main.add_command(command)

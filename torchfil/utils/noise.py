@@ -248,7 +248,9 @@ def preserve_rng(generators: Sequence[torch.Generator] = (), seed: int | None = 
     try:
         with torch.random.fork_rng(devices=[] if seed is None else range(torch.cuda.device_count())):
             if seed is not None:
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # manual_seed takes a millisecond where there is no GPU
+                if torch.cuda.is_available():
+                    torch.cuda.manual_seed_all(seed)
                 np.random.seed(seed % 2**32)
                 random.seed(seed)
                 for place, generator in enumerate(generators):

@@ -1,0 +1,477 @@
+"""The replay finds seeded faults, each by its own sentence, and is silent on sound runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import opacus.optimizers.optimizer as opacus_optimizer
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+from tests.test_cli import call, refused
+from torchfil.audit import replay as replays
+from torchfil.audit.replay import Replay, replay
+from torchfil.engine import FILPrivacyEngine
+from torchfil.pytest_plugin import assert_private_step as assert_private_step
+from torchfil.utils import noise
+
+N, BATCH, STEPS = 120, 15, 6
+INPUTS = torch.randn(N, 16, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS[:, :4] @ torch.randn(4, 3, generator=torch.Generator().manual_seed(1))).argmax(1)
+DATA = TensorDataset(INPUTS, LABELS)
+
+
+def mlp(dropout: float = 0.0, *first: nn.Module) -> nn.Module:
+    return nn.Sequential(*first, nn.Linear(16, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3))
+
+
+def cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Dropout2d(0.2), nn.Flatten()]
+    return nn.Sequential(nn.Unflatten(1, (1, 4, 4)), *layers, nn.Linear(16, 3))
+
+
+class Text(nn.Module):
+    """Words, a mean of embeddings, dropout of whole words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dropout, self.last = nn.Embedding(9, 5), nn.Dropout1d(0.2), nn.Linear(5, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.dropout(self.embedding(words)).mean(1))
+
+
+class Flipped(Dataset[Any]):
+    """Augmentation: every reading flips and shifts at random."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        x = INPUTS[index] + 0.1 * torch.randn(16)
+        return (x.flip(0) if torch.rand(()) < 0.5 else x), LABELS[index]
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def trained(
+    data: Any,
+    *,
+    engine: Any = PrivacyEngine,
+    model: Callable[[], nn.Module] = mlp,
+    optimizer: Callable[[Any], Any] = sgd,
+    spoil: Callable[[SimpleNamespace], Any] = lambda run: None,
+    each: Callable[[SimpleNamespace], Any] = lambda run: None,
+    then: Callable[[SimpleNamespace], Any] = lambda run: None,
+    by_engine: bool = False,
+    physical: int | None = None,
+    workers: int = 0,
+    part: bool = False,
+    **options: Any,
+) -> None:
+    """An ordinary private loop; faults are planted once, before each step and after it."""
+    run = SimpleNamespace(data=data, engine=engine(), module=model(), last=None)
+    loader: Any = DataLoader(Subset(data, range(5, N)) if part else data, BATCH, shuffle=True, num_workers=workers)
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+    made = run.engine.make_private(
+        module=run.module, optimizer=optimizer(run.module.parameters()), data_loader=loader, **given
+    )
+    run.model, run.optimizer, run.loader = made[0], made[1], made[-1]
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    spoil(run)
+    if physical is not None:
+        sizes: Any = {"data_loader": run.loader, "max_physical_batch_size": physical, "optimizer": run.optimizer}
+        run.loader = BatchMemoryManager(**sizes).__enter__()
+    for _ in range(2):  # epochs
+        for batch in run.loader:
+            run.x, run.y = batch
+            if by_engine:
+                run.engine.train_step(run.x, run.y)
+                continue
+            run.optimizer.zero_grad()
+            if each(run) == "skip":
+                continue
+            run.loss = criterion(run.model(run.x), run.y)
+            run.loss.backward()
+            run.optimizer.step()
+            then(run)
+
+
+def replayed(data: Any = DATA, seed: int = 0, steps: int = STEPS, hidden: Any = None, **options: Any) -> Replay:
+    how = {"examples": options.pop("examples", None), "n_is_public": hidden is None}
+    return replay(lambda given: trained(given, **options), data, seed=seed, steps=steps, **how)
+
+
+# ---------------------------------------------------------------------- sound runs
+
+FIL = {"engine": FILPrivacyEngine}
+WORDS = TensorDataset((3 * INPUTS[:, :7]).abs().long().clamp(max=8), LABELS)
+SOUND: dict[str, dict[str, Any]] = {
+    "opacus": {},
+    "opacus, ghost": {"grad_sample_mode": "ghost"},
+    "opacus, Adam": {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.05)},
+    "opacus, momentum": {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9)},
+    "opacus, dropout": {"model": lambda: mlp(0.3)},
+    "opacus, ghost, dropout": {"model": lambda: mlp(0.3), "grad_sample_mode": "ghost"},
+    "opacus, physical batches": {"model": lambda: mlp(0.3), "physical": 6},
+    "opacus, per layer": {"clipping": "per_layer", "max_grad_norm": [0.5, 0.5, 0.5, 0.5]},
+    "opacus, CNN": {"model": cnn},
+    "opacus, text": {"model": Text, "data": WORDS},
+    "opacus, augmentation": {"data": Flipped()},
+    "opacus, workers": {"data": Flipped(), "workers": 1, "model": lambda: mlp(0.3)},
+    "opacus, sum": {"loss_reduction": "sum", "part": True},
+    "opacus, generator": {"noise_generator": None},
+    "opacus, 14 steps": {"steps": 14, "model": lambda: mlp(0.3)},
+    "torchfil": FIL,
+    "torchfil, train_step": {**FIL, "by_engine": True, "criterion": nn.functional.cross_entropy},
+    "torchfil, hooks": {**FIL, "grad_sample_mode": "hooks"},
+    "torchfil, Adam, dropout": {
+        **FIL,
+        "model": lambda: mlp(0.3),
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    },
+    "torchfil, train_step, dropout": {
+        **FIL,
+        "by_engine": True,
+        "model": lambda: mlp(0.3),
+        "criterion": nn.functional.cross_entropy,
+    },
+    "torchfil, physical batches": {**FIL, "physical": 6},
+    "torchfil, per layer": {**FIL, "clipping": "per_layer", "max_grad_norm": [0.5, 0.5, 0.5, 0.5]},
+    "torchfil, CNN": {**FIL, "model": cnn},
+    "torchfil, text": {**FIL, "model": Text, "data": WORDS},
+    "torchfil, augmentation": {**FIL, "data": Flipped()},
+    "torchfil, workers": {**FIL, "workers": 1, "part": True},
+    "torchfil, without Poisson sampling": {**FIL, "poisson_sampling": False, "steps": 12},
+    "torchfil, hidden n": {**FIL, "hidden": True, "sample_rate": 0.125, "expected_batch_size": 15},
+}
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_runs_are_silent(name: str, seed: int) -> None:
+    found = replayed(**SOUND[name], seed=seed)
+    assert found.passed, str(found)
+    assert found.releases == SOUND[name].get("steps", STEPS)
+    assert "does not prove" in str(found)
+
+
+@pytest.mark.usefixtures("noise_of_users")
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_of_users_is_repeated(secure: bool) -> None:
+    found = replayed(engine=lambda: FILPrivacyEngine(secure_mode=secure))
+    assert found.passed, str(found)
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def noise_made_by(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    plain = opacus_optimizer._generate_noise
+    return lambda **options: change(plain(**options))
+
+
+def clip_doubled(run: SimpleNamespace) -> None:
+    plain = run.optimizer.clip_and_accumulate
+
+    def doubled() -> None:
+        run.optimizer.max_grad_norm = 2.0
+        plain()
+        run.optimizer.max_grad_norm = 1.0
+
+    run.optimizer.clip_and_accumulate = doubled
+
+
+def unclipped(run: SimpleNamespace) -> None:
+    """Adds the plain gradient of the last layer's bias to the clipped sum."""
+    plain = run.optimizer.clip_and_accumulate
+
+    def more() -> None:
+        bias = run.optimizer.params[-1]
+        extra = 0.1 * run.x.sum(0)[:3]
+        plain()
+        bias.summed_grad = bias.summed_grad + extra
+
+    run.optimizer.clip_and_accumulate = more
+
+
+class Twice:
+    """Draws the first example of each batch again."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch + batch[:1] for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def drawn_twice(run: SimpleNamespace) -> None:
+    loader = run.loader
+    run.loader = DataLoader(loader.dataset, batch_sampler=Twice(loader.batch_sampler), collate_fn=loader.collate_fn)
+
+
+class Standardised(nn.Module):
+    """A batch norm that no validator knows; or running means in a buffer, which nothing uses."""
+
+    def __init__(self, *, running: bool) -> None:
+        super().__init__()
+        self.running = running
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.running:
+            self.mean = 0.9 * self.mean + 0.1 * x.sum(0).detach()
+            return x
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 0.1).sqrt()
+
+
+def hook(count: Callable[[Any], Any]) -> Callable[[SimpleNamespace], Any]:
+    return lambda run: run.optimizer.attach_step_hook(lambda optimizer: count(run))
+
+
+def count_half(run: SimpleNamespace) -> None:
+    run.steps = getattr(run, "steps", 0) + 1
+    if run.steps % 2:
+        run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.125)
+
+
+def with_last_batch(run: SimpleNamespace) -> None:
+    last, run.last = run.last, (run.x[:9], run.y[:9])
+    if last is not None:
+        run.x, run.y = torch.cat([run.x, last[0]]), torch.cat([run.y, last[1]])
+
+
+def weights_from_data(run: SimpleNamespace) -> None:
+    with torch.no_grad():
+        run.optimizer.params[-1].add_(0.01 * run.data.tensors[0].sum(0)[:3])
+
+
+def gradient_after_noise(run: SimpleNamespace) -> None:
+    counting = run.optimizer.step_hook
+
+    def add(optimizer: Any) -> None:
+        counting(optimizer)
+        optimizer.params[-1].grad += 0.001 * run.x.sum(0)[:3]
+
+    run.optimizer.attach_step_hook(add)
+
+
+def lr_from_loss(run: SimpleNamespace) -> None:
+    run.optimizer.param_groups[0]["lr"] = float(run.loss.detach())
+
+
+def normalised(run: SimpleNamespace) -> None:
+    rows = torch.stack([run.data[place][0] for place in range(len(run.data))])
+    run.x = run.x - rows.mean(0)
+
+
+def raises_for_large(run: SimpleNamespace) -> None:
+    if run.x.numel() and run.x.max() > 100:
+        raise OverflowError("too large")
+
+
+def set_all(values: dict[str, Any]) -> Callable[[SimpleNamespace], Any]:
+    return lambda run: [setattr(run.optimizer, name, value(run)) for name, value in values.items()] and None
+
+
+HALVED = noise_made_by(lambda drawn: drawn / 2)
+NOT_IN_ONE_LAYER = noise_made_by(lambda drawn: drawn * (drawn.shape != (3, 6)))
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "noise halved": (
+        {"generate": HALVED},
+        r"noise of parameter 0 of 96 numbers has 0\.\d+ times the standard deviation σC",
+    ),
+    "a layer without noise": ({"generate": NOT_IN_ONE_LAYER}, r"noise of parameter 2 of 18 numbers has 0 times"),
+    "clip doubled": ({"spoil": clip_doubled}, r"noisy sum changes by 1\.\d+, more than C = 1"),
+    "same noise": ({"then": lambda run: torch.manual_seed(0)}, r"noises of steps 2 and 3 have correlation 1\."),
+    "an example twice": ({"spoil": drawn_twice}, r"Step 1: example \d+ is drawn 2 times"),
+    "true batch size": (
+        {"each": set_all({"expected_batch_size": lambda run: max(1, len(run.x))})},
+        r"the divisor is \d+ instead of \d+\. Divide by a public number",
+    ),
+    "batch norm": ({"model": lambda: mlp(0.0, Standardised(running=False))}, r"more than C = 1.*BatchNorm"),
+    "running statistics": ({"model": lambda: mlp(0.0, Standardised(running=True))}, r"buffers .*GroupNorm"),
+    "rate understated": (
+        {"spoil": hook(lambda run: run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.02)), "steps": 12},
+        r"\d+ examples were drawn; the accountant's q = 0\.02 gives 29",
+    ),
+    "half of the steps": ({"spoil": hook(count_half)}, r"The accountant counts 3 of 6 releases"),
+    "no step counted": ({"spoil": hook(lambda run: None)}, r"The accountant counts 0 of 6 releases"),
+    "σ overstated": (
+        {"spoil": hook(lambda run: run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.125))},
+        r"The accountant counts σ = 2, the optimizer has 1",
+    ),
+    "leak into the next batch": ({"each": with_last_batch}, r"though example \d+ was not drawn"),
+    "statistics of all the data": ({"each": normalised}, r"though example \d+ was not drawn"),
+    "weights from the data": ({"then": weights_from_data}, r"weights and optimizer state is .* Only noisy sums"),
+    "gradient after the noise": ({"spoil": gradient_after_noise}, r"weights and optimizer state is .* Only noisy sums"),
+    "learning rate from the loss": ({"then": lr_from_loss}, r"setting of the optimizer is .*schedule"),
+    "C from the data": (
+        {"each": set_all({"max_grad_norm": lambda run: float(run.x.norm(dim=1).sum()) / 50 + 0.1})},
+        r"the C is .* without looking at the data",
+    ),
+    "an unclipped path": ({"spoil": unclipped}, r"more than C = 1\. A path is not clipped"),
+    "an error": ({"each": raises_for_large}, r"ends after \d steps: OverflowError\('too large'\) instead of after"),
+    "fixed size": ({"poisson_sampling": False, "steps": 14}, r"14 of 14 batches have 15 examples.*Poisson sampling"),
+    "hidden n": ({"hidden": True}, r"with 119 of 120 examples the divisor is 14 instead of 15.*opacus#571, opacus#819"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_found(name: str) -> None:
+    options, sentence = FAULTS[name]
+    options = dict(options)
+    generate = options.pop("generate", opacus_optimizer._generate_noise)
+    with mock.patch.object(opacus_optimizer, "_generate_noise", generate):
+        found = replayed(**options)
+    assert not found.passed
+    assert any(re.search(sentence, finding) for finding in found.findings), str(found)
+
+
+def test_an_example_that_skips_its_steps_is_found() -> None:
+    inputs = INPUTS.clone()
+    inputs[8] = torch.nan
+
+    def skip(run: SimpleNamespace) -> str | None:
+        return None if torch.isfinite(run.x).all() else "skip"
+
+    found = replayed(TensorDataset(inputs, LABELS), each=skip, examples=[8], steps=12)
+    assert "choice of batches" in str(found)
+    assert "Take a step for every batch" in str(found)
+
+
+# ---------------------------------------------------------------------- refusals, and what is left behind
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+
+class Endless:
+    """Items without a length."""
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index % N]
+
+
+def raises(data: Any) -> None:
+    raise KeyError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("train", "data", "options", "said"),
+    [
+        (trained, Stream(), {}, "Stream has no numbered examples; give list"),
+        (trained, Endless(), {}, "Endless has no numbered examples"),
+        (lambda data: None, DATA, {}, "no private step; step the optimizer that make_private returns"),
+        (lambda data: trained(DATA), DATA, {}, "on a loader of the data set that train is given"),
+        (trained, DATA, {"examples": [N]}, r"examples=\[120\] were not drawn in 2 steps"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(train: Any, data: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replay(train, data, steps=2, **options)
+
+
+def test_an_error_of_the_user_is_the_users() -> None:
+    with pytest.raises(KeyError, match="no such column"):
+        replay(raises, DATA)
+
+
+def test_everything_is_restored() -> None:
+    owners = (DPOptimizer, PrivacyEngine, LoaderIterator, DataLoader, nn.Module, noise)
+    before = [dict(vars(owner)) for owner in owners]
+    state = torch.get_rng_state()
+    for train in (trained, raises):
+        with contextlib.suppress(KeyError):
+            replay(train, DATA, steps=1)
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_is_coupled_by_example() -> None:
+    """Without it, a sound run would not pass: other masks change the sum where the example is left out."""
+    with mock.patch.object(replays._Run, "_rows", lambda run, shape, numbers, ids: numbers.new_ones(shape)):
+        assert not replayed(model=lambda: mlp(0.5)).passed
+
+
+def test_two_optimizers_on_one_batch() -> None:
+    """Each has its own noise; a second step on the same batch is about the same examples."""
+
+    def train(data: Any) -> None:
+        runs = []
+        for _ in range(2):
+            model = mlp()
+            loader = DataLoader(data, BATCH)
+            options: Any = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+            runs.append(
+                PrivacyEngine().make_private(
+                    module=model, optimizer=sgd(model.parameters()), data_loader=loader, **options
+                )
+            )
+        for x, y in runs[0][2]:
+            for model, optimizer, _ in runs:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    found = replay(train, DATA, steps=STEPS)
+    assert found.passed, str(found)
+
+
+# ---------------------------------------------------------------------- in tests, and from the command line
+
+
+def test_the_fixture_asserts(assert_private_step: Any) -> None:
+    assert_private_step(trained, DATA, steps=2)
+    with pytest.raises(AssertionError, match="n is not public"):
+        assert_private_step(trained, DATA, steps=2, n_is_public=False)
+
+
+def test_the_plugin_loads_nothing_heavy() -> None:
+    code = "import sys, torchfil.pytest_plugin; print({'torch', 'opacus', 'numpy'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_training.py").write_text(
+        "from tests.audit.test_replay import DATA, trained, raises\n"
+        "def train(data):\n    print('training')\n    trained(data)\n"
+        "def data():\n    return DATA\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    silent = call("audit", "own_training:train", "--data", "own_training:data", "--steps", "2")
+    assert (silent.exit_code, silent.stdout) == (0, "")
+    arguments = ("audit", "own_training:train", "--data", "own_training:DATA", "--steps", "2", "--hidden-n")
+    found = call(*arguments, "--json")
+    assert found.exit_code == 1
+    assert "opacus#571" in json.loads(found.stdout)["findings"][0]
+    assert call(*arguments).stdout.startswith("n is not public")
+    assert "KeyError: 'no such column'" in refused("audit", "own_training:raises", "--data", "own_training:DATA")
+    assert "nowhere" in refused("audit", "nowhere:train", "--data", "own_training:DATA")
+    assert "no_data" in refused("audit", "own_training:train", "--data", "own_training:no_data")

@@ -1,0 +1,13 @@
+"""The fixture ``assert_private_step``, for every project that has torchfil installed; it loads torch when used."""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def assert_private_step() -> Any:
+    """:func:`torchfil.testing.assert_private_step`."""
+    from torchfil import testing
+
+    return testing.assert_private_step
