@@ -137,7 +137,6 @@ SOUND: dict[str, dict[str, Any]] = {
     "opacus, augmentation": {"data": Flipped()},
     "opacus, workers": {"data": Flipped(), "workers": 1, "model": lambda: mlp(0.3)},
     "opacus, sum": {"loss_reduction": "sum", "part": True},
-    "opacus, generator": {"noise_generator": None},
     "opacus, 14 steps": {"steps": 14, "model": lambda: mlp(0.3)},
     "torchfil": FIL,
     "torchfil, train_step": {**FIL, "by_engine": True, "criterion": nn.functional.cross_entropy},
