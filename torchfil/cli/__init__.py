@@ -29,7 +29,7 @@ def main() -> None:
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
     A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with torchfil.FILPrivacyEngine.
-    Exit codes: 0 done, 1 a policy is broken, a signature does not hold, 2 bad input.
+    Exit codes: 0 done, 1 a policy is broken, a signature does not hold, an audit found a fault, 2 bad input.
     """
 
 
