@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.cases import grouped
+from tests.cases import DEVICE, grouped
 from tests.engine.loops import data, make, network, step
 from torchfil import Canaries, FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
@@ -42,10 +42,10 @@ def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **opt
             before = optimizer.canaries._noisy.clone()
             weights = {name: p.detach().clone() for name, p in module.named_parameters()}
             join(limits)
-            seen.append({"weights": weights, "added": optimizer.canaries._noisy - before})
+            seen.append({"weights": weights, "added": (optimizer.canaries._noisy - before).cpu()})
 
         def noted_score(limits: Any, std: float) -> None:
-            seen[-1] |= {"left": optimizer.canaries._noisy - optimizer.canaries._people, "std": std}
+            seen[-1] |= {"left": (optimizer.canaries._noisy - optimizer.canaries._people).cpu(), "std": std}
             score(limits, std)
 
         optimizer.canaries.join, optimizer.canaries.score = noted_join, noted_score
@@ -64,9 +64,9 @@ def clipped(weights: dict[str, Tensor], x: Tensor, y: Tensor, limits: list[float
     plain = network()
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(functional_call(plain, parameters, (x[None],)), y[None])
+        return F.cross_entropy(functional_call(plain, parameters, (x[None].to(DEVICE),)), y[None].to(DEVICE))
 
-    parts = list(grad(loss)(weights).values())
+    parts = [part.cpu() for part in grad(loss)(weights).values()]
     if limits is not None:
         scaled = [
             clip.scale(part.norm(), torch.tensor(own, dtype=torch.float64)) * part
