@@ -234,9 +234,10 @@ class Audit:
     def __str__(self) -> str:
         verdict = "does not contradict the claim" if self.claimed < math.inf else "has no finite claim to contradict"
         verdict = "contradicts the claim: the run reveals more than it accounts for" if self.exceeds_claim else verdict
-        return f"""claimed ε {self.claimed:.2g}, audited ε ≥ {self.epsilon:.2g} ({self.num_canaries:,} canaries)
+        least = math.floor(100 * self.epsilon) / 100  # a lower bound is not rounded up
+        return f"""claimed ε {self.claimed:.3g}, audited ε ≥ {least:g} ({self.num_canaries:,} canaries)
 The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). Each canary ({self.kind}) took part with chance ½.
-At {100 * self.confidence:g} % confidence, the run's ε is at least {self.epsilon:.2g}.
+At {100 * self.confidence:g} % confidence, the run's ε is at least {least:g}.
 Who takes part, batches and noise are random, and this is one run. Were every guess right, the audit would show
 ε ≥ {self.ceiling:.2g}, and it cannot show more. A low number is no evidence of protection: others may learn more."""
 
