@@ -54,17 +54,10 @@ class BadInputError(click.ClickException):
 class OneLineGroup(click.Group):
     """Commands whose errors are one line on standard error, without usage and traceback."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **options: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Run a command; the process ends with its exit code where ``standalone_mode``."""
         try:
-            code = super().main(args, prog_name, complete_var, standalone_mode=False, **options) or 0
+            code = super().main(*args, standalone_mode=False, **options) or 0
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = BAD_INPUT
