@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import numpy as np
 from tqdm import tqdm
 
 from torchfil.utils.errors import require
-from torchfil.utils.text import aligned, visible
+from torchfil.utils.text import aligned, json_ready, visible
 
 FAILED, BAD_INPUT = 1, 2
 FILE = click.Path(path_type=Path)
@@ -89,7 +87,7 @@ class Output:
 
     def result(self, text: str, data: Any) -> None:
         """The result: as text, or its data as JSON."""
-        click.echo(json.dumps(plain(data), indent=1) if self.as_json else visible(text, keep="\n"))
+        click.echo(json.dumps(json_ready(data), indent=1) if self.as_json else visible(text, keep="\n"))
 
     def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
         """A bar on standard error where that is a terminal."""
@@ -126,16 +124,3 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
-
-
-def plain(value: Any) -> Any:
-    """The same in JSON's own types; what is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [plain(part) for part in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

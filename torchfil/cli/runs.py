@@ -21,7 +21,6 @@ from torchfil.cli.output import (
     check_places,
     checked_min_group,
     min_group_option,
-    plain,
     table,
     with_output,
 )
@@ -41,7 +40,7 @@ from torchfil.run.statistics import is_spared
 from torchfil.run.unit import counted
 from torchfil.utils.errors import require
 from torchfil.utils.files import file_sha256, write_bytes
-from torchfil.utils.text import visible, write_csv
+from torchfil.utils.text import json_ready, visible, write_csv
 
 
 @click.command()
@@ -388,7 +387,7 @@ def gate(
     if junit_file is not None:
         write_bytes(junit_file, _junit(verdicts))
     if json_file is not None:
-        write_bytes(json_file, json.dumps(plain(data), indent=1, ensure_ascii=False).encode())
+        write_bytes(json_file, json.dumps(json_ready(data), indent=1, ensure_ascii=False).encode())
     _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]

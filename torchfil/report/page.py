@@ -38,7 +38,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.unit import counted, plural, unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
-from torchfil.utils.text import write_csv_parts
+from torchfil.utils.text import json_ready, write_csv_parts
 
 MOST_MOVED = 10
 
@@ -359,12 +359,12 @@ def write_report(
 
         files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
         if verdicts is not None and policy is not None:
-            rules = _json_ready([each.as_dict() for each in verdicts])
+            rules = json_ready([each.as_dict() for each in verdicts], infinite=True)
             verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
         content = {
             "format": MARKER,
             "confidential": not redacted,
-            **_json_ready(summary),
+            **json_ready(asdict(summary), infinite=True),
             **verdict,
             "signed_by": None if signature is None else signature.signer,
             "files": files,
@@ -450,18 +450,3 @@ def check_replaceable(target: Path) -> None:
     if foreign:
         found = f"{', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report"
         raise FileExistsError(f"{target} holds {found}, and is not replaced; name a new folder")
-
-
-def _json_ready(value: Any) -> Any:
-    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
-    if hasattr(value, "__dataclass_fields__"):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
-    return value
