@@ -54,7 +54,7 @@ from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.models import check_modules, check_unweighted_mean
+from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.planning import calibration
@@ -605,11 +605,8 @@ class FILPrivacyEngine(PrivacyEngine):
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
         warnings.warn("Fisher accounting is paused: totals become lower bounds of what is released", stacklevel=3)
-        before, run.paused = run.paused, True
-        try:
+        with with_attributes(run, paused=True):
             yield
-        finally:
-            run.paused = before
 
     def detach(self) -> None:
         """Remove all hooks: the model is a plain module again. The ledger stays; no further step is possible."""
