@@ -19,16 +19,6 @@ from torchfil.utils.text import aligned, json_ready, visible
 FAILED, BAD_INPUT = 1, 2
 FILE = click.Path(path_type=Path)
 T = TypeVar("T")
-min_group_option = click.option(
-    "--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given)."
-)
-
-
-def checked_min_group(given: int | None, *, redacted: bool) -> int:
-    """The smallest group of a redacted page; refused on a page that is not, where it would mean nothing."""
-    if given is not None and not redacted:
-        raise ValueError(f"--min-group {given} has no effect without --redacted; add --redacted, or leave it out")
-    return 10 if given is None else given
 
 
 def check_places(read: Iterable[Path], written: Mapping[str, Path | None]) -> None:
@@ -111,6 +101,20 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # not exit code 1, with which a gate says that a rule is broken
             text = "the input is not as torchfil writes it, or this is a fault of torchfil; please report it"
             raise BadInputError(f"{type(error).__name__}: {error} ({text})") from error
+
+    return wrapped
+
+
+def with_redaction(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options --redacted and --min-group, which means nothing on a page that is not redacted."""
+
+    @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
+    @click.option("--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given).")
+    @functools.wraps(command)
+    def wrapped(*args: Any, redacted: bool, min_group: int | None, **options: Any) -> Any:
+        unused = f"--min-group {min_group} has no effect without --redacted; add --redacted, or leave it out"
+        require(redacted or min_group is None, unused)
+        return command(*args, redacted=redacted, min_group=10 if min_group is None else min_group, **options)
 
     return wrapped
 
