@@ -434,7 +434,7 @@ class SavedRun:
 
 def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
     """Columns by name with their shapes and types, of which those of a large file are not read yet."""
-    return getattr(columns, "arrays", columns)
+    return getattr(columns, "data", columns)
 
 
 _KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")  # of every example; NaN would count as none
