@@ -342,7 +342,7 @@ def write_report(
     require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
     policy, verdicts = (None, None) if redacted else _judged(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group, policy=policy)
-    files, notes, shown = dict[str, str](), list[str](), {} if redacted else dict(digests or {})
+    files, shown = dict[str, str](), {} if redacted else dict(digests or {})
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
@@ -351,7 +351,7 @@ def write_report(
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         # charts for other documents, from what the page shows
-        report = Report(summary, None if redacted else run, files, notes, shown, verdicts, policy, signature)
+        report = Report(summary, None if redacted else run, files, shown, verdicts, policy, signature)
         for name, chart in charts.charts_of(report).items() if pictures else ():
             drawn = standalone(chart, asset("charts.css"), label_of(redacted))
             (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
@@ -368,7 +368,6 @@ def write_report(
             **verdict,
             "signed_by": None if signature is None else signature.signer,
             "files": files,
-            "notes": notes,
         }
         text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         (folder / SUMMARY).write_text(text, encoding="utf-8")

@@ -380,7 +380,6 @@ class Report:
         summary: Aggregates.
         run: The run; None where the page is redacted, so that nothing can show an example.
         files: The names of the files beside the page and what they hold.
-        notes: Files that could not be written, and why.
         digests: SHA-256 of files beside the page, by name.
         verdicts: What the rules of a policy found; None where no policy was given.
         policy: The policy.
@@ -390,7 +389,6 @@ class Report:
     summary: Summary
     run: SavedRun | None
     files: dict[str, str]
-    notes: list[str]
     digests: dict[str, str]
     verdicts: list[Verdict] | None = None
     policy: Policy | None = None
