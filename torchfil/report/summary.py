@@ -15,7 +15,7 @@ from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, value_at
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -396,10 +396,7 @@ class Report:
 
     def about(self, *path: str) -> Any:
         """A value of ``summary.about`` by its path; None where it is not there."""
-        value: Any = self.summary.about
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return value_at(self.summary.about, ".".join(path))
 
     @property
     def is_linear(self) -> bool:
