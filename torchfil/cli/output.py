@@ -45,7 +45,7 @@ class OneLineGroup(click.Group):
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Run a command; the process ends with its exit code where ``standalone_mode``."""
         try:
-            code = super().main(*args, standalone_mode=False, **options) or 0
+            code = super().main(*args, standalone_mode=False, **options) or 0  # type: ignore[call-overload]
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = BAD_INPUT

@@ -465,8 +465,9 @@ class FILPrivacyEngine(PrivacyEngine):
         Each counts as a Gaussian release (q = 1) with the smallest noise so far. For zero-out adjacency this is at
         least what the steps of any example cost, in whatever order they came.
         """
+        run = self._training.run
         smallest = min([*(sigma for sigma, *_ in self.accountant.history), optimizer.noise_multiplier])
-        self.accountant.history = [(smallest, 1.0, self._training.run.most_participations())]
+        self.accountant.history = [(smallest, 1.0, run.ids.most_after(run.participants()))]  # with the current step
 
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None

@@ -331,7 +331,11 @@ def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
         name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
         if not summed or reduction == "mean":
             name += ", added up over the batch" * summed
-            yield IdentifiedLoss(name, lambda outputs, _, sign=sign, kind=kind: sign * kind(outputs), summed=summed)
+            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
+
+
+def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: Any) -> Tensor:
+    return sign * kind(outputs)
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:

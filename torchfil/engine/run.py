@@ -416,10 +416,6 @@ class Run:
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
 
-    def most_participations(self) -> int:
-        """The largest number of participations of any example, including the current step, if batches are known."""
-        return self.ids.most_after(self.participants())
-
     def _enter_ids(self) -> None:
         """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
         if not self._knows_batches:
