@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("slug", ["verdict", "looks", "most-exposed", "options", "pictures", "words"])
 def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: str) -> None:
-    report = Report(summarise(made_up(), redacted=True), None, {}, [], {})
+    report = Report(summarise(made_up(), redacted=True), None, {}, {})
     with pytest.raises(UndefinedError):
         block(slug, context_of(report))
 

@@ -17,7 +17,7 @@ from torchfil.gate.rules import in_digits as number
 from torchfil.report.page import write_report
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.errors import require
+from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import write_csv
 
 if TYPE_CHECKING:
@@ -94,10 +94,8 @@ def glm(
       torchfil glm patienten.csv --target dosis --sigma 0.01 --separator ";" --decimal ,
       torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.parquet --report page
     """
-    try:
+    with installed_by("glm", "linear models need pandas and scikit-learn"):
         from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
-    except ImportError as error:
-        raise ImportError("linear models need pandas and scikit-learn: pip install 'torchfil[glm]'") from error
     page_named = folder is not None and folder.suffix.lower() in (".html", ".htm")
     require(not page_named, f"--report {folder} names a folder, in which the page is index.html; leave out the suffix")
     check_places([data], {"--out": out_file, "--save": run_file, "--report": folder})

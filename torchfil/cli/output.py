@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,25 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import numpy as np
 from tqdm import tqdm
 
 from torchfil.utils.errors import require
-from torchfil.utils.text import aligned, visible
+from torchfil.utils.text import aligned, json_ready, visible
 
 FAILED, BAD_INPUT = 1, 2
 FILE = click.Path(path_type=Path)
 T = TypeVar("T")
-min_group_option = click.option(
-    "--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given)."
-)
-
-
-def checked_min_group(given: int | None, *, redacted: bool) -> int:
-    """The smallest group of a redacted page; refused on a page that is not, where it would mean nothing."""
-    if given is not None and not redacted:
-        raise ValueError(f"--min-group {given} has no effect without --redacted; add --redacted, or leave it out")
-    return 10 if given is None else given
 
 
 def check_places(read: Iterable[Path], written: Mapping[str, Path | None]) -> None:
@@ -54,17 +42,10 @@ class BadInputError(click.ClickException):
 class OneLineGroup(click.Group):
     """Commands whose errors are one line on standard error, without usage and traceback."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **options: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Run a command; the process ends with its exit code where ``standalone_mode``."""
         try:
-            code = super().main(args, prog_name, complete_var, standalone_mode=False, **options) or 0
+            code = super().main(*args, standalone_mode=False, **options) or 0  # type: ignore[call-overload]
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = BAD_INPUT
@@ -96,7 +77,7 @@ class Output:
 
     def result(self, text: str, data: Any) -> None:
         """The result: as text, or its data as JSON."""
-        click.echo(json.dumps(plain(data), indent=1) if self.as_json else visible(text, keep="\n"))
+        click.echo(json.dumps(json_ready(data), indent=1) if self.as_json else visible(text, keep="\n"))
 
     def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
         """A bar on standard error where that is a terminal."""
@@ -124,6 +105,20 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def with_redaction(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options --redacted and --min-group, which means nothing on a page that is not redacted."""
+
+    @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
+    @click.option("--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given).")
+    @functools.wraps(command)
+    def wrapped(*args: Any, redacted: bool, min_group: int | None, **options: Any) -> Any:
+        unused = f"--min-group {min_group} has no effect without --redacted; add --redacted, or leave it out"
+        require(redacted or min_group is None, unused)
+        return command(*args, redacted=redacted, min_group=10 if min_group is None else min_group, **options)
+
+    return wrapped
+
+
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Columns lined up, the first ``left`` to the left, the others to the right; cells are :func:`visible`."""
     return "\n".join(aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left)))
@@ -133,16 +128,3 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
-
-
-def plain(value: Any) -> Any:
-    """The same in JSON's own types; what is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [plain(part) for part in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

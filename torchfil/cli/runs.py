@@ -14,17 +14,7 @@ from xml.etree import ElementTree
 import click
 import numpy as np
 
-from torchfil.cli.output import (
-    FAILED,
-    FILE,
-    Output,
-    check_places,
-    checked_min_group,
-    min_group_option,
-    plain,
-    table,
-    with_output,
-)
+from torchfil.cli.output import FAILED, FILE, Output, check_places, table, with_output, with_redaction
 from torchfil.gate.gate import check, decision, in_words, notes, template
 from torchfil.gate.policy import load_policy
 from torchfil.gate.rules import RULES, Verdict, audit_in_words
@@ -41,22 +31,21 @@ from torchfil.run.statistics import is_spared
 from torchfil.run.unit import counted
 from torchfil.utils.errors import require
 from torchfil.utils.files import file_sha256, write_bytes
-from torchfil.utils.text import visible, write_csv
+from torchfil.utils.text import json_ready, visible, write_csv
 
 
 @click.command()
 @click.argument("run", type=FILE)
 @click.option("-o", "--out", "directory", type=FILE, required=True, help="Folder to write; replaced when complete.")
-@click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
-@min_group_option
 @click.option("--policy", type=FILE, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
 @click.option("--pictures", is_flag=True, help="Write the charts as SVG files beside the page, too.")
 @click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
 @click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
 @click.option("--weights", type=FILE, multiple=True, help="The released weights: their hash is on the sheet to sign.")
 @with_output
+@with_redaction
 def report(
-    run: Path, directory: Path, redacted: bool, min_group: int | None, pictures: bool, out: Output, **given: Any
+    run: Path, directory: Path, redacted: bool, min_group: int, pictures: bool, out: Output, **given: Any
 ) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
@@ -67,7 +56,6 @@ def report(
       torchfil report run.parquet -o report --signature run.parquet.sig --allowed-signers signers
       torchfil report run.parquet -o public --redacted --min-group 20
     """
-    smallest = checked_min_group(min_group, redacted=redacted)
     policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
     require(policy is None or not redacted, "A public page carries no verdict; drop --policy or --redacted.")
     require((signature is None) == (trust is None), "--signature and --allowed-signers belong together; give both")
@@ -75,7 +63,7 @@ def report(
     files = {"run": [run], "policy": [] if policy is None else [policy], "weights": given["weights"]}
     digests = {f"{role} {each.name}": file_sha256(each) for role, paths in files.items() for each in paths}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
-    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched, "pictures": pictures}
+    options: dict[str, Any] = {"min_group": min_group, "policy": thresholds, "signature": vouched, "pictures": pictures}
     page = write_report(load(run), directory, redacted=redacted, digests=digests, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
@@ -236,10 +224,9 @@ def _shortened(names: list[str], most: int = 6) -> str:
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
 @click.option("-o", "--out", "page", type=FILE, help="Write a page, an HTML file; replaced when complete.")
-@click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
-@min_group_option
 @with_output
-def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_group: int | None, out: Output) -> None:
+@with_redaction
+def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_group: int, out: Output) -> None:
     """Compare two saved runs on the same examples: what a change did, and who moved.
 
     Examples are matched by their ids. Runs that share none, protect other inputs or ask other questions are refused.
@@ -251,8 +238,7 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
       torchfil compare before.parquet after.parquet -o public.html --redacted --min-group 20
     """
     check_places([before, after], {"-o": page})
-    smallest = checked_min_group(min_group, redacted=redacted)
-    comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=smallest)
+    comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=min_group)
     if page is not None:
         write_bytes(page, render_comparison(comparison).encode("utf-8", "replace"))
 
@@ -388,7 +374,7 @@ def gate(
     if junit_file is not None:
         write_bytes(junit_file, _junit(verdicts))
     if json_file is not None:
-        write_bytes(json_file, json.dumps(plain(data), indent=1, ensure_ascii=False).encode())
+        write_bytes(json_file, json.dumps(json_ready(data), indent=1, ensure_ascii=False).encode())
     _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]

@@ -81,9 +81,9 @@ class DatasetPasses:
                 parts.setdefault(key, []).append(part)
         return {key: _joined(pieces)[[place[row] for row in rows]] for key, pieces in parts.items()}
 
-    def examples(self, rows: Sequence[int], *, check_values: bool = False) -> Examples:
+    def examples(self, rows: Sequence[int]) -> Examples:
         """These examples with their private coordinates; owners with all of their rows."""
-        return next(self._pieces(rows, together=True, check_values=check_values))[1]
+        return next(self._pieces(rows, together=True))[1]
 
     def inputs(self, rows: Sequence[int]) -> dict[Any, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each; an owner's are its first."""
@@ -99,12 +99,11 @@ class DatasetPasses:
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
         return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
 
-    def _pieces(
-        self, rows: Sequence[int], *, check_values: bool = True, together: bool = False
-    ) -> Iterator[tuple[Sequence[int], Examples]]:
+    def _pieces(self, rows: Sequence[int], *, together: bool) -> Iterator[tuple[Sequence[int], Examples]]:
         """These examples, given by number, with their private coordinates.
 
-        Owners have the rows that a step would draw; ``together``, all of them, and room for those of the largest.
+        Owners have the rows that a step would draw, whose values are checked; ``together``, all of them, as they are,
+        and room for those of the largest.
         """
         parts: Sequence[Any] = [None]
         owners, options, max_rows = self._owners, self.run.options, self.run.max_rows
@@ -115,7 +114,7 @@ class DatasetPasses:
             parts, max_rows = rows_by_owner(rows, owners, together=largest), largest or max_rows
         inputs, targets = map_tensors(lambda leaf: leaf.to(self.replica.device), self._batch(rows))
         args, kwargs = self.replica.examples_first(as_call(inputs))
-        how: dict[str, Any] = {"check_values": check_values, "max_rows": max_rows}
+        how: dict[str, Any] = {"check_values": not together, "max_rows": max_rows}
         for part in parts:
             laid_out = self.replica.lay_out(args, kwargs, targets, options.private, part=part, **how)
             yield rows if part is None else part.owners, laid_out
@@ -127,7 +126,7 @@ class DatasetPasses:
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
         for start in range(0, len(rows), _BATCH):
-            for part, examples in self._pieces(rows[start : start + _BATCH]):
+            for part, examples in self._pieces(rows[start : start + _BATCH], together=False):
                 weighted = replace(examples, clip_weights=self.run.weights_of(part))
                 yield part, self.replica.gradients(weighted, self.run.loss_of_examples(loss))
 

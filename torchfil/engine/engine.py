@@ -54,7 +54,7 @@ from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.models import check_modules, check_unweighted_mean
+from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.planning import calibration
@@ -465,8 +465,9 @@ class FILPrivacyEngine(PrivacyEngine):
         Each counts as a Gaussian release (q = 1) with the smallest noise so far. For zero-out adjacency this is at
         least what the steps of any example cost, in whatever order they came.
         """
+        run = self._training.run
         smallest = min([*(sigma for sigma, *_ in self.accountant.history), optimizer.noise_multiplier])
-        self.accountant.history = [(smallest, 1.0, self._training.run.most_participations())]
+        self.accountant.history = [(smallest, 1.0, run.ids.most_after(run.participants()))]  # with the current step
 
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
@@ -605,11 +606,8 @@ class FILPrivacyEngine(PrivacyEngine):
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
         warnings.warn("Fisher accounting is paused: totals become lower bounds of what is released", stacklevel=3)
-        before, run.paused = run.paused, True
-        try:
+        with with_attributes(run, paused=True):
             yield
-        finally:
-            run.paused = before
 
     def detach(self) -> None:
         """Remove all hooks: the model is a plain module again. The ledger stays; no further step is possible."""

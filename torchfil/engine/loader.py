@@ -373,7 +373,6 @@ class FILDataLoader(DataLoader[Any]):
     def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
-        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
 
         # Both kinds of sampler draw as before, and say when a pass begins.
         sampler: Any = loader.batch_sampler
@@ -478,8 +477,6 @@ class FILStreamLoader(DataLoader[Any]):
     def __init__(
         self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, id_of: IdOf, ranks: Ranks | None
     ) -> None:
-        self.plain_dataset: Any = loader.dataset
-        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
         self.sample_rate: float | None = None
         self._on_start, self._ranks = on_start, ranks
         super().__init__(

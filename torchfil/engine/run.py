@@ -11,11 +11,11 @@ fixed in every bound: if the weights were chosen from the data, the bounds do no
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
+from torchfil.utils.errors import all_or_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -415,10 +416,6 @@ class Run:
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
 
-    def most_participations(self) -> int:
-        """The largest number of participations of any example, including the current step, if batches are known."""
-        return self.ids.most_after(self.participants())
-
     def _enter_ids(self) -> None:
         """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
         if not self._knows_batches:
@@ -456,15 +453,9 @@ class Run:
         n, own_steps = self.ids.num_examples, self._knows_batches
         return NormHistory(n, self._place, self.clip_weights, own_steps=own_steps, **together)
 
-    @contextlib.contextmanager
-    def draws_undone_if_refused(self) -> Iterator[None]:
+    def draws_undone_if_refused(self) -> AbstractContextManager[None]:
         """Restore the probes' generator if the work inside is refused."""
-        state = self.generator.get_state()
-        try:
-            yield
-        except Exception:
-            self.generator.set_state(state)
-            raise
+        return all_or_nothing((self.generator.get_state, self.generator.set_state))
 
     def _check_memory(self, needed: int) -> None:
         accounting = self.options.accounting

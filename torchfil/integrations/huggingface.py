@@ -142,9 +142,6 @@ class FILTrainer(Trainer):
         _, optimizer, private_loader = getattr(self.engine, prepare)(*parts, **given, **self.privacy)
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
-
-        # Opacus copies the form of an empty batch from the first batch it sees.
-        private_loader.plain_collate_fn([private_loader.plain_dataset[0]])
         return private_loader
 
     def _batches_of_ranks(self, dataset: Any, seed: int) -> BatchSampler:

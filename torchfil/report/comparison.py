@@ -17,7 +17,6 @@ difference of two published numbers would be theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from torchfil.report.groups import joined, split_beside
 from torchfil.report.summary import class_counts
 from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, NOT_MEASURED, UNTOLD
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, value_at
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.run.unit import Unit
 from torchfil.utils.errors import require
@@ -373,9 +372,7 @@ def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
 
 def setting(run: SavedRun, name: str) -> Any:
     """A value of ``about`` by its path, e.g. "mechanism.sigma", or the "unit"; None where it is not there or empty."""
-    value: Any = {**run.about, "unit": run.unit.kind}
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+    value = value_at({**run.about, "unit": run.unit.kind}, name)
     return value if value != "" else None
 
 

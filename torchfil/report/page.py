@@ -38,7 +38,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.run.unit import counted, plural, unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
-from torchfil.utils.text import write_csv_parts
+from torchfil.utils.text import json_ready, write_csv_parts
 
 MOST_MOVED = 10
 
@@ -342,7 +342,7 @@ def write_report(
     require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
     policy, verdicts = (None, None) if redacted else _judged(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group, policy=policy)
-    files, notes, shown = dict[str, str](), list[str](), {} if redacted else dict(digests or {})
+    files, shown = dict[str, str](), {} if redacted else dict(digests or {})
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
@@ -351,7 +351,7 @@ def write_report(
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         # charts for other documents, from what the page shows
-        report = Report(summary, None if redacted else run, files, notes, shown, verdicts, policy, signature)
+        report = Report(summary, None if redacted else run, files, shown, verdicts, policy, signature)
         for name, chart in charts.charts_of(report).items() if pictures else ():
             drawn = standalone(chart, asset("charts.css"), label_of(redacted))
             (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
@@ -359,16 +359,15 @@ def write_report(
 
         files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
         if verdicts is not None and policy is not None:
-            rules = _json_ready([each.as_dict() for each in verdicts])
+            rules = json_ready([each.as_dict() for each in verdicts], infinite=True)
             verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
         content = {
             "format": MARKER,
             "confidential": not redacted,
-            **_json_ready(summary),
+            **json_ready(asdict(summary), infinite=True),
             **verdict,
             "signed_by": None if signature is None else signature.signer,
             "files": files,
-            "notes": notes,
         }
         text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         (folder / SUMMARY).write_text(text, encoding="utf-8")
@@ -450,18 +449,3 @@ def check_replaceable(target: Path) -> None:
     if foreign:
         found = f"{', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report"
         raise FileExistsError(f"{target} holds {found}, and is not replaced; name a new folder")
-
-
-def _json_ready(value: Any) -> Any:
-    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
-    if hasattr(value, "__dataclass_fields__"):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
-    return value

@@ -15,7 +15,7 @@ from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, value_at
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -380,7 +380,6 @@ class Report:
         summary: Aggregates.
         run: The run; None where the page is redacted, so that nothing can show an example.
         files: The names of the files beside the page and what they hold.
-        notes: Files that could not be written, and why.
         digests: SHA-256 of files beside the page, by name.
         verdicts: What the rules of a policy found; None where no policy was given.
         policy: The policy.
@@ -390,7 +389,6 @@ class Report:
     summary: Summary
     run: SavedRun | None
     files: dict[str, str]
-    notes: list[str]
     digests: dict[str, str]
     verdicts: list[Verdict] | None = None
     policy: Policy | None = None
@@ -398,10 +396,7 @@ class Report:
 
     def about(self, *path: str) -> Any:
         """A value of ``summary.about`` by its path; None where it is not there."""
-        value: Any = self.summary.about
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return value_at(self.summary.about, ".".join(path))
 
     @property
     def is_linear(self) -> bool:

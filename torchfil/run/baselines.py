@@ -153,21 +153,6 @@ def attribute_ratio_parts(run: SavedRun, errors: ByExample, blind: np.ndarray) -
         yield rows, ratio_to_blind_guess(np.asarray(errors[rows], dtype=np.float64), blind[codes[rows]])
 
 
-def ratio_in_words(ratio: float) -> str:
-    """A ratio for readers; rounded down, so that 0.996 does not look like guessing.
-
-    Example:
-        >>> ratio_in_words(0.384), ratio_in_words(7.0), ratio_in_words(0.002)
-        ('0.38 of a blind guess’s error', 'beyond a blind guess’s error', 'below 0.01 of a blind guess’s error')
-    """
-    if math.isnan(ratio):
-        return "unknown"
-    if ratio >= 1:
-        return "beyond a blind guess’s error"
-    cut = math.floor(100 * ratio + 1e-9) / 100
-    return f"{f'{cut:g}' if cut else 'below 0.01'} of a blind guess’s error"
-
-
 def is_told(run: SavedRun) -> np.ndarray:
     """Which examples were drawn often enough to tell a lower end of their MSE bound, [n] booleans.
 

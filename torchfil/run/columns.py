@@ -71,7 +71,7 @@ class _Table:
     def __init__(self, run: saved.SavedRun) -> None:
         self.fields: list[pa.Field] = []
         self.values: list[Callable[[slice], Any]] = []
-        columns, groups = (getattr(each, "arrays", each) for each in (run.columns, run.groups))
+        columns, groups = (getattr(each, "data", each) for each in (run.columns, run.groups))
         self.facts: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,

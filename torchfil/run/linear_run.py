@@ -138,9 +138,14 @@ def linear_run(
         bound = 1 / square
     # nothing was missed, and nothing is estimated
     columns = {"fil": np.sqrt(square), "mse_bound": bound, "mse_bound_low": bound, "missed": np.zeros(n, np.int64)}
-    if reweighted is not None:
+    if reweighted is not None:  # beside η̄ of the same model fitted without weights
+        from sklearn.base import clone
+
+        unweighted = clone(first).fit(X, y).sensitivity(X, y, private_target=with_target)
+        found = information_by_coordinate([Release(unweighted, releases[0][1])])
+        before = [(information * spread**2)[:, private].mean(axis=1) for _, information in found]
         columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
-        columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
+        columns["fil_before"] = np.sqrt(np.concatenate(before))
 
     blind = guess_of_private.judged(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
@@ -261,17 +266,6 @@ def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Recor
     table = np.column_stack([as_array(X)[rows], last]).astype(float)
     values = table[:, [own[0] for own in columns]]
     return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
-
-
-def _before(
-    model: Any, X: Any, y: Any, sigma: float, private: list[int], spread: np.ndarray, private_target: bool
-) -> np.ndarray:
-    """η̄ of the same model fitted without weights, [n]."""
-    from sklearn.base import clone
-
-    release = Release(clone(model).fit(X, y).sensitivity(X, y, private_target=private_target), sigma)
-    parts = [(values * spread**2)[:, private].mean(axis=1) for _, values in information_by_coordinate([release])]
-    return np.sqrt(np.concatenate(parts))
 
 
 def _ids(given: Sequence[Hashable]) -> np.ndarray:

@@ -434,7 +434,7 @@ class SavedRun:
 
 def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
     """Columns by name with their shapes and types, of which those of a large file are not read yet."""
-    return getattr(columns, "arrays", columns)
+    return getattr(columns, "data", columns)
 
 
 _KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")  # of every example; NaN would count as none
@@ -471,12 +471,22 @@ _AUDIT |= {"by_method": dict[str, _Positive], "rates": list[_Rate]}  # type: ign
 _About: Any = msgspec.defstruct("_About", [("audit", msgspec.defstruct("_Audit", _AUDIT.items()) | None, None)])
 
 
+def value_at(values: Any, path: str) -> Any:
+    """A value in nested dicts by its path; None where it is not there.
+
+    Example:
+        >>> value_at({"mechanism": {"sigma": 2.0}}, "mechanism.sigma"), value_at({"mechanism": None}, "mechanism.sigma")
+        (2.0, None)
+    """
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
 def _check_kinds(about: Mapping[str, Any]) -> None:
     """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
     for name, (expected, kinds) in _KINDS.items():
-        value: Any = about
-        for key in name.split("."):
-            value = None if value is None else value.get(key)
+        value = value_at(about, name)
         fits = value is None or (isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool)))
         if fits and isinstance(value, list):
             fits = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)

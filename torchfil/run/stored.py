@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,24 +101,11 @@ class StoredArray:
         return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
 
 
-class StoredColumns(Mapping[str, np.ndarray]):
-    """Columns by name, each read whole when it is asked for.
-
-    Args:
-        arrays: By name, [n] each.
-    """
-
-    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
-        self.arrays = dict(arrays)
+class StoredColumns(UserDict[str, Any]):
+    """Columns by name, each read whole when it is asked for; ``data`` has the stored arrays, [n] each."""
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return np.asarray(self.arrays[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
+        return np.asarray(self.data[name])
 
 
 def coded(labels: np.ndarray | StoredArray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -64,6 +65,18 @@ def installed_by(extra: str, needs: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(f"{needs}: pip install 'torchfil[{extra}]'") from error
+
+
+@contextlib.contextmanager
+def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
+    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state."""
+    before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
+    try:
+        yield
+    except BaseException:
+        for set_state, state in before:
+            set_state(state)
+        raise
 
 
 def require(holds: bool, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import html
+import math
 import os
 import re
 import unicodedata
@@ -139,6 +140,28 @@ def html_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str
     head = f"<thead>{line(header, 'th')}</thead>" if header else ""
     body = "".join(line(row, "td") for row in rows)
     return f"<table><caption>{html.escape(caption)}</caption>{head}<tbody>{body}</tbody></table>"
+
+
+def json_ready(value: Any, *, infinite: bool = False) -> Any:
+    """The same in JSON's own types; anything else as text.
+
+    Args:
+        value: Numbers, texts and arrays, also in lists and dicts.
+        infinite: Whether infinite numbers are told as "infinite" and "-infinite"; otherwise they are null, as NaN is.
+
+    Example:
+        >>> json_ready({1: np.array([0.5, np.inf, np.nan])}), json_ready((-np.inf,), infinite=True)
+        ({'1': [0.5, None, None]}, ['-infinite'])
+    """
+    if isinstance(value, dict):
+        return {str(key): json_ready(part, infinite=infinite) for key, part in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [json_ready(part, infinite=infinite) for part in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value) if infinite else None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:

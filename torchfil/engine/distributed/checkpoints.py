@@ -16,7 +16,6 @@ Reading cannot run code: all files are loaded with ``weights_only=True``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import logging
@@ -25,7 +24,7 @@ import pickle
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import itemgetter
@@ -44,7 +43,7 @@ from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.utils.errors import CheckpointError, require
+from torchfil.utils.errors import CheckpointError, all_or_nothing, require
 from torchfil.utils.files import atomic_write_checked, check_checksum, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
@@ -299,7 +298,7 @@ class Checkpoints:
         """The inverse of :meth:`state_dict`."""
         try:
             self._check_settings(state_dict["settings"])
-            with _all_or_nothing((self.state_dict, self._set_state)):
+            with all_or_nothing((self.state_dict, self._set_state)):
                 self._set_state(state_dict)
         except KeyError as error:
             raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
@@ -438,7 +437,7 @@ class Checkpoints:
 
         # If one part cannot be loaded, the others are restored.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
-        with _all_or_nothing(*loaded, (random_state, set_random_state)):
+        with all_or_nothing(*loaded, (random_state, set_random_state)):
             module.load_state_dict(checkpoint[f"module{_SAVED}"], **for_module)
             for name, part in parts.items():
                 part_state = checkpoint.pop(name + _SAVED, None)
@@ -472,15 +471,3 @@ class Checkpoints:
         require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
         self._wait_for_saving()
         return read_folder(path, self._ranks, keep)
-
-
-@contextlib.contextmanager
-def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
-    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state."""
-    before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
-    try:
-        yield
-    except BaseException:
-        for set_state, state in before:
-            set_state(state)
-        raise
