@@ -173,7 +173,7 @@ def test_leak_exceeds_the_claim() -> None:
     assert audit.epsilon == audit.ceiling > 5
     assert audit.by_method["dp"] == epsilon_dp(1000, 1000, 1000, 1e-5, 0.05 / (2 * len(GUESSES)))
     assert "contradicts the claim: " in str(audit)
-    assert "claimed ε 1.8, audited ε ≥ 11 (1,000 canaries)" in str(audit)
+    assert "claimed ε 1.83, audited ε ≥ 11.09 (1,000 canaries)" in str(audit)
 
 
 def test_largest_epsilon_that_f_dp_rejects() -> None:

@@ -100,6 +100,9 @@ def test_an_amplification_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (perp.item(), par.item()) == (0.125, 0.0625)
     with pytest.raises(ValueError, match="overwrite=True"):
         fisher.register_amplification("half", Half())
+    strange: Any = 3
+    with pytest.raises(TypeError, match="factors"):
+        fisher.register_amplification("strange", strange)
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])

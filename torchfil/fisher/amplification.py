@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ _DEGREE = 16
 _SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 
 
+@runtime_checkable
 class Amplification(Protocol):
     """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
@@ -168,17 +169,16 @@ def available_amplifications() -> tuple[str, ...]:
 
 
 def get_amplification(amplification: str | Amplification) -> Amplification:
-    """The amplification of that name; an object is returned as it is.
+    """The amplification of that name; an object is checked and returned.
 
     Example:
         >>> get_amplification("poisson")
         PoissonAmplification(q=None)
     """
-    if not isinstance(amplification, str):
-        return amplification
-    unknown = f"amplification={amplification!r} is unknown; use one of {', '.join(available_amplifications())}"
-    require(amplification in _REGISTRY, f"{unknown}, or register your own")
-    return _REGISTRY[amplification]
+    if isinstance(amplification, str) and amplification not in _REGISTRY:
+        known = ", ".join(available_amplifications())
+        raise ValueError(f"amplification={amplification!r} is unknown; use one of {known}, or register your own")
+    return _REGISTRY[amplification] if isinstance(amplification, str) else _checked(amplification)
 
 
 def register_amplification(name: str, amplification: Amplification, *, overwrite: bool = False) -> None:
@@ -186,9 +186,10 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
 
     Raises:
         ValueError: The name is taken.
+        TypeError: The object is not an :class:`Amplification`.
     """
     require(overwrite or name not in _REGISTRY, f"amplification {name!r} is already registered; pass overwrite=True")
-    _REGISTRY[name] = amplification
+    _REGISTRY[name] = _checked(amplification)
 
 
 def name_of_amplification(amplification: Amplification) -> str:
@@ -201,6 +202,12 @@ def name_of_amplification(amplification: Amplification) -> str:
     equal = [name for name, registered in _REGISTRY.items() if registered == amplification]
     of_class = [name for name, registered in _REGISTRY.items() if type(registered) is type(amplification)]
     return [*equal, *of_class, repr(amplification)][0]
+
+
+def _checked(amplification: Any) -> Amplification:
+    if not isinstance(amplification, Amplification):
+        raise TypeError(f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag secret_batches")
+    return amplification
 
 
 def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor]:
