@@ -27,6 +27,17 @@ def test_canaries_join_an_empty_batch_of_a_model_in_bfloat16() -> None:
     assert (optimizer.canaries.divergences > 0).all()
 
 
+def test_canaries_do_not_decide_what_is_private_if_the_first_batch_is_empty() -> None:
+    """People's inputs are their targets, those of canaries are not: otherwise people's trace would be halved."""
+    x, y = data(40).tensors[0], data(40, seed=9).tensors[0]
+    given = {"noise_multiplier": 0.7, "max_grad_norm": 0.8, "criterion": nn.MSELoss()}
+    canaries = Canaries(10, lambda number: (x[number], y[number]))
+    engine, *_, private = make(TensorDataset(x, x), nn.Linear(5, 5).double(), canaries=canaries, **given)
+    with replaying([[], [1, 2, 3]]), pytest.raises(ValueError, match=r"count as one tensor; .*same=\[\]"):
+        for batch in private:
+            engine.train_step(*batch)
+
+
 class Labelled(nn.Module):
     """A model that needs its labels, as those that write text from text."""
 
