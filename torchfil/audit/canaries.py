@@ -58,7 +58,8 @@ class Canaries:
     inputs: Any = None
 
     def __post_init__(self) -> None:
-        require(self.count >= 1, f"count={self.count} must be at least 1")
+        whole = isinstance(self.count, int) and self.count >= 1
+        require(whole, f"count={self.count!r} must be a whole number, at least 1")
         known = self.inputs is None or callable(self.inputs) or hasattr(self.inputs, "__getitem__")
         require(known, f"inputs={self.inputs!r} must be None, a function from a number to an example, or a data set")
         enough = self.kind != "mislabelled" or len(self.inputs) >= self.count

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchfil.audit.canaries import Canaries, CanaryScores, Directions
 from torchfil.engine.loader import split_batch
+from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
@@ -99,8 +100,11 @@ def canary_scores(
 def _batch_of(canaries: Canaries, collate_fn: Callable[[list[Any]], Any], split: Any) -> tuple[Any, Any]:
     """Inputs and targets of all canaries; the same if a run is resumed."""
     make = canaries.inputs if callable(canaries.inputs) else canaries.inputs.__getitem__
-    with preserve_rng():
-        inputs, targets = split_batch(collate_fn([make(number) for number in range(canaries.count)]), split)
+    with preserve_rng(seed=0):
+        batch = collate_fn([make(number) for number in range(canaries.count)])
+    if canaries.kind != "mislabelled" and split is None and isinstance(batch, Mapping):
+        return batch, NO_TARGETS  # the model may need its labels
+    inputs, targets = split_batch(batch, split)
     if canaries.kind != "mislabelled":
         return inputs, targets
 

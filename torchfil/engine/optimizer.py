@@ -199,7 +199,7 @@ class FILOptimizer(DPOptimizer):
     def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
         """The sums for each of ``params``; 0 if there are none."""
         if sums is None:
-            return [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
+            return [torch.zeros(p.shape, dtype=wide_dtype(p.dtype), device=p.device) for p in self.params]
         return [sums[name].view(p.shape) for name, p in zip(self.parameter_names, self.params, strict=True)]
 
     def release(self, sums: Mapping[str, Tensor] | None) -> None:

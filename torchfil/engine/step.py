@@ -319,9 +319,9 @@ class Step:
         return pieces
 
     def gradients_of(self, inputs: Any, targets: Any) -> list[ExampleGradients]:
-        """The gradients of other examples at the current weights; none before the loss is known."""
+        """The gradients of other examples at the current weights; none before the loss and a first batch are known."""
         loss = self.run.loss
-        if loss is None:
+        if loss is None or self.run.ledger is None:  # the first batch decides what is private
             return []
         call, _ = self._call_without_loop(inputs, targets)
         return [self.replica.gradients(piece.examples, loss) for piece in self._pieces(replace(call, ids=None))]
