@@ -128,6 +128,7 @@ def test_nothing_to_tell_apart_shows_nothing() -> None:
         ({"reference": torch.eye(3)[[0, 1, 2, 1]]}, r"rows \[3\]"),
         ({"reference": torch.zeros(4, 3)}, "sum to 1"),
         ({"reference_error": -0.1}, "-0.1"),
+        ({"confidence": 1.0}, "confidence=1.0"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:

@@ -112,6 +112,7 @@ def audit_labels(
     odd = (~(((y[:, None] == torch.arange(len(ref.T))) & (ref > 0)).any(1) & ((ref.sum(1) - 1).abs() < 1e-3))).nonzero()
     require(not len(odd), f"rows {odd[:3, 0].tolist()} of reference must sum to 1, above 0 for the label trained with")
     require(reference_error >= 0, f"reference_error={reference_error} must be at least 0")
+    require(0 < confidence < 1, f"confidence={confidence} must lie strictly between 0 and 1")
 
     pairs = ((second := torch.multinomial(ref.double(), 1, generator=generator)[:, 0]) != y).nonzero()[:, 0]
 
