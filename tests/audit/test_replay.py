@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 from tests.test_cli import call, refused
+from torchfil.audit import Canaries
 from torchfil.audit import replay as replays
 from torchfil.audit.replay import Replay, replay
 from torchfil.engine import FILPrivacyEngine
@@ -159,6 +160,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "torchfil, augmentation": {**FIL, "data": Flipped()},
     "torchfil, workers": {**FIL, "workers": 1, "part": True},
     "torchfil, without Poisson sampling": {**FIL, "poisson_sampling": False, "steps": 12},
+    "torchfil, owners of rows": {**FIL, "owner_of": torch.arange(len(LABELS)) // 3},
+    "torchfil, canaries": {**FIL, "canaries": Canaries(50)},
     "torchfil, hidden n": {**FIL, "hidden": True, "sample_rate": 0.125, "expected_batch_size": 15},
 }
 

@@ -9,6 +9,8 @@ The weights agree because each step hands the first run's release to the neighbo
 so weights, buffers, the optimizer's state and its settings must be equal at the next step. Equal noise hides wrong
 noise, so its size and independence are tested in the first run alone, and so are the draws.
 
+If the run draws owners of several rows (``owner_of=``), "example k" is owner k, and nobody is multiplied by 1,000.
+
 All that torch's own generators draw in the first run is kept, and a neighbour gets the rows of its examples. Adaptive
 clipping (a second noisy release) and several processes are not covered.
 """
@@ -134,6 +136,7 @@ class _Run(TorchDispatchMode):
         super().__init__()
         self.first, self.without, self.steps = first, without, steps
         self.count = self.size = self.in_a_pass = 0
+        self.of_people = False
         lists: Any = [], [], [], [], []
         self.optimizers, self.engines, self.buffers, self.states, self.drawn = lists
         self.released = self.drawn
@@ -189,6 +192,7 @@ class _Run(TorchDispatchMode):
         ids = batch if isinstance(batch, list) else [batch]
         while dataset is not None and not isinstance(dataset, _Neighbour):
             ids = [dataset.indices[place] for place in ids] if isinstance(dataset, Subset) else ids
+            self.of_people = self.of_people or hasattr(dataset, "owners")  # torchfil's, which draws owners of rows
             dataset = getattr(dataset, "dataset", None)
         if dataset is None:  # a loader of other data
             return batch
@@ -366,9 +370,9 @@ def replay(
 
     found = list[tuple[str, str]]()
     for place, k in enumerate(chosen):
-        neighbour = run(first.count, {k: 0.0}, first=first, without=k)
+        neighbour = run(first.count, {} if first.of_people else {k: 0.0}, first=first, without=k)
         found += _differences(first, neighbour, k, f"without example {k}")
-        if place == 0:
+        if place == 0 and not first.of_people:  # a row would be changed, not a person
             outlier = run(first.count, {k: 1000.0}, first=first)
             found += _differences(neighbour, outlier, k, f"with example {k} times 1,000 instead of left out")
     if isinstance(first.end, Exception) and not found:
