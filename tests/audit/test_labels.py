@@ -49,6 +49,7 @@ def worst(n: int, tau: float) -> tuple[Tensor, Tensor]:
     return torch.where(flipped, p_hat, p_hat.flip(1)), torch.where(flipped, p_hat.flip(1), p_hat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "classes", "tau"), [(0.5, 2, 0.0), (1.5, 4, 0.0), (0.5, 2, 0.4), (1.5, 2, 0.2)])
 def test_randomised_response_is_bounded_from_below(epsilon: float, classes: int, tau: float) -> None:
     torch.manual_seed(7)
