@@ -163,7 +163,8 @@ class FILOptimizer(DPOptimizer):
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
 
-        std, sums = self.noise_multiplier * self.max_grad_norm, [p.summed_grad for p in self.params]
+        std = self.noise_multiplier * self.max_grad_norm
+        sums = [p.summed_grad for p in self.params]
         limits = self.max_grad_norms or [float(self.max_grad_norm)] * len(sums)
         if self.canaries is None:
             noises = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in sums]
