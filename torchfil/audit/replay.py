@@ -21,8 +21,9 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,7 +58,8 @@ _HIDDEN_N = """With torchfil, give make_private sample_rate= and expected_batch_
 its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819)."""
 
 
-class Replay(NamedTuple):
+@dataclass(frozen=True)
+class Replay:
     """What a replay found.
 
     Guarantees:

@@ -40,5 +40,5 @@ def audit(ctx: click.Context, train: str, data: str, hidden_n: bool, out: Output
         except Exception as error:
             raise ValueError(f"{train} on {data}: {type(error).__name__}: {error}") from error
     if out.as_json or not found.passed:
-        out.result(str(found), found._asdict())
+        out.result(str(found), dict(vars(found)))
     ctx.exit(0 if found.passed else FAILED)
