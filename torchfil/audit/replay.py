@@ -139,11 +139,15 @@ class _Run(TorchDispatchMode):
         self.first, self.without, self.steps = first, without, steps
         self.count = self.size = self.in_a_pass = 0
         self.of_people = False
+
+        # what the run did, batch by batch and release by release
         lists: Any = [], [], [], [], []
         self.optimizers, self.engines, self.buffers, self.states, self.drawn = lists
         self.released = self.drawn
         self.tapes: Any = defaultdict(list, {at: [*kept] for at, kept in first.tapes.items()} if first else {})
         self.end: BaseException | None = None
+
+        # Everything that the training makes itself is met as it is made, and all randomness follows the seed.
         try:
             with (
                 _around(DPOptimizer, "__init__", self._new_optimizer),
