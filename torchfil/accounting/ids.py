@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchfil.utils.errors import require
-
-__all__ = ["ExampleIds", "GrowingIds", "plain_key"]
+from torchfil.utils.tables import plain_names
 
 
 class ExampleIds:
@@ -84,22 +83,16 @@ class ExampleIds:
             >>> ExampleIds(3, ["a", 1, "1"]).as_array().tolist()
             ["'a'", '1', "'1'"]
         """
-        keys = self.keys
-        if keys is None:
-            return np.arange(self.num_examples)
-        if all(isinstance(key, int) and not isinstance(key, bool) and abs(key) < 2**63 for key in keys):
-            return np.asarray(keys, dtype=np.int64)
-        texts = [str(key) for key in keys]
-        return np.asarray(texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str)
+        return plain_names(range(self.num_examples) if self.keys is None else self.keys)
 
     def places(self, ids: Iterable[Hashable] | Tensor | None) -> Tensor:
         """The rows of the ids, [ids], in the given order; None: all."""
         return torch.arange(self.num_examples) if ids is None else self.rows(ids)[1]
 
-    def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[list[Hashable], Tensor]:
-        """The ids as a list and their rows, in the given order; an id given twice appears twice."""
+    def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[Sequence[Hashable], Tensor]:
+        """The ids and their rows, in the given order; an id given twice appears twice."""
         if ids is None:
-            return self.all(), torch.arange(self.num_examples)
+            return self.keys or range(self.num_examples), torch.arange(self.num_examples)
         listed = ids.tolist() if isinstance(ids, Tensor) else ids
         if isinstance(listed, str) or not isinstance(listed, Iterable):
             raise TypeError(f"ids={listed!r} must be a list of ids; for one example: [{listed!r}]")

@@ -24,9 +24,10 @@ from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
 from torchfil.utils.errors import require
+from torchfil.utils.tables import ArrowTable, Columns, as_table
 from torchfil.utils.text import html_table, nearest
 
-__all__ = ["Leakage", "LeakageSummary", "as_table"]
+__all__ = ["Leakage", "LeakageSummary"]
 
 Ids = Iterable[Hashable] | Tensor | None  # None: all; an id given twice appears twice
 FILKind = Literal["trace", "spectral"]
@@ -86,7 +87,7 @@ class LeakageSummary:
         return lines
 
 
-class Leakage:
+class Leakage(ArrowTable):
     """What a run leaked, by example.
 
     Guarantees:
@@ -281,7 +282,10 @@ class Leakage:
         return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * d * fil))
 
     def leakage(self, example_ids: Ids = None) -> Any:
-        """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
+        """One table by id: a pandas DataFrame if pandas is installed, else a dict of columns, the ids under "id".
+
+        Both also have ``to_arrow()``, ``to_polars()`` and an Arrow stream, with the ids as the first column
+        (:mod:`torchfil.utils.tables`).
 
         Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
         batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which covers both
@@ -296,15 +300,20 @@ class Leakage:
         """
         return as_table(*self.columns(example_ids))
 
-    def columns(self, example_ids: Ids = None) -> tuple[list[Hashable], dict[str, list[Any]]]:
-        """The ids and columns of :meth:`leakage`."""
+    def to_arrow(self) -> Any:
+        """The table of :meth:`leakage` as a ``pyarrow.Table``, the ids as its first column."""
+        names, columns = self.columns()
+        return Columns({"id": names, **columns}).to_arrow()
+
+    def columns(self, example_ids: Ids = None) -> tuple[Sequence[Hashable], dict[str, np.ndarray]]:
+        """The ids and columns of :meth:`leakage`, [ids] each."""
         names, rows = self.ids.rows(example_ids)
         arrays, complete = self.arrays(rows), "exact" if self.conditions.exact else "estimate"
-        columns: dict[str, list[Any]] = {}
+        columns: dict[str, np.ndarray] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
-                columns["fil_kind"] = ["lower bound" if missed else complete for missed in arrays["missed"].tolist()]
-            columns[name] = values.tolist()
+                columns["fil_kind"] = np.where(arrays["missed"] > 0, "lower bound", complete)
+            columns[name] = values
         return names, columns
 
     def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
@@ -491,15 +500,6 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
 def _worst(values: Tensor) -> Tensor:
     """The largest over answers, [ids]."""
     return values.reshape(len(values), -1).amax(dim=1)
-
-
-def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, index_name: str = "id") -> Any:
-    """A pandas DataFrame indexed by the names, or a dict of lists if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError:
-        return {index_name: list(names), **columns}
-    return pandas.DataFrame(columns, index=pandas.Index(names, name=index_name, tupleize_cols=False))
 
 
 def _quantile(values: Tensor, level: float) -> float:

@@ -33,8 +33,6 @@ from torch import Tensor
 
 from torchfil.accounting.ledger import Contribution, Ledger
 
-__all__ = ["Pace", "choose", "exposed_rows"]
-
 _PROBES = (2, 3, 4, 6, 9, 13)
 _LOWEST_RATE = 1 / 32
 _SLACK = 0.03  # share of the final variance below which more probes are not worth their cost

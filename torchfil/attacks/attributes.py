@@ -202,8 +202,6 @@ def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.nd
         score: [m], smallest first.
         parts: The number of parts.
     """
-    accuracy = result.measure == "accuracy"
-    require(accuracy, f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")
     order, count = np.argsort(as_array(score), kind="stable"), len(result.achieved)
     require(len(order) == count, f"score has {len(order)} entries for {count} attacked examples")
     return np.array([result.achieved[part].mean() if len(part) else np.nan for part in np.array_split(order, parts)])

@@ -12,16 +12,14 @@ import numpy as np
 from scipy import stats
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import AttackResult
 from torchfil.run.saved_run import AttackRecord
 from torchfil.utils.errors import require
+from torchfil.utils.tables import as_table
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["BoundComparison", "compare_with_bounds"]
 
 HELD, BROKEN = "#0072B2", "#D55E00"
 
@@ -101,14 +99,14 @@ class BoundComparison:
         return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
 
     def table(self) -> Any:
-        """A pandas DataFrame by example id, or a dict of lists if pandas is not installed."""
+        """A pandas DataFrame by example id, or a dict of arrays if pandas is not installed."""
         columns = {"predicted": self.predicted, "achieved": self.attack.achieved}
         columns |= {"achieved_low": self.achieved_low, "achieved_high": self.achieved_high, "ratio": self.ratio}
         columns |= dict(zip(("ratio_low", "ratio_high"), self.ratio_interval, strict=True))
         columns |= {"violated": self.violated, "verdict": np.asarray(self.verdicts)}
         optional = {"squared_bias": self.attack.squared_bias, "blind": self.attack.blind}
         columns |= {name: values for name, values in optional.items() if values is not None}
-        return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
+        return as_table(self.attack.ids, columns)
 
     def record(self, ids: Sequence[Hashable]) -> AttackRecord:
         """The comparison in the form of a saved run; ``engine.save_run(attacks=[…])`` calls this.

@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 LabelIs = Literal["known", "unknown"]
 Terms = list[tuple[Tensor, Tensor]]
 
-_CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
-_CHUNK_ARRAYS = 40
+_GRID = 161
+_CHUNK_NUMBERS = 2**16  # examples times releases at a time, in some 5 arrays of this size and the grid's
+_CHUNK_ARRAYS = 5 * _GRID
 _BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
 _BLOCK_ARRAYS = 64  # so that blocks on a GPU take little memory besides the chunk
 _BIAS_NUMBERS, _BIAS_ARRAYS = 2**23, 16  # the same for the moments of guesses
 _BELIEVED = 15.0  # the largest margin that an attacker considers possible, if those of the others are smaller
-_GRID = 161
 _BISECTIONS = 45
 
 
@@ -411,23 +411,14 @@ class SlopeCurve:
 
     def crossing(self, along: Tensor) -> Tensor:
         """The margin with b m = along and the smallest abs(b), [m, k]; if there is none, the nearest."""
-        # A walk over the grid finds the cell of the crossing, and the nearest point in case there is none.
         products = self.slopes * self.margins
-        place = torch.zeros(along.shape, dtype=torch.long, device=along.device)
-        smallest = torch.full_like(along, torch.inf)
-        nearest, gap = place.clone(), smallest.clone()
-        for cell in range(_GRID):
-            distance = (products[:, cell, None] - along).abs()
-            nearest, gap = torch.where(distance < gap, cell, nearest), torch.minimum(distance, gap)
-            if cell + 1 == _GRID:
-                break
-            turns = (products[:, cell, None] <= along) != (products[:, cell + 1, None] <= along)
-            cost = (self.slopes[:, cell, None] + self.slopes[:, cell + 1, None]).abs()
-            better = turns & (cost < smallest)
-            place, smallest = torch.where(better, cell, place), torch.where(better, cost, smallest)
-
+        before = products[:, None] <= along[:, :, None]  # [m, k, grid]
+        cost = (self.slopes[:, None, :-1] + self.slopes[:, None, 1:]).abs()
+        cost = cost.where(before[:, :, :-1] != before[:, :, 1:], torch.inf)  # of a cell with a crossing
+        smallest, place = cost.min(dim=2)
         rising = products.gather(1, place) <= along
         crossing = self._bisect(place, place + 1, lambda margin: (self.slope(margin) * margin <= along) == rising)
+        nearest = (products[:, None] - along[:, :, None]).abs().argmin(dim=2)  # in case there is none
         return torch.where(smallest < torch.inf, crossing, self.margins.gather(1, nearest))
 
     def nearest(self, first: Tensor, second: Tensor, metric: NoiseMetric) -> Tensor:
@@ -437,14 +428,9 @@ class SlopeCurve:
         """
         rho = metric.mixed / metric.corner
         stretch = metric.corner / (metric.far - rho * metric.mixed)
-        best = torch.full_like(first, torch.inf)
-        place = torch.zeros(first.shape, dtype=torch.long, device=first.device)
-        for cell in range(_GRID):
-            b, m = self.slopes[:, cell, None], self.margins[:, cell, None]
-            c = first - b
-            distance = torch.addcmul(c.square(), stretch, (second - b * m - rho * c).square())
-            place = torch.where(distance < best, cell, place)
-            best = torch.minimum(distance, best)
+        left = first[:, :, None] - self.slopes[:, None]  # [m, k, grid]
+        tilted = second[:, :, None] - (self.slopes * self.margins)[:, None] - rho[:, :, None] * left
+        place = torch.addcmul(left.square(), stretch[:, :, None], tilted.square()).argmin(dim=2)
 
         def falling(margin: Tensor) -> Tensor:
             b, a = self.slope(margin), self._of(self.view.loss.second, margin)

@@ -17,7 +17,6 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from torchfil.accounting.leakage import as_table
 from torchfil.attacks.base import make_generator
 from torchfil.attacks.transcripts import Transcripts, at_every_step, record_dpsgd
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
@@ -25,10 +24,9 @@ from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
 from torchfil.private import Private
 from torchfil.questions import Question
+from torchfil.utils.tables import as_table
 from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
-
-__all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "transcript_ratios", "true_positive_rates"]
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 Other = tuple[Any, Any] | None  # inputs and targets of the whole data with another answer of one example; None: absent
@@ -95,7 +93,7 @@ class GuessAttack:
         parts["verdict"] = np.asarray(self.verdicts)
         for k, alpha in enumerate(self.false_positive_rates):
             columns |= {f"{name} at {alpha:g}": part[:, k] for name, part in parts.items()}
-        return as_table(list(self.rows), {name: column.tolist() for name, column in columns.items()})
+        return as_table(self.rows, columns)
 
 
 def best_guess(

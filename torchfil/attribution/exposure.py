@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from torchfil.accounting.leakage import as_table
 from torchfil.utils.errors import require
+from torchfil.utils.tables import as_table
 from torchfil.viz.common import as_array, as_vector
-
-__all__ = ["AUROC", "auroc", "rank_by_exposure"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
         name: The score's column.
 
     Returns:
-        A pandas DataFrame if pandas is installed, else a dict of lists.
+        A pandas DataFrame if pandas is installed, else a dict of arrays.
     """
     values = as_vector(scores, "scores", infinite=True)
     names = list(range(len(values))) if ids is None else list(ids)
@@ -85,5 +83,5 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
     order = np.argsort(-values, kind="stable")
     rank = stats.rankdata(-values, method="min").astype(int)
     quantile = stats.rankdata(values, method="max") / len(values)
-    columns = {name: values[order].tolist(), "rank": rank[order].tolist(), "quantile": quantile[order].tolist()}
+    columns = {name: values[order], "rank": rank[order], "quantile": quantile[order]}
     return as_table([names[i] for i in order], columns)

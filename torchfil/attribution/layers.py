@@ -16,12 +16,12 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from torchfil.accounting.leakage import as_table
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.models import check_modules
 from torchfil.private import Inputs, Private, as_call
 from torchfil.private.choice import NOTHING
 from torchfil.utils.errors import installed_by, require
+from torchfil.utils.tables import as_table
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
@@ -70,8 +70,8 @@ class LayerTable:
         return "\n".join([f"{self.measure} [{self.unit}]", *lines])
 
     def to_pandas(self) -> Any:
-        """The columns value, low, high, standard_error by layer; a dict of lists if pandas is not installed."""
-        columns = {name: getattr(self, name).tolist() for name in ("value", "low", "high", "standard_error")}
+        """The columns value, low, high, standard_error by layer; a dict of arrays if pandas is not installed."""
+        columns = {name: getattr(self, name) for name in ("value", "low", "high", "standard_error")}
         return as_table(list(self.layers), columns, index_name="layer")
 
     def plot(self, ax: Any = None) -> Any:

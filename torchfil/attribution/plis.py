@@ -52,7 +52,7 @@ def unclipped(noise_std: float) -> Mechanism:
 
 def recorded_norms(gradients: ExampleGradients, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
     """‖g̃‖, [batch], and a = ∂‖g̃‖/∂z, [batch, d]: a forward pass, a backward pass, and a backward pass through both."""
-    jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    jacobian = RecordedJacobian(gradients, mechanism)
     return jacobian.clipped_norm, jacobian.clipped_norm_gradient()
 
 

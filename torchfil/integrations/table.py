@@ -23,5 +23,5 @@ def write_table(
     """
     engine.gather()
     if here:
-        names, columns = engine.leakage_columns(delta=delta)
-        write_csv(path, {"id": names, **columns})
+        table = engine.leakage(delta=delta).to_arrow()
+        write_csv(path, {name: table[name].to_numpy() for name in table.column_names})

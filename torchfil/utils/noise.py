@@ -92,8 +92,7 @@ class Secure(NoiseSource):
 
     def uniform(self, count: int) -> Tensor:
         """Numbers in [0, 1), [count], on the CPU, in float64."""
-        words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-        return torch.from_numpy((words >> 11) * 2.0**-53)
+        return torch.from_numpy((np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> 11) * 2.0**-53)
 
 
 class Seeded(NoiseSource):
@@ -154,13 +153,7 @@ class Seeded(NoiseSource):
 
 
 def noise_source(
-    *,
-    secure: bool = False,
-    seed: int | None = None,
-    noise: torch.Generator | None = None,
-    draws: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-    rank: int | None = None,
+    *, secure: bool = False, seed: int | None = None, noise: torch.Generator | None = None, **more: Any
 ) -> NoiseSource:
     """The source for one run: seeded if a seed or a generator of noise is given, as for :class:`Seeded`.
 
@@ -168,9 +161,8 @@ def noise_source(
         secure: Whether it must be cryptographic.
         seed: For noise and draws.
         noise: A generator for the noise, as in Opacus; draws then come from ``draws``, else from torch's own.
-        draws: The loader's generator; without a generator of noise it is not used.
-        device: The parameters' device.
-        rank: The number of this process, if several train together.
+        **more: ``draws`` (the loader's generator; without a generator of noise it is not used), ``device`` and ``rank``
+            of :class:`Seeded`.
     """
     given = [name for name, value in (("noise_seed", seed), ("noise_generator", noise)) if value is not None]
     if secure and given:
@@ -178,7 +170,7 @@ def noise_source(
     if len(given) > 1:
         raise ValueError(f"noise_seed={seed} and noise_generator= both seed the noise; keep one of them")
     if given:
-        return Seeded(noise, draws, seed, device, rank)
+        return Seeded(noise, seed=seed, **more)
     return Secure() if secure else NoiseSource()
 
 

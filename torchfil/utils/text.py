@@ -58,6 +58,16 @@ def visible(text: str, keep: str = "") -> str:
     return text if text.isprintable() else "".join(map(escaped, text))
 
 
+def marked(text: str) -> str:
+    r"""The text in one line, as Markdown that shows it: none of its characters is read as a sign.
+
+    Example:
+        >>> print(marked("a*b\n<script>"))
+        a\*b \<script\>
+    """
+    return re.sub(r"[\\`*_{}\[\]<>#|~&$]", r"\\\g<0>", visible(re.sub(r"\s+", " ", text)))
+
+
 def write_csv(path: str | os.PathLike[str], columns: Columns, *, digits: int | None = None) -> None:
     """Write columns of one length, in UTF-8, one line per row after a line of names.
 
