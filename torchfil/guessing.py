@@ -84,11 +84,11 @@ class Guess:
 
     def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:
         """For every attacker: :func:`largest_true_positive_rate`; D's shape, then the rates' shape."""
-        return largest_true_positive_rate(*self._beside(false_positive_rate))
+        return largest_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
 
     def normal_limit(self, false_positive_rate: Numbers) -> Tensor:
         """An estimate for the best attacker, not a bound: :func:`normal_limit_true_positive_rate`; shapes as above."""
-        return normal_limit_true_positive_rate(*self._beside(false_positive_rate))
+        return normal_limit_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
 
     def total_variation(self) -> Tensor:
         """For every attacker: :func:`largest_total_variation`, D's shape."""
@@ -96,11 +96,11 @@ class Guess:
 
     def success(self, prior: Numbers) -> Tensor:
         """For every attacker: :func:`largest_success` with prior(s) of the truth; D's shape, then the priors' shape."""
-        return largest_success(*self._beside(prior))
+        return largest_success(*_beside(self.divergence.value, prior))
 
     def posterior(self, prior: Numbers) -> Tensor:
         """For every attacker with this prior: :func:`expected_posterior_bound`; D's shape, then the priors' shape."""
-        return expected_posterior_bound(*self._beside(prior))
+        return expected_posterior_bound(*_beside(self.divergence.value, prior))
 
     def several(self, priors: Numbers, overall_rate: Numbers) -> Tensor:
         """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then the rates' shape.
@@ -120,9 +120,6 @@ class Guess:
         value = self.divergence.value
         columns = value if value.ndim == 2 else value[:, None]
         return divergence_from_mixture(columns if self.complete else F.pad(columns, (1, 0)), priors)
-
-    def _beside(self, other: Numbers) -> tuple[Tensor, Tensor]:
-        return _beside(self.divergence.value, other)
 
 
 def largest_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:

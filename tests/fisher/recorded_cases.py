@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.cases import DEVICE
-from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, PoissonAmplification
 from torchfil.fisher.gradients import flatten
 from torchfil.fisher.mechanism import Mechanism
@@ -129,13 +128,13 @@ def check(gradients: ExampleGradients, *, generic: tuple[str, ...] | None = None
     weights = torch.linspace(0.3, 1.0, len(gradients), dtype=torch.float64, device=DEVICE)
     gradients = replace(gradients, examples=replace(gradients.examples, clip_weights=weights))
     truth = Truth.of_plain_passes(gradients, probes_for(gradients))
-    recorded = RecordedJacobian(gradients, MECHANISM.clip, 1.0)
+    recorded = RecordedJacobian(gradients, MECHANISM)
     check_products(recorded, truth, MECHANISM)
     assert DEVICE != "cpu" or not gradients.facts.probes_apart
 
     early = replace(gradients, loss_fn=lambda outputs, targets: outputs.sum())  # the forward half knows no loss
     forward = forward_pass(early, gradients.examples.z.detach().requires_grad_())
-    released = RecordedJacobian(gradients, MECHANISM.clip, 1.0, forward, measured=False)
+    released = RecordedJacobian(gradients, MECHANISM, forward, measured=False)
     close(released.losses, recorded.losses, 1e-12)
     close(released.clipped_norm, truth.clipped.norm(dim=1), 1e-10)
     close(flatten(released.clipped_sum()), truth.clipped.sum(dim=0), 1e-9)
@@ -162,7 +161,7 @@ def gradients_of(model: nn.Module, *inputs: Tensor, loss_fn: Any = None, private
 
 def norms_and_slopes(gradients: ExampleGradients) -> tuple[Tensor, Tensor]:
     """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d], of a recorded pass."""
-    jacobian = RecordedJacobian(gradients, get_clip("rsqrt"), 1.0)
+    jacobian = RecordedJacobian(gradients, Mechanism.build(1.0, 1.0, "rsqrt"))
     return jacobian.norm.square(), 2 * jacobian.norm[:, None] * jacobian.norm_gradient()
 
 

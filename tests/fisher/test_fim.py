@@ -91,7 +91,7 @@ def test_operators(exact: Exact) -> None:
     gradients = replace(gradients, examples=replace(gradients.examples, clip_weights=omega))
     mechanism = Mechanism.build(case.C, 0.8, clip, "poisson", 0.1)
     truth = check_dense(ClippedJacobian(gradients, clip, case.C), exact.clipped, exact.jacobian, mechanism)
-    check_products(RecordedJacobian(gradients, clip, case.C), truth, mechanism)
+    check_products(RecordedJacobian(gradients, mechanism), truth, mechanism)
 
 
 @pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.2)])
@@ -150,12 +150,12 @@ class TestMemory:
                     raise RuntimeError("not so")
                 return super().perpendicular_rmatvec(u)
 
-        gradients, clip = ExampleGradients.build(*build("mlp", 3).arguments), get_clip("gelu")
+        gradients, mechanism = ExampleGradients.build(*build("mlp", 3).arguments), Mechanism.build(1.0, 1.0, "gelu")
         probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
         with caplog.at_level("INFO"):
-            found = [list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 2)) for _ in range(2)]
+            found = [list(Stubborn(gradients, mechanism).perpendicular_rows(probes, 2)) for _ in range(2)]
         assert [record.message for record in caplog.records] == ["probes are processed one by one: not so"]
-        want = list(RecordedJacobian(gradients, clip, 1.0).perpendicular_rows(probes))
+        want = list(RecordedJacobian(gradients, mechanism).perpendicular_rows(probes))
         assert all(torch.equal(row, true) for rows in found for row, true in zip(rows, want, strict=True))
 
 
@@ -184,7 +184,7 @@ def test_one_folded_probe_has_the_whole_matrix_as_its_mean(clip: str, amplificat
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 1, bias=False))
     gradients = gradients_of(model, torch.randn(4, 2))
     mechanism, p = Mechanism.build(1.5, 0.8, clip, amplification), gradients.num_parameters
-    jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    jacobian = RecordedJacobian(gradients, mechanism)
     signs = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64, device=DEVICE)] * p)
     rows = vmap(partial(jacobian.folded_row, mechanism))(signs)
     want = PrivateBatch(gradients, mechanism).estimate("matrix", "exact").value

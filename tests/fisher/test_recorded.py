@@ -156,7 +156,7 @@ def test_gradients_at_the_outputs_are_those_of_each_examples_loss() -> None:
     model = Model(lambda m, x: (m.layer(x), m.layer(x).sum(dim=1)), layer=nn.Linear(3, 4)).double().to(DEVICE)
     x, y = torch.randn(5, 3, dtype=torch.float64, device=DEVICE), torch.arange(5, device=DEVICE) % 4
     gradients = ExampleGradients.build(model, lambda out, y: F.cross_entropy(out[0], y), x, y, None)
-    logits, unseen = RecordedJacobian(gradients, CLIP, 1.0).output_gradients
+    logits, unseen = RecordedJacobian(gradients, MECHANISM).output_gradients
     torch.testing.assert_close(logits, model(x)[0].detach().softmax(dim=1) - F.one_hot(y, 4))
     assert torch.equal(unseen, torch.zeros_like(unseen))
 
@@ -174,7 +174,7 @@ class TestHalves:
         gradients = ExampleGradients.build(*build("mlp", 4).arguments)
         forward = forward_pass(gradients, gradients.examples.z[:3].detach().requires_grad_())
         with pytest.raises(ValueError, match="sizes"):
-            RecordedJacobian(gradients, CLIP, 1.0, forward)
+            RecordedJacobian(gradients, MECHANISM, forward)
 
     def test_of_a_model_in_use(self) -> None:
         """A user's hooks are called, changes by them count, and nothing is left behind, also after an error."""

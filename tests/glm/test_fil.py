@@ -46,7 +46,11 @@ def refitted_jacobian(
         slopes = []
         for step in (1e-3, 5e-4):
             ends = [
-                minimise(objective(model, *move(model, X, y, i, sign * step * direction), weights), tolerance=1e-13)
+                minimise(
+                    objective(model, *move(model, X, y, i, sign * step * direction), weights),
+                    tolerance=1e-13,
+                    max_iterations=100,
+                )
                 for sign in (1, -1)
             ]
             slopes.append((ends[0].weights - ends[1].weights) / (2 * step))

@@ -15,6 +15,7 @@ from torchfil import Private, fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian
 from torchfil.private import Examples
@@ -47,7 +48,11 @@ def check(model: nn.Module, inputs: dict[str, Tensor], private: Private, **own: 
         assert relative_error(ours[row][ours[row] != 0], true[row][mask[row]]) < 1e-9
     gradients = ExampleGradients.build(model, loss, inputs, y, private)
     slopes = [
-        kind(gradients, get_clip(DEFAULT_CLIP), 0.8).norm_gradient() for kind in (RecordedJacobian, ClippedJacobian)
+        jacobian.norm_gradient()
+        for jacobian in (
+            RecordedJacobian(gradients, Mechanism.build(0.8, 1.0)),
+            ClippedJacobian(gradients, get_clip(DEFAULT_CLIP), 0.8),
+        )
     ]
     assert relative_error(*slopes) < 1e-9
     return examples

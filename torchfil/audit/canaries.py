@@ -107,20 +107,20 @@ class Directions:
         chosen = np.random.default_rng(0).choice(total, count, replace=False)  # no secret; the same if resumed
         self._parameter = np.searchsorted(np.cumsum(sizes), chosen, side="right")
         self._places = torch.from_numpy(chosen).to(device)
-        self._norms = list[float](), torch.zeros(0), torch.zeros(0)  # the last C_l, and by canary C_l and C_l²
 
     def join(self, noisy: Tensor, joining: Tensor, limits: Sequence[float]) -> None:
         """Add C_l at the coordinates of these canaries."""
-        added = (joining * torch.from_numpy(np.asarray(limits)[self._parameter])).to(noisy.dtype)
+        added = (joining * self._norms(limits)).to(noisy.dtype)
         noisy.index_add_(0, self._places, added.to(noisy.device, non_blocking=True))
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
         """C_l r_j and C_l², [m] each; no other canary has this coordinate, so m_c adds nothing."""
-        if self._norms[0] != limits:
-            own = torch.from_numpy(np.asarray(limits)[self._parameter]).to(left.device)
-            self._norms = list(limits), own, own.square()
-        _, norms, squares = self._norms
-        return norms * left.take(self._places), squares
+        norms = self._norms(limits).to(left.device, non_blocking=True)
+        return norms * left.take(self._places), norms.square()
+
+    def _norms(self, limits: Sequence[float]) -> Tensor:
+        """C_l of each canary, float64 [m] on the CPU."""
+        return torch.from_numpy(np.asarray(limits)[self._parameter])
 
 
 class CanaryScores:

@@ -32,7 +32,7 @@ import torch
 from scipy import optimize
 from torch import Tensor
 
-from torchfil.fisher.results import Estimate
+from torchfil.fisher.results import Estimate, Kind
 from torchfil.utils.errors import require
 
 Numbers = float | Sequence[float] | Tensor
@@ -360,9 +360,8 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
             of_people = of_people + slope.square() * people.var() / len(people)
     error = (of_people + (shared * trace.standard_error.double().cpu().mean()).square()).sqrt()
 
-    kind = "upper bound" if prior.assumed or trace.kind == "lower bound" else "estimate"
-    bound = Estimate(value, error, kind, positive=True)  # type: ignore[arg-type]
-    return PopulationBound(bound, prior.variance, prior.description)
+    kind: Kind = "upper bound" if prior.assumed or trace.kind == "lower bound" else "estimate"
+    return PopulationBound(Estimate(value, error, kind, positive=True), prior.variance, prior.description)
 
 
 def _water_filled(

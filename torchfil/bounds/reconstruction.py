@@ -71,12 +71,7 @@ class Bracket:
 
 
 def rero(
-    prior_success: Numbers,
-    *,
-    q: Numbers,
-    noise_multiplier: Numbers,
-    steps: int | Sequence[int],
-    tolerance: float = 1e-4,
+    prior_success: Numbers, *, q: Numbers, noise_multiplier: Numbers, steps: Numbers, tolerance: float = 1e-4
 ) -> Bracket:
     """The largest success rate of **every** attacker, biased or not; the run's batches and its noise are random.
 

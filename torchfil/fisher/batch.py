@@ -133,16 +133,9 @@ class PrivateBatch:
         check_clip_weights(weights)
         return cls(replace(gradients, examples=replace(gradients.examples, clip_weights=weights)), mechanism)
 
-    def estimate(
-        self,
-        quantity: Quantity,
-        estimator: str,
-        num_probes: int = 1,
-        generator: torch.Generator | None = None,
-        max_memory: int = DEFAULT_MAX_MEMORY,
-    ) -> Estimate:
-        """One quantity of each example's FIM."""
-        return self.measure((quantity,), estimator, num_probes, generator, max_memory).estimates[quantity]
+    def estimate(self, quantity: Quantity, *options: Any, **named: Any) -> Estimate:
+        """One quantity of each example's FIM; the other arguments are those of :meth:`measure`."""
+        return self.measure((quantity,), *options, **named).estimates[quantity]
 
     def measure(
         self,
@@ -210,8 +203,7 @@ class PrivateBatch:
             slope = factor[:, None] * jacobian.clipped_norm_gradient()
         if test_matrix is not None:
             matvec = _fim_matvec(jacobian, mechanism)
-            columns = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
-            products = torch.stack(columns, dim=2)
+            products = torch.stack([matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT], dim=2)
         estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
         found = Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
         return found.without_noise() if noiseless else found
@@ -226,16 +218,6 @@ class PrivateBatch:
         held = max(1, self.plan.bytes_per_example * len(self.gradients))
         return 1 if held > _SMALL_PASS else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
 
-    def spectral_norm(self, iterations: int, generator: torch.Generator | None, max_memory: int) -> Tensor:
-        """The largest eigenvalue of each example's FIM by Lanczos's method, [batch]."""
-        (seed,) = Draws.seeds_from(1, generator)
-        z = self.gradients.examples.z
-        source = torch.Generator(device=z.device).manual_seed(seed)
-        start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
-        chunks = replace(self, plan=None).chunks(max_memory, _WORKING_VECTORS)
-        norms = [lanczos(_fim_matvec(jacobian, self.mechanism), start[rows], iterations) for rows, jacobian in chunks]
-        return torch.cat(norms)
-
     def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
         """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
 
@@ -245,7 +227,7 @@ class PrivateBatch:
         size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
         for rows, part in self.gradients.chunks(max_memory, size):
             if recorded is not None:
-                yield rows, RecordedJacobian(part, mechanism.clip, mechanism.max_grad_norm, measured=measured)
+                yield rows, RecordedJacobian(part, mechanism, measured=measured)
             else:
                 yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
 
@@ -406,7 +388,11 @@ def fim_spectral_norm(
     batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     if method == "exact":
         return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
-    value = batch.spectral_norm(iterations, generator, max_memory)
+    (seed,), z = Draws.seeds_from(1, generator), batch.gradients.examples.z
+    source = torch.Generator(device=z.device).manual_seed(seed)
+    start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
+    parts = batch.chunks(max_memory, _WORKING_VECTORS)
+    value = torch.cat([lanczos(_fim_matvec(part, batch.mechanism), start[rows], iterations) for rows, part in parts])
     return Estimate(value, torch.zeros_like(value), "lower bound")
 
 

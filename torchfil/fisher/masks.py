@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["DrawnMasks", "MaskLayouts", "RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
-
 Result = TypeVar("Result")
 Given = Callable[[Tensor, torch.Size], Tensor]  # the numbers of that shape that a mask gives
 _MOST_KINDS = 256

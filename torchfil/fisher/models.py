@@ -272,13 +272,7 @@ def _embedding_bag(input: Tensor, weight: Tensor, *, mode: str, padding_idx: int
 
 
 def _convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Tensor | None:
     """A matrix product over adjacent patches, as in a vision transformer's first layer; None for other convolutions.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import LossFunction
 from torchfil.fisher.models import call_with
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-
-__all__ = ["clipped_gradients", "exact_fim", "exact_jacobian", "poisson_amplification", "poisson_fim"]
 
 _ROWS_AT_ONCE = 256
 
@@ -38,15 +36,9 @@ def clipped_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Inputs, t
 
 
 def exact_jacobian(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Inputs,
-    targets: Any,
-    *,
-    mode: Literal["reverse", "forward"] = "reverse",
-    **settings: Any,
+    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, *, mode: str = "reverse", **settings: Any
 ) -> Tensor:
-    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper for p ≫ d.
+    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or in mode "forward" by jacfwd, cheaper for p ≫ d.
 
     Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
     """

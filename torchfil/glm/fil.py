@@ -308,7 +308,7 @@ def fisher_information_loss(
     require(kind in ("spectral", "trace"), f"kind={kind!r} must be 'spectral' or 'trace'")
     require(attributes is None or groups is None, "ask for attributes or groups, one at a time")
     if attributes is not None:
-        return {name: _root(_of_attribute(releases, columns, kind, one_hot)) for name, columns in attributes.items()}
+        return {name: _root(_of_examples(releases, kind, columns, one_hot)) for name, columns in attributes.items()}
     if groups is not None:
         return {label: float(_root(square)) for label, square in _of_groups(releases, groups, kind).items()}
     return _root(_of_examples(releases, kind))
@@ -353,18 +353,17 @@ def squared_loss_at(
     return _of_group([Release(sensitivity, 1.0)], rows.to(sensitivity.X.device), kind)
 
 
-def _of_examples(releases: Sequence[Release], kind: Kind) -> Tensor:
-    if kind == "trace":
+def _of_examples(
+    releases: Sequence[Release], kind: Kind, columns: Sequence[int] | None = None, one_hot: bool = False
+) -> Tensor:
+    """η² of every example, or of its attribute in these columns, [n]."""
+    if columns is None and kind == "trace":
         squares = [r.sensitivity.squared_trace() / (r.sensitivity.num_coordinates * r.scale**2) for r in releases]
         return torch.stack(squares).sum(dim=0)
-    if len(releases) == 1:
+    if columns is None and len(releases) == 1:
         return releases[0].sensitivity.squared_norm() / releases[0].scale ** 2
-    return torch.cat([largest_eigenvalues(_summed_gram(releases, rows)) for rows in _chunks(releases)])
-
-
-def _of_attribute(releases: Sequence[Release], columns: Sequence[int], kind: Kind, one_hot: bool) -> Tensor:
-    chunks = _chunks(releases, columns)
-    return torch.cat([_reduced(_summed_gram(releases, rows, columns), one_hot, kind) for rows in chunks])
+    grams = (_summed_gram(releases, rows, columns) for rows in _chunks(releases, columns))
+    return torch.cat([_reduced(gram, one_hot, kind) for gram in grams])
 
 
 def _reduced(gram: Tensor, one_hot: bool, kind: Kind) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from scipy import special
+from torch import Generator, Tensor
 
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
@@ -23,11 +24,11 @@ from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
 
 with installed_by("glm", "torchfil.glm needs scikit-learn"):
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
-DEFAULT_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
+_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
 _DRAWS = 2**17  # of noise, for the mean of a score
 _MOST_VALUES = 1000  # values that may decide σ, so that its derivative is worthwhile
 
@@ -149,11 +150,7 @@ class GeneralizedLinearModel(BaseEstimator):
             return float(noisy.score(moved, np.tile(targets, copies)))
 
     def release(
-        self,
-        scale: float,
-        generator: torch.Generator | None = None,
-        *,
-        noise: Literal["gaussian", "laplace"] = "gaussian",
+        self, scale: float, generator: Generator | None = None, *, noise: Literal["gaussian", "laplace"] = "gaussian"
     ) -> Tensor:
         """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
 
@@ -250,14 +247,7 @@ class GeneralizedLinearModel(BaseEstimator):
         return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
 
     def sigma_for(
-        self,
-        X: Any,
-        y: Any,
-        target_eta: float,
-        *,
-        reduce: Reduce = "max",
-        grid: float | None = DEFAULT_GRID,
-        **options: Any,
+        self, X: Any, y: Any, target_eta: float, *, reduce: Reduce = "max", grid: float | None = _GRID, **options: Any
     ) -> float:
         """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
 
@@ -543,8 +533,7 @@ class LogisticRegression(_Classifier):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probabilities of 0 and 1, [n, 2]."""
-        margin = torch.as_tensor(self.margin(X))
-        return torch.stack([torch.sigmoid(-margin), torch.sigmoid(margin)], dim=1).numpy()
+        return special.expit(self.margin(X)[:, None] * [-1.0, 1.0])
 
     def predict(self, X: Any) -> np.ndarray:
         """0 or 1."""
@@ -572,7 +561,7 @@ class SoftmaxRegression(_Classifier):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The classes' probabilities, [n, classes]."""
-        return torch.softmax(torch.as_tensor(self.margin(X)), dim=1).numpy()
+        return special.softmax(self.margin(X), axis=1)
 
     def predict(self, X: Any) -> np.ndarray:
         """The most likely label."""
@@ -679,8 +668,6 @@ def iteratively_reweighted_fil(
         clamp: The smallest and largest weight, before they are scaled to mean 1.
         progress: Whether to show a progress bar (tqdm).
     """
-    from sklearn.base import clone
-
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
     n = len(y)

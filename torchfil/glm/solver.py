@@ -230,12 +230,7 @@ class Fit:
 
 
 def minimise(
-    objective: Objective,
-    *,
-    tolerance: float = 1e-10,
-    max_iterations: int = 100,
-    solver: Solver = "newton",
-    names: Sequence[Any] | None = None,
+    objective: Objective, *, tolerance: float, max_iterations: int, solver: Solver = "newton", names: Sequence[Any] = ()
 ) -> Fit:
     """The minimiser, by Newton's method with backtracking.
 
@@ -315,14 +310,14 @@ def _lbfgs(objective: Objective, start: Tensor) -> Tensor:
     return torch.as_tensor(result.x, device=start.device).view_as(start)
 
 
-def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) -> Tensor:
+def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any]) -> Tensor:
     """The Cholesky factor of the Hessian, which must be regular whatever the columns' scales."""
     scale = hessian.diagonal().clamp(min=1e-300).sqrt()
     pivots, failed = torch.linalg.cholesky_ex(hessian / scale / scale[:, None])
     if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:
         return scale[:, None] * pivots
     columns = _dependent_columns(objective.X)
-    named = [names[column] if names is not None and column < len(names) else column for column in columns]
+    named = [names[column] if column < len(names) else column for column in columns]
     why = "the loss is flat in some direction, as on separable data: set l2 > 0"
     if columns:
         why = f"columns {named} are linear combinations of others: drop them (one level of a one-hot), or set l2 > 0"

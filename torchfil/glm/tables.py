@@ -455,8 +455,7 @@ def _question_about(table: EncodedTable, text: str, model: str = "linear") -> Qu
         values = range(len(labels)) if model == "logistic" else labels.tolist()
         return Label(names=[str(v) for v in labels], values=values)
     if text in table.levels:
-        codes = np.eye(len(table.levels[text]))[:, 1:]
-        return NominalAttribute(table.attributes[text], codes, table.levels[text])
+        return NominalAttribute(table.attributes[text], np.eye(len(table.levels[text]))[:, 1:], table.levels[text])
     if text in table.attributes:
         numbers = np.unique(table.inputs[:, table.attributes[text][0]])
         _check_few(text, len(numbers))

@@ -39,8 +39,6 @@ from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import with_progress
 
-__all__ = ["LeakageTarget", "NoiseChoice", "NoiseSearch", "Pilot", "Pilots", "TargetCheck", "choose_noise"]
-
 Train = Callable[..., None]
 _MOST_PILOTS = 8
 _LARGEST_STEP = 8.0  # between σ of one trial and the next

@@ -46,8 +46,6 @@ from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 from torchfil.utils.errors import require
 from torchfil.utils.text import aligned, with_progress
 
-__all__ = ["Equalised", "Round", "equalise"]
-
 logger = logging.getLogger(__name__)
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable] | Tensor | Any
@@ -727,8 +725,7 @@ class RoundWeights:
         """The weights of the next round."""
         own = lowered_weights(self.own, exposure, goal.most, self.margin).clamp(min=self.floor)
         if self.cells is not None:  # the smallest of a cell for all of its members
-            count = int(self.cells.max()) + 1
-            own = own.new_ones(count).scatter_reduce(0, self.cells, own, "amin")[self.cells]
+            own = own.new_ones(int(self.cells.max()) + 1).scatter_reduce(0, self.cells, own, "amin")[self.cells]
         if self.factors is None or self.groups is None:
             return replace(self, own=own)
 

@@ -550,9 +550,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (inputs,), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
-        return tuple(inputs), {}
-    raise TypeError(f"inputs must be a tensor, a tuple or a dict of keyword inputs, got {type(inputs).__name__}")
+    return tuple(inputs), {}
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import probe_dtype, wide
@@ -240,8 +239,7 @@ class RecordedJacobian(Jacobian):
 
     Args:
         gradients: The examples with model and loss.
-        clip: The clip function.
-        max_grad_norm: C.
+        mechanism: Its clip function and C; the gradient is clipped as a whole.
         forward: An earlier forward pass over the same examples at the same weights; None: run one.
         measured: Whether something will be differentiated twice.
 
@@ -254,13 +252,12 @@ class RecordedJacobian(Jacobian):
     def __init__(
         self,
         gradients: ExampleGradients,
-        clip: ClipFunction,
-        max_grad_norm: float,
+        mechanism: Mechanism,
         forward: RecordedForward | None = None,
         *,
         measured: bool = True,
     ) -> None:
-        z = gradients.examples.z.detach()
+        z, clip, max_grad_norm = gradients.examples.z.detach(), mechanism.clip, mechanism.max_grad_norm
         super().__init__(gradients if measured else replace(gradients, twice=False), clip, max_grad_norm)
         if forward is None:
             forward = forward_pass(self.gradients, z.requires_grad_() if measured else z)

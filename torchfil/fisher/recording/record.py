@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from torchfil.fisher.gradients import ExampleGradients, LossFunction
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, ModelFacts
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import Replaced, autocast_now, call_with, has_active_dropout, wide
 from torchfil.fisher.recording.uses import Use, Uses, WatchedParameters, by_example, layouts_of
@@ -161,7 +161,7 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
             be needed.
     """
     examples, z = gradients.examples, forward.z
-    targets = forward.targets
+    targets, facts = forward.targets, forward.gradients.facts
     if forward.gradients.examples is not examples:  # the loop's pass, which did not know them
         targets = examples.restore(z, examples.public)[2]
     while True:
@@ -179,7 +179,8 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
                 to_leaves = to_all[len(places) + len(ends) :]
                 missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
                 again = bool(missed)
-                _learn_whole(forward.gradients, missed)
+                if again:
+                    _learn(facts, facts.whole, _holders_of(forward.gradients.model, missed))
         if not again:
             break
         if forward.once:
@@ -207,10 +208,10 @@ def _shows_something_new(forward: RecordedForward) -> bool:
         return forward.once or learn_layouts(gradients)
     uncalled = layers.expected.difference([use.module for use in uses.noted])
     if uncalled and not forward.once:  # other modules may have used their parameters
-        _learn_watched(gradients, [layers.by_module[module].name for module in uncalled])
+        _learn(gradients.facts, gradients.facts.watched, [layers.by_module[module].name for module in uncalled])
         return True
     if forward.watched.unserved:
-        _learn_whole(gradients, forward.watched.unserved)
+        _learn(gradients.facts, gradients.facts.whole, _holders_of(gradients.model, forward.watched.unserved))
         return True
     return _learn_overwritten(forward)
 
@@ -226,19 +227,11 @@ def _learn_overwritten(forward: RecordedForward) -> bool:
     return True
 
 
-def _learn_whole(gradients: ExampleGradients, parameters: Collection[str]) -> None:
-    """From now on, record the calls of the modules that hold these parameters."""
-    if parameters:
-        gradients.facts.whole.update(_holders_of(gradients.model, parameters))
-        gradients.facts.layouts = None
-        gradients.facts.layers.clear()
-
-
-def _learn_watched(gradients: ExampleGradients, layers: Collection[str]) -> None:
-    """From now on, watch the parameters of these layers; the layouts must then be learned again."""
-    gradients.facts.watched.update(layers)
-    gradients.facts.layouts = None
-    gradients.facts.layers.clear()
+def _learn(facts: ModelFacts, treated: set[str], modules: Collection[str]) -> None:
+    """From now on, treat these modules so (``facts.whole`` or ``watched``); the layouts must then be learned again."""
+    treated.update(modules)
+    facts.layouts = None
+    facts.layers.clear()
 
 
 def watch_parameters(gradients: ExampleGradients, names: Collection[str]) -> bool:
@@ -248,7 +241,7 @@ def watch_parameters(gradients: ExampleGradients, names: Collection[str]) -> boo
     """
     layers = set(_holders_of(gradients.model, names))
     new = not layers <= gradients.facts.watched
-    _learn_watched(gradients, layers)
+    _learn(gradients.facts, gradients.facts.watched, layers)
     return new
 
 
@@ -275,7 +268,7 @@ def learn_layouts(gradients: ExampleGradients) -> bool:
         if without <= facts.watched:
             facts.layouts = layouts
             return True
-        _learn_watched(gradients, without)  # watch where their parameters meet the examples later
+        _learn(facts, facts.watched, without)  # watch where their parameters meet the examples later
 
 
 def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) -> tuple[Any, Any, WatchedParameters]:

@@ -200,13 +200,14 @@ class _Transposed(Function):
     @staticmethod
     def forward(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
-        if delta.device.type == "cpu" and _has_phases(weight, geometry):
-            return _by_phases(delta, weight, shape, geometry)
-        if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
-            columns = weight.flatten(1).mT @ delta.flatten(2)
-            return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
-        placeholder = delta.new_empty(1).expand(shape)
-        return _pulled_back(0, delta, placeholder, weight, geometry)
+        if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1:
+            if weight.shape[1] < _MANY_CHANNELS:
+                columns = weight.flatten(1).mT @ delta.flatten(2)
+                return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
+            around = [size - 1 - pad for size, pad in zip(weight.shape[2:], padding, strict=True)]
+            if {*stride, *dilation} == {1} and min(around) >= 0:  # for this convolution, CPUs have a fast kernel
+                return F.conv2d(delta, weight.flip(2, 3).transpose(0, 1), padding=around)
+        return _pulled_back(0, delta, delta.new_empty(1).expand(shape), weight, geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,34 +225,6 @@ def _pulled_back(to: int, delta: Tensor, a: Tensor, weight: Tensor, geometry: _G
     stride, padding, dilation, groups = geometry
     zeros, wanted, back = [0] * len(stride), [to == k for k in range(3)], torch.ops.aten.convolution_backward
     return back(delta, a, weight, None, stride, padding, dilation, False, zeros, groups, wanted)[to]
-
-
-def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
-    """Whether :func:`_by_phases` is faster than torch's own: if the kernel's size is a multiple of the stride."""
-    stride, padding, dilation, groups = geometry
-    axes = zip(weight.shape[2:], stride, padding, strict=True)
-    whole = all(size % step == 0 and pad < size for size, step, pad in axes)
-    return weight.ndim == 4 and groups == 1 and set(dilation) == {1} and whole and weight.shape[1] >= _MANY_CHANNELS
-
-
-def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-    """Wᵀ ∗ δ as one plain convolution, for which CPUs have a fast kernel.
-
-    Along an axis of stride s, the outputs at s·q + φ − padding are δ convolved with every s-th weight from the φ-th on:
-    s convolutions side by side, whose outputs are interleaved.
-    """
-    (step_y, step_x), padding = geometry[0], geometry[1]
-    outputs, channels, height, width = weight.shape
-    rows, columns = height // step_y, width // step_x
-    phases = weight.reshape(outputs, channels, rows, step_y, columns, step_x).flip(2, 4).permute(1, 3, 5, 0, 2, 4)
-    kernel = phases.reshape(-1, outputs, rows, columns)
-    if step_y == step_x == 1:
-        return F.conv2d(delta, kernel, padding=(rows - 1 - padding[0], columns - 1 - padding[1]))
-    phased = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
-    phased = phased.reshape(len(delta), channels, step_y, step_x, *phased.shape[2:]).permute(0, 1, 4, 2, 5, 3)
-    phased = phased.reshape(len(delta), channels, phased.shape[2] * step_y, -1)
-    ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, phased.shape[2:], strict=True)]
-    return F.pad(phased, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
 def convolve(module: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

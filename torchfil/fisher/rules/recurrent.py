@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from torchfil.fisher.rules.base import UnsupportedCallError
 from torchfil.fisher.rules.linear import LinearRule
@@ -62,7 +62,8 @@ def run_recurrent(
         raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
     if packed is not None and dropout:
         raise UnsupportedCallError(f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0")
-    x, lengths = (sequences, None) if packed is None else _unpacked(packed)
+    x, lengths = (sequences, None) if packed is None else pad_packed_sequence(packed, batch_first=True)
+    ends_at = None if lengths is None else lengths.to(x.device)
     time_first = packed is None and not module.batch_first
     x = x.transpose(0, 1) if time_first else x
     cell, directions = CELLS[mode], 2 if module.bidirectional else 1
@@ -75,7 +76,7 @@ def run_recurrent(
             place = layer * directions + direction
             first = [None if value is None else value[place] for value in given]
             suffix = f"l{layer}_reverse" if direction else f"l{layer}"
-            states, ends = _run_layer(module, mode, suffix, x, first, lengths, dropout if drops_states else 0.0)
+            states, ends = _run_layer(module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0)
             outputs.append(states)
             last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
@@ -85,27 +86,9 @@ def run_recurrent(
     h = torch.stack([state for state, _ in last])
     c = torch.stack([memory for _, memory in last if memory is not None]) if cell.has_memory else None
     x = x.transpose(0, 1) if time_first else x
-    return x if packed is None else _packed_like(packed, x), h if c is None else (h, c)
-
-
-def _unpacked(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """Packed sequences as [batch, T, …], with zeros after the ends, and their lengths, [batch]."""
-    data, filled = packed.data, _filled(packed)
-    order = slice(None) if packed.unsorted_indices is None else packed.unsorted_indices
-    rows = data.new_zeros(filled.numel(), data.shape[1]).index_copy(0, filled.flatten().nonzero()[:, 0], data)
-    return rows.reshape(*filled.shape, -1)[:, order].transpose(0, 1), filled.sum(dim=0)[order]
-
-
-def _packed_like(packed: PackedSequence, values: Tensor) -> PackedSequence:
-    """[batch, T, …], packed in the same way."""
-    order = slice(None) if packed.sorted_indices is None else packed.sorted_indices
-    return PackedSequence(values.transpose(0, 1)[:, order][_filled(packed)], *packed[1:])
-
-
-def _filled(packed: PackedSequence) -> Tensor:
-    """Which places of [T, batch] the packed rows fill, with the longest sequence first."""
-    sizes = packed.batch_sizes
-    return (torch.arange(int(sizes[0])) < sizes[:, None]).to(packed.data.device)
+    if packed is not None and lengths is not None:
+        x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=packed.sorted_indices is None)
+    return x, h if c is None else (h, c)
 
 
 def _run_layer(
@@ -364,43 +347,19 @@ class Slopes(NamedTuple):
     into_state: Tensor | None = None  # ω
 
 
-class Cell(Protocol):
-    """One kind of cell.
+class _Lstm:
+    """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t).
 
     Attributes:
         gates: The number of blocks of H numbers in a_t.
         has_memory: Whether it has a state c besides h.
     """
 
-    gates: int
-    has_memory: bool
-
-    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
-        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
-
-    def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
-        """The coefficients at the values of the forward pass."""
-
-    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
-        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0.
-
-        Args:
-            seen: The result of :meth:`run`.
-            drop: Factors for each new state.
-            gates: The small changes ȧ.
-            memories: The small changes ṁ_0 … ṁ_T.
-            dh: The derivatives that a backward sweep has left at each h_t.
-            dm: Those at each m_t.
-        """
-
-
-class _Lstm:
-    """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)."""
-
     gates = 4
     has_memory = True
 
     def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
+        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
         steps, batch, width = len(gates), len(h), h.shape[-1]
         states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
         shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
@@ -420,6 +379,7 @@ class _Lstm:
         return states, memories, active, shown
 
     def slopes(self, seen: Seen, drop: Tensor | None) -> Slopes:
+        """The coefficients at the values of the forward pass."""
         _, memories, active, shown = seen
         i, f, g, o = active.unbind(2)
         into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
@@ -428,6 +388,16 @@ class _Lstm:
         return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
     def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0.
+
+        Args:
+            seen: The result of :meth:`run`.
+            drop: Factors for each new state.
+            gates: The small changes ȧ.
+            memories: The small changes ṁ_0 … ṁ_T.
+            dh: The derivatives that a backward sweep has left at each h_t.
+            dm: Those at each m_t.
+        """
         _, c, active, tau = (value[:, None] for value in seen)
         (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), gates.unbind(3)
         dh = dh if drop is None else dh * drop[:, None]
@@ -527,6 +497,7 @@ class _Elman:
         return (-2 * dh * values * (1 - values * values))[:, :, :, None] * gates, None, None
 
 
+Cell = _Lstm | _Gru | _Elman
 CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
 
 

@@ -7,7 +7,7 @@ A substitute of a layer with several weights also reports each use of a weight. 
 the layer's input and output; in between, a recurrent layer uses four weights at every time step. Its substitute reports
 what each weight was applied to and the result, as if each were a layer.
 
-Products of batches of small matrices have a substitute here; the rules use it, too.
+Products of batches of small matrices, which the rules use, are here, too.
 """
 
 from __future__ import annotations
@@ -250,11 +250,7 @@ def products_of_patches(like: Tensor) -> Iterator[None]:
 
 
 class _BatchedProduct(Function):
-    """a @ b over leading dimensions; on CPUs, a transposed right factor is copied first.
-
-    Batched products of small matrices are several times slower on CPUs with a transposed factor, and autograd's own
-    derivative has one. The derivative is as precise as the product.
-    """
+    """a @ b over leading dimensions, whose derivative is as precise as it; on CPUs, a transposed b is copied first."""
 
     generate_vmap_rule = True
 
@@ -306,16 +302,3 @@ class _Gram(Function):
 def gram(x: Tensor) -> Tensor:
     """x xᵀ of factors […, T, p], […, T, T], differentiable any number of times."""
     return _Gram.apply(x)
-
-
-def _product_of_alike(*operands: Any, **options: Any) -> Tensor | None:
-    """:func:`batched_product` of two batches of matrices, the same number of each."""
-    if len(operands) != 2 or options or not all(isinstance(operand, Tensor) for operand in operands):
-        return None
-    a, b = operands
-    alike = a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
-    return batched_product(a, b) if alike and (is_served(a) or is_served(b)) else None
-
-
-for _function in (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm):
-    FUNCTIONS["cpu"][_function] = _product_of_alike
