@@ -33,9 +33,11 @@ from typing import Any
 
 import numpy as np
 
+from torchfil.run.saved_run import LOWER_BOUND as LOWER_BOUND
+from torchfil.run.saved_run import NOT_MEASURED as NOT_MEASURED
 from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun, Spread
+from torchfil.run.saved_run import status_of as status_of
 
-MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 HALF, BELOW, BEYOND, UNTOLD = range(4)
 CLASSES = {
     HALF: "protected only to half a blind guess’s error or less",
@@ -43,28 +45,7 @@ CLASSES = {
     BEYOND: "protected beyond a blind guess’s error",
     UNTOLD: "too few draws to tell",
 }
-BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
 _AT_ONCE = 2**16  # rows whose attributes are in memory together
-
-
-def status_of(run: SavedRun) -> np.ndarray:
-    """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
-
-    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
-    """
-    columns = run.columns
-    fil = np.asarray(columns["fil"], dtype=np.float64)
-    unknown = np.isnan(fil)
-    missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
-    if "participations" in columns:
-        unknown |= np.asarray(columns["participations"]) - missed <= 0
-    if "sampling_error" in columns:
-        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
-    mechanism = run.about.get("mechanism", {})
-    rate = mechanism.get("fil_rate")
-    if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
-        unknown |= fil == 0
-    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)
 
 
 def range_error(about: Mapping[str, Any]) -> float | None:

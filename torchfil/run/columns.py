@@ -194,9 +194,8 @@ def read_facts(source: Any) -> dict[str, Any] | None:
 
 def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
     """The run of an open file with these facts; in memory, unless the file has several row groups."""
-    groups = list(facts["groups"].values())
     checked = {"page_checksum_verification": True, "pre_buffer": False}
-    file = parquet.ParquetFile(source, read_dictionary=groups, **checked)
+    file = parquet.ParquetFile(source, read_dictionary=list(facts["groups"].values()), **checked)
     in_memory = file.num_row_groups <= 1
 
     def stored(names: str | list[str]) -> Any:

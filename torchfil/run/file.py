@@ -109,7 +109,6 @@ def _insert_checksum(file: IO[bytes]) -> None:
 def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
     """Raise unless this is a run file of which no byte has changed, and whose footer does not hold ``forbidden``."""
     size, foreign = file.size(), f"{where} {_FOREIGN}"
-    _require(size > 0, f"{where} is empty. Copy it again.")
     _require(file.read(4) == _MAGIC[:size], foreign)
 
     # the file ends with the footer's length and the magic word; the checksum stands in front of the footer

@@ -36,6 +36,7 @@ from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.utils.errors import require
+from torchfil.utils.tables import plain_names
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def linear_run(
         about["linear"] |= {"score_name": first.score_name, "score_by_noise": _score_by_noise(*releases[0], X, y)}
     return SavedRun(
         about=about,
-        ids=_ids(range(n) if ids is None else ids),
+        ids=plain_names(range(n) if ids is None else ids),
         columns=columns | blind.column,
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
         groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
@@ -268,11 +269,6 @@ def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Recor
     return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
 
 
-def _ids(given: Sequence[Hashable]) -> np.ndarray:
-    whole = all(isinstance(entry, int | np.integer) for entry in given)
-    return np.asarray(given, dtype=np.int64) if whole else np.asarray([str(entry) for entry in given], dtype=str)
-
-
 def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
@@ -292,14 +288,13 @@ def _about(
     releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, scaled: bool, hashed: tuple[Any, Any] | None
 ) -> dict[str, Any]:
     model, sigma = releases[0]
-    names = ", ".join(type(each).__name__ for each, _ in releases)
     sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
     digest, alone = None if hashed is None else _digest(*hashed), len(releases) == 1
 
     # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
     return {
         "kind": "linear",
-        "model": {"name": names, "num_parameters": sum(sizes)},
+        "model": {"name": ", ".join(type(each).__name__ for each, _ in releases), "num_parameters": sum(sizes)},
         "dataset": {"num_examples": n, "num_coordinates": coordinates, "data_sha256": digest},
         "mechanism": {
             "sigma": sigma if alone else None,

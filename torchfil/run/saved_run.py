@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -16,11 +16,16 @@ from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.run.unit import Unit, unit_of
-from torchfil.utils.errors import RunFileError, require
+from torchfil.utils.errors import RunFileError, installed_by, require
+from torchfil.utils.tables import ArrowTable, Columns
+from torchfil.utils.text import html_table, visible
 
 if TYPE_CHECKING:
     from torchfil.run.stored import StoredArray
 
+MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
+_STATUS = np.array(["measured", "lower bound", "not measured"])
+BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
 ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
 
 
@@ -118,25 +123,24 @@ class QuestionRecord:
     def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
         """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n].
 
-        Φ(Φ⁻¹(FPR) + sqrt(2D)) between normal laws.
+        Φ(Φ⁻¹(FPR) + sqrt(2D)) between normal laws; NaN where D is not known.
         """
-        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
-        if self.law == "normal":
-            return ndtr(ndtri(false_positive_rate) + np.sqrt(2 * worst))
-        return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
+        at, most = false_positive_rate, largest_true_positive_rate
+        return self._attained(lambda d: ndtr(ndtri(at) + np.sqrt(2 * d)), lambda d: most(d, at))
 
     def success(self) -> np.ndarray:
         """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
 
         Φ(sqrt(D/2)) between normal laws; NaN where D is not known.
         """
+        return self._attained(lambda d: ndtr(np.sqrt(d / 2)), lambda d: largest_success(d, 0.5))
+
+    def _attained(self, normal: Callable[[Any], Any], bound: Callable[[Any], Any]) -> np.ndarray:
         worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
-        if self.law == "normal":
-            return ndtr(np.sqrt(worst / 2))
-        known = ~np.isnan(worst)
-        success = np.full(len(worst), np.nan)
-        success[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy()
-        return success
+        found, known = np.full(len(worst), np.nan), ~np.isnan(worst)
+        at = worst[known]
+        found[known] = normal(at) if self.law == "normal" else bound(torch.from_numpy(at)).numpy()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +249,11 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, An
 
 
 @dataclass(frozen=True, eq=False)
-class SavedRun:
+class SavedRun(ArrowTable):
     """A finished run, as arrays and plain values. Confidential: it depends on private data.
+
+    For pandas, Polars, DuckDB and other readers of Arrow it is a table with one row per example, the columns of a
+    report's leakage.csv: :meth:`to_pandas`, :meth:`to_polars`, :meth:`to_arrow`, ``__arrow_c_stream__``.
 
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
@@ -421,6 +428,36 @@ class SavedRun:
             raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
         return self.columns[name]
 
+    def to_arrow(self) -> Any:
+        """The table as a ``pyarrow.Table``: :func:`leakage_columns`."""
+        return Columns(leakage_columns(self)).to_arrow()
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame by id, as ``engine.leakage()``."""
+        with installed_by("report", "to_pandas needs pandas"):
+            return self.to_arrow().to_pandas().set_index("id")
+
+    def __repr__(self) -> str:
+        return "\n".join(["SavedRun", *(f"  {title}: {text}" for title, text in self._lines())])
+
+    def _repr_html_(self) -> str:
+        return html_table("SavedRun (confidential)", self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        """The run in short, as (name, text)."""
+        about, lines = self.about, [("title", visible(str(self.about.get("title", ""))))]
+        if about.get("epsilon") is not None:
+            lines.append(("ε", f"{about['epsilon']:.3g} at δ = {about.get('delta')} (a guarantee for everybody)"))
+        if "fil" in self.columns:
+            fil = self.column("fil")[status_of(self) != NOT_MEASURED]
+            lines.append((f"{self.unit.many} measured", f"{len(fil):,} of {len(self):,}"))
+            if len(fil):
+                bounds = "unbiased attackers, on average over runs"
+                lines.append(("FIL η̄", f"median {np.median(fil):.3g}, largest {fil.max():.3g} ({bounds})"))
+        names = ("attributes", "groups", "questions", "attacks", "pictures", "records", "texts", "baselines")
+        kept = [name for name in names if getattr(self, name)]
+        return [*lines, ("columns", ", ".join(self.columns)), ("also has", ", ".join(kept) or "nothing else")]
+
     @property
     def unit(self) -> Unit:
         """What bounds, ε and ids are about, by the mechanism's unit and unit_names."""
@@ -430,6 +467,46 @@ class SavedRun:
     def clip_weights(self) -> np.ndarray:
         """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were given."""
         return self.columns.get("clip_weight", np.ones(len(self)))
+
+
+def status_of(run: SavedRun) -> np.ndarray:
+    """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
+
+    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
+    """
+    columns = run.columns
+    fil = np.asarray(run.column("fil"), dtype=np.float64)
+    unknown = np.isnan(fil)
+    missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
+    if "participations" in columns:
+        unknown |= np.asarray(columns["participations"]) - missed <= 0
+    if "sampling_error" in columns:
+        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
+    mechanism = run.about.get("mechanism") or {}
+    rate = mechanism.get("fil_rate")
+    if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
+        unknown |= fil == 0
+    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)
+
+
+def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
+    """The columns of a run's table, and of a report's leakage.csv, [n] each.
+
+    They are id, status, the run's columns, groups, and "least error of" every attribute: the lower end of the error's
+    interval, or the error itself where the end is not known. What was not measured is NaN (an empty cell), not zero.
+    """
+    status = status_of(run)
+    unknown = status == NOT_MEASURED
+    table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": _STATUS[status]}
+    for name, values in run.columns.items():
+        blank = name in BLANK_WHERE_UNKNOWN
+        table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
+    table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
+    if run.attributes is not None:
+        for j, name in enumerate(run.attributes.names):
+            errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
+            table[f"least error of {name}"] = np.where(unknown, np.nan, errors)
+    return table
 
 
 def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:

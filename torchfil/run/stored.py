@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
-_FEW = 2**16  # rows up to which only the row groups that hold them are read
+from torchfil.utils.errors import require
 
 
 class StoredArray:
@@ -23,21 +23,19 @@ class StoredArray:
         names: The name of a column, or a list of them.
 
     Raises:
-        ValueError: The file has no such column, or several do not hold numbers of one type.
+        KeyError: The file has no such column.
+        ValueError: Several do not hold numbers of one type.
     """
 
     def __init__(self, file: Any, names: str | Sequence[str]) -> None:
-        self._file, self._names = file, names
+        self._file, self._names = file, cast(Any, names)
         schema, listed = file.schema_arrow, [names] if isinstance(names, str) else list(names)
-        missing = [name for name in listed if name not in schema.names]
-        kinds = {schema.field(name).type for name in listed if name not in missing} or {pa.float32()}
+        kinds = {schema.field(name).type for name in listed} or {pa.float32()}
         kind = kinds.pop()
         is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
         self.dtype = np.dtype(str if is_text else kind.to_pandas_dtype())
-        if missing:
-            raise ValueError(f"it has no column {missing[0]!r}")
-        if kinds or (not isinstance(names, str) and self.dtype.kind not in "iuf"):
-            raise ValueError(f"columns {listed} do not hold numbers of one type")
+        alike = not kinds and (isinstance(names, str) or self.dtype.kind in "iuf")
+        require(alike, f"columns {listed} do not hold numbers of one type")
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *(() if isinstance(names, str) else (len(names),)))
@@ -58,9 +56,6 @@ class StoredArray:
             first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], side="right") - 1
             values = self._read(range(first, last + 1 if stop > start else first), names)
             return values[start - self._starts[first] : max(start, stop) - self._starts[first]]
-        if np.size(rows) > _FEW:
-            return self[:, columns[0]][rows] if columns else self[:][rows]
-
         groups, places = self._groups_with(np.arange(len(self))[rows])
         return self._read(groups, names)[places]
 
@@ -84,7 +79,6 @@ class StoredArray:
 
     def cells(self, rows: np.ndarray, kind: Any) -> list[Any]:
         """A column's cells of these rows, as Python's values of this Arrow type; none may be empty."""
-        assert isinstance(self._names, str)
         groups, places = self._groups_with(np.arange(len(self))[rows])
         column = self._read_arrow(groups, self._names).take(places).cast(kind)
         _check_not_empty(column)
@@ -92,7 +86,6 @@ class StoredArray:
 
     def whole(self) -> Any:
         """A column as a ``pyarrow.ChunkedArray``."""
-        assert isinstance(self._names, str)
         return self._read_arrow(range(len(self._starts) - 1), self._names)
 
     def not_empty(self, kind: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -148,5 +141,4 @@ def _as_numpy(column: Any) -> np.ndarray:
 
 
 def _check_not_empty(column: Any) -> None:
-    if column.null_count:
-        raise ValueError(f"{column.null_count:,} cells are empty that hold a value in every run")
+    require(not column.null_count, f"{column.null_count:,} cells are empty that hold a value in every run")

@@ -1,0 +1,195 @@
+"""Several runs beside each other: examples matched by id, who moved, whether one leaks more, and repetitions.
+
+**Whether a run leaks more than an earlier one, by more than chance explains.** Two runs of one recipe differ by noise,
+draws and probes. Compared are the examples that both runs tell of. For the k most exposed of them, each run's own, with
+k = m (all), ⌈m/20⌉ and 1, let
+
+    L = (1/k) Σ log η̄_i,        s² = (1/k²) Σ s_i²,        s_i = max(0, −log(η̄_i √low_i)) / 1.96,
+
+with low_i the lower end of the MSE bound, at 95 %. More beyond chance is exp(L_after − L_before − 3√(s²_after +
+s²_before)) − 1. Closed forms have s = 0. Examples share the course of the weights, which no interval has: hence 3, and
+not 1.96. Of 60 runs each of five small recipes, with their own first weights, at most 4.2 % of the pairs leaked more by
+any of the three, none by a tenth; and with half the noise, all did. Questions are compared by sqrt(D) at k = ⌈m/20⌉,
+and ε as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from torchfil.run import baselines
+from torchfil.run.baselines import NOT_MEASURED, is_told
+from torchfil.run.saved_run import SavedRun, value_at
+from torchfil.utils.errors import require
+from torchfil.utils.text import visible
+
+CHANCE = 3.0  # standard errors
+_EXPOSED = {"all examples together": 1.0, "the 5 % most exposed": 0.05, "the most exposed": 0.0}
+_SAME = 1e-9  # relative difference up to which closed forms are the same
+
+
+def setting(run: SavedRun, name: str) -> Any:
+    """A value of ``about`` by its path, e.g. "mechanism.sigma", or the "unit"; None where it is not there or empty."""
+    value = value_at({**run.about, "unit": run.unit.kind}, name)
+    return value if value != "" else None
+
+
+def numbers(run: SavedRun, name: str) -> np.ndarray:
+    """A column in double precision, [n]."""
+    return np.asarray(run.column(name), dtype=np.float64)
+
+
+def lower_ends(run: SavedRun) -> np.ndarray:
+    """The lower ends of the MSE bounds, [n]; the bounds themselves where no ends were saved."""
+    return numbers(run, "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound")
+
+
+def check_alike(before: SavedRun, after: SavedRun) -> None:
+    """Refuse runs whose numbers mean different things."""
+    for name, what in (
+        ("dataset.num_coordinates", "private inputs of an example"),
+        ("unit", "the unit of privacy"),
+        ("unit_of_inputs", "the unit of inputs"),
+        ("linear.private", "what is private"),
+    ):
+        one, other = (setting(run, name) for run in (before, after))
+        alike = one == other or (name == "dataset.num_coordinates" and None in (one, other))
+        differ = f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second"
+        require(alike, f"{differ}; compare runs that protect the same inputs")
+    asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
+    both = asked.keys() & asked_after.keys()
+    for name in both:
+        one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
+        changed = f"{name!r} has the answers {one} in the first and {other} in the second"
+        require(asked[name] == asked_after[name], f"the runs answer different questions: {changed}")
+    one, other = (visible(", ".join(names)) for names in (asked, asked_after))
+    different = f"the runs answer different questions: {one} in the first, {other} in the second"
+    require(bool(both) or not (asked and asked_after), f"{different}; ask the same in both")
+
+
+def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
+    """The ids of every run, [n] each, of one type, so that they can be compared.
+
+    Raises:
+        ValueError: A run has no examples, or an id twice.
+    """
+    require(all(len(run) for run in runs), "a run without examples cannot be compared")
+    names = [np.asarray(run.ids) for run in runs]
+    if len({own.dtype.kind for own in names}) > 1:
+        names = [own.astype(str) for own in names]
+    for own, which in zip(names, ("first", "second", *["next"] * len(runs)), strict=False):
+        values, counts = np.unique(own, return_counts=True)
+        often = f"the {which} run has the id {visible(str(values[counts.argmax()]))} {counts.max()} times"
+        require(len(values) == len(own), f"{often}, so that its examples cannot be matched; save every run with ids")
+    return names
+
+
+def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
+    """Both runs with the examples alone that both have measured, in the order of their ids."""
+    names = names_of([before, after])
+    ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
+    unlike = " and ".join(f"{visible(str(own[0]))}, …" for own in names)
+    require(len(ids) > 0, f"the runs share no ids ({unlike}): examples are matched by id")
+    one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
+    known = one[places[0]] & other[places[1]]
+    require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
+    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(places[1][known])
+
+
+def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
+    """1, −1 or 0 by example: less exposed, more exposed, or not told apart, [m]."""
+    fil, widths = [], []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for run in (before, after):
+            fil.append(numbers(run, "fil"))
+            widths.append(np.maximum(1 / np.sqrt(lower_ends(run)) - fil[-1], 0.0))
+        change = fil[0] - fil[1]
+        chance = np.sqrt(widths[0] ** 2 + widths[1] ** 2) + _SAME * np.maximum(*fil)
+        return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
+
+
+def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.ndarray, int]:
+    """By which share a run leaks more for certain, by what is compared; whom that concerns; how many were compared.
+
+    The places in ``after.ids`` are of those who are clearly more exposed, each by itself (:func:`clearly_moved`).
+
+    Raises:
+        ValueError: The runs share no ids, have an id twice, or speak of other inputs.
+    """
+    check_alike(before, after)
+    one, other = matched(before, after)
+    known = is_told(one) & is_told(other)
+    one, other = one.take(known), other.take(known)
+    if not len(one):
+        return {}, np.arange(0), 0
+    errors = _errors(one), _errors(other)
+    fil = numbers(one, "fil"), numbers(other, "fil")
+    found = {name: clearly_more(fil, errors, share) for name, share in _EXPOSED.items()}
+    asked = {question.name: question for question in one.questions}
+    for question in (each for each in other.questions if each.name in asked):
+        roots = [np.sqrt(np.asarray(each.divergence).max(axis=1)) for each in (asked[question.name], question)]
+        found[f"question “{question.name}”"] = clearly_more(roots, errors, 0.05)
+
+    # ε is exact, and compared where both are told at one δ
+    (spent, at), (now, there) = ((run.about.get("epsilon"), run.about.get("delta")) for run in (before, after))
+    if spent and now is not None and at == there:
+        found["ε for everybody"] = now / spent - 1
+    worse = np.asarray(other.ids)[clearly_moved(one, other) < 0].astype(str)
+    return found, np.flatnonzero(np.isin(np.asarray(after.ids).astype(str), worse)), len(one)
+
+
+def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], share: float) -> float:
+    """By which share the most exposed leak more for certain; negative: they do not.
+
+    Args:
+        values: η̄, or what grows with it, before and after, [m] each.
+        errors: Standard errors of their logarithms, [m] each.
+        share: Of how many of the examples; at least one.
+
+    Example:
+        >>> fil, exact = np.array([1.0, 2.0, 4.0]), np.zeros(3)
+        >>> round(clearly_more((fil, 1.5 * fil), (exact, exact), 1.0), 9)
+        0.5
+    """
+    levels, square, count = [], 0.0, max(1, math.ceil(share * len(values[0])))
+    for own, error in zip(values, errors, strict=True):
+        most = np.argsort(-own, kind="stable")[:count]
+        with np.errstate(divide="ignore"):
+            levels.append(float(np.log(own[most]).mean()))
+        square += float((error[most] ** 2).sum()) / count**2
+    change = 0.0 if levels[0] == levels[1] else levels[1] - levels[0]
+    return math.expm1(min(change, 700.0) - CHANCE * math.sqrt(square))
+
+
+def _errors(run: SavedRun) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.nan_to_num(np.maximum(0.0, -np.log(numbers(run, "fil") * np.sqrt(lower_ends(run)))) / 1.96)
+
+
+# of repetitions: the data, where and how they ran, what chance chose
+_MAY_DIFFER = ("data_sha256", "input_range", ".noise", "probe_precision", "steps_paused", "score_by_noise")
+
+
+def check_same_recipe(runs: Mapping[str, SavedRun]) -> None:
+    """Refuse runs that are not repetitions of one recipe, by their names.
+
+    Model, size of the data, δ and mechanism must agree: everything but noise, draws, the first weights and the data.
+    """
+
+    def recipe(run: SavedRun) -> dict[str, Any]:
+        parts = {part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")}
+        parts["run"] = {"size": len(run), **{name: run.about.get(name) for name in ("kind", "delta", "merged")}}
+        facts = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        return {name: value for name, value in facts.items() if not name.endswith(_MAY_DIFFER)}
+
+    (first, own), *others = ((name, recipe(run)) for name, run in runs.items())
+    for name, theirs in others:
+        for fact in sorted(own.keys() | theirs.keys()):
+            differ = f"{fact} is {own.get(fact)!r} in {first} and {theirs.get(fact)!r} in {name}"
+            remedy = "give repetitions of one recipe, or judge each run by itself"
+            require(own.get(fact) == theirs.get(fact), f"the runs are not of one recipe: {differ}; {remedy}")
