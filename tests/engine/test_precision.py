@@ -15,8 +15,8 @@ from tests.cases import DEVICE
 from tests.engine.architectures import Encoder
 from tests.engine.ways import LOSS, start
 from torchfil import FILPrivacyEngine, Private
-from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian
 from torchfil.report import load
 
@@ -116,7 +116,7 @@ def test_norms_are_summed_in_float32() -> None:
         gradients = ExampleGradients.build(model, LOSS, x, y)
     parts = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
     truth = torch.stack([torch.cat([part.double().flatten() for part in by_one]).norm() for by_one in parts])
-    norm = RecordedJacobian(gradients, get_clip("smooth"), 1.0).norm
+    norm = RecordedJacobian(gradients, Mechanism.build(1.0, 1.0)).norm
     assert norm.dtype == torch.float32
     assert apart(norm, truth) < 2e-3
 

@@ -246,17 +246,6 @@ def test_a_step_that_is_refused_changes_nothing(case: str) -> None:
         assert run.engine.leakage(delta=1e-3)["participations"].sum() == len(batch[0])
 
 
-def test_a_loop_that_steps_the_optimizer_it_passed_is_told_at_the_next_pass() -> None:
-    """That optimizer trains nothing, and nothing else would say so; with "hooks" Opacus refuses the second batch."""
-    module, engine = network(), FILPrivacyEngine()
-    passed = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, _, private = engine.make_private(module, passed, loader(data(40)))
-    for batch in private:
-        step(model, passed, batch)
-    with pytest.raises(RuntimeError, match="optimizer that make_private returned"):
-        next(iter(private))
-
-
 def test_a_logical_batch_that_was_left_must_be_discarded() -> None:
     """Whose next one a worker has prefetched."""
     engine, module, model, optimizer, private = make(loader(data(60), 12, num_workers=1))

@@ -269,7 +269,8 @@ def differences(name: str, found: Found) -> dict[str, float]:
             apart[key] = np.inf
             continue
         finite = np.isfinite(a)
-        scale = np.abs(a[finite]).max(initial=1e-30)
+        whole = kept["ledger.trace"] if key == "ledger.certain" else a  # a part of the trace, and often rounding alone
+        scale = np.abs(whole[np.isfinite(whole)]).max(initial=1e-30)
         apart[key] = float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale)
     return apart
 

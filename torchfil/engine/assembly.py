@@ -16,20 +16,12 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
+from torchfil.engine import loader
 from torchfil.engine.canaries import canary_scores
 from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded, without_shards
 from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
-from torchfil.engine.loader import (
-    BatchTracker,
-    EmptySecond,
-    FILDataLoader,
-    FILStreamLoader,
-    OwnerRows,
-    is_stream,
-    split_batch,
-)
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
@@ -59,6 +51,7 @@ class DatasetPasses:
 
     def __init__(self, run: Run, replica: Replica, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.run, self.replica, self.dataset, self.collate_fn = run, replica, dataset, collate_fn
+        self._owners = run.owners if run.options.accounting.by_owner else None
 
     def refresh_norms(self, optimizer: FILOptimizer) -> None:
         """Compute every example's clipped gradient norm, for individual ε; several ranks share the work."""
@@ -92,12 +85,9 @@ class DatasetPasses:
         args, kwargs = as_call(self._batch(first)[0])
         return {**dict(enumerate(args)), **kwargs}
 
-    @property
-    def _owners(self) -> Owners | None:
-        return self.run.owners if self.run.options.accounting.by_owner else None
-
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
-        return split_batch(self.collate_fn([self.dataset[row] for row in rows]), self.run.options.batch_to_inputs)
+        items = [self.dataset[row] for row in rows]
+        return loader.split_batch(self.collate_fn(items), self.run.options.batch_to_inputs)
 
     def _pieces(self, rows: Sequence[int], *, together: bool) -> Iterator[tuple[Sequence[int], Examples]]:
         """These examples, given by number, with their private coordinates.
@@ -188,10 +178,10 @@ class PrivateTraining:
         batch_first: bool,
         **released: Any,
     ) -> None:
-        accounting, stream, data = options.accounting, is_stream(prepared), prepared.dataset
+        accounting, stream, data = options.accounting, loader.is_stream(prepared), prepared.dataset
         ids = GrowingIds() if stream else example_ids(data, owners.keys if owners and accounting.by_owner else id_of)
-        rows: Any = data.dataset if isinstance(data, OwnerRows) else data
-        row_ids = example_ids(rows, id_of) if isinstance(data, OwnerRows) else None
+        rows: Any = data.dataset if isinstance(data, loader.OwnerRows) else data
+        row_ids = example_ids(rows, id_of) if isinstance(data, loader.OwnerRows) else None
         ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
         rate, whole_batch, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         noise = new_noise(rank=None if ranks is None else ranks.rank)
@@ -201,9 +191,9 @@ class PrivateTraining:
         if accounting.views is not None or accounting.by_owner:
             own = many_rows(own, accounting.views)
         self.replica = ShardedReplica(module, own) if sharded else Replica(own, batch_first=batch_first)
-        self._tracker = BatchTracker()
+        self._tracker = loader.BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
-        if isinstance(data, OwnerRows):
+        if isinstance(data, loader.OwnerRows):
             self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
@@ -232,14 +222,14 @@ class PrivateTraining:
         self.optimizer = kind(optimizer, noise=noise, ranks=ranks, expected_batch_size=divisor, **parts, **released)
         if isinstance(prepared.collate_fn, CollateFnWithEmpty):  # it learns what batches look like
             if not self.replica.batch_first:
-                prepared.collate_fn.__class__ = EmptySecond
+                prepared.collate_fn.__class__ = loader.EmptySecond
             with preserve_rng():
                 prepared.collate_fn([prepared.dataset[0]])
         if accounting.canaries is not None:
             read = (rows, prepared.collate_fn)
             self.optimizer.canaries = canary_scores(accounting.canaries, self.step, self.optimizer, *read)
-        watched = (prepared, self._tracker, self._begin_pass)
-        self.loader = FILStreamLoader(*watched, id_of, ranks) if stream else FILDataLoader(*watched, noise)
+        shared = (prepared, self._tracker, self._begin_pass)
+        self.loader = loader.FILStreamLoader(*shared, id_of, ranks) if stream else loader.FILDataLoader(*shared, noise)
 
     def _begin_pass(self) -> None:
         """At the start of a pass over the loader, refuse leftovers of the last one and a changed length of the data."""

@@ -82,9 +82,8 @@ def canary_scores(
         collate_fn: Makes a batch from its items.
     """
     rate, device = step.options.sample_rate, step.replica.device
-    secret = "canaries= needs Poisson sampling with noise: without it ε has no step that an audit could test"
-    require(rate is not None and optimizer.noise_multiplier > 0, secret)
-    assert rate is not None
+    if rate is None or not optimizer.noise_multiplier > 0:
+        raise ValueError("canaries= needs Poisson sampling with noise: without it ε has no step to audit")
     sizes = {name: p.numel() for name, p in zip(optimizer.parameter_names, optimizer.params, strict=True)}
     gradients: Any = Directions(canaries.count, list(sizes.values()), device)
     if canaries.inputs is not None:
@@ -92,8 +91,7 @@ def canary_scores(
         require(not step.options.accounting.by_owner, f"{single}: use directions, Canaries({canaries.count})")
         twice = "inputs= is the run's own data set, whose people would take part twice; give other examples"
         require(canaries.inputs is not dataset, twice)
-        batch = _batch_of(canaries, collate_fn, step.options.batch_to_inputs)
-        gradients = CanaryInputs(step, *batch, sizes, rate)
+        gradients = CanaryInputs(step, *_batch_of(canaries, collate_fn, step.options.batch_to_inputs), sizes, rate)
     return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
 
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -20,7 +21,7 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.leakage import FILKind, Leakage, as_table
+from torchfil.accounting.leakage import FILKind, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.persons import Persons
 from torchfil.audit.bounds import Audit, audit_scores
@@ -31,14 +32,7 @@ from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
-from torchfil.engine.loader import (
-    check_sampler,
-    is_stream,
-    loader_of_owners,
-    most_in_a_pass,
-    owners_of,
-    split_batch,
-)
+from torchfil.engine.loader import check_sampler, is_stream, loader_of_owners, most_in_a_pass, owners_of, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import (
     SHORTCUTS,
@@ -52,7 +46,8 @@ from torchfil.engine.options import (
 )
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
-from torchfil.engine.saving.build import as_average, build_saved_run
+from torchfil.engine.saving.build import as_average, build_saved_run, check_options
+from torchfil.engine.watching import TimeShare, Watch, with_bar
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
@@ -63,6 +58,7 @@ from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
+from torchfil.utils.tables import as_table
 from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
@@ -597,9 +593,113 @@ class FILPrivacyEngine(PrivacyEngine):
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
         """
         training = self._training
-        # all passes of the step run the same kernels, and draw the same masks
-        with differentiable_twice(), training.optimizer.refuse_on_all_ranks():
+        # all passes of the step run the same kernels, and draw the same masks; watchers come after them
+        with training.optimizer.watched(), differentiable_twice(), training.optimizer.refuse_on_all_ranks():
             return training.step.train_step(training.optimizer, inputs, targets)
+
+    def call_every(self, steps: int, function: Callable[[int], Any], *, share: float = 1.0) -> Callable[[], None]:
+        """Call a function with the number of private steps so far, whenever that is a multiple of ``steps``.
+
+        It is called after the step is booked and the weights are updated, on all ranks, so it may read or save the run.
+        An error in it leaves the step taken.
+
+        Args:
+            steps: How many.
+            function: What to call.
+            share: The largest share of the time that it may take: calls that would exceed it are left out, on all ranks
+                alike. The first is always made. 1: all are made.
+
+        Returns:
+            A function that stops the calls.
+        """
+        require(steps >= 1, f"steps={steps} must be at least 1")
+        watchers, pace = self._training.optimizer.watchers, TimeShare(share, self._training.run.ranks)
+
+        def watcher(taken: int) -> None:
+            if taken % steps == 0:
+                pace.call(partial(function, taken))
+
+        watchers.append(watcher)
+        return lambda: watchers.remove(watcher) if watcher in watchers else None
+
+    def save_every(
+        self, path: Path | str, *, steps: int = 50, delta: float | None = None, share: float = 1.0, **options: Any
+    ) -> Callable[[], None]:
+        """:meth:`save_run` while the run trains, whenever the number of private steps is a multiple of ``steps``.
+
+        Every file is complete and replaces the last one; ``torchfil watch run.parquet`` shows it. Weights, noise, draws
+        and sums are the same with and without. What depends on the data set alone (its checksum, the blind guess) is
+        read at the first save only: write the file that you keep with :meth:`save_run`. If a file cannot be written,
+        it warns, and training continues. With several processes all ranks must call it, and rank 0 writes.
+
+        Args:
+            path: The file.
+            steps: After how many private steps.
+            delta: δ, as in :meth:`save_run`.
+            share: The largest share of the time that saving may take, such as 0.02; see :meth:`call_every`.
+            **options: Of :meth:`save_run`. If inputs are images, ``pictures=0`` halves the time.
+
+        Returns:
+            A function that ends it.
+        """
+        check_delta(delta, "save_every")
+        check_options(options)
+        kept = dict[Any, Any]()
+
+        def write(taken: int) -> None:
+            run = None if self.ledger is None else self._saved_run("save_every", delta, kept=kept, **options)
+            try:
+                if run is not None:
+                    save(run, path)
+            except OSError as error:
+                warnings.warn(f"no run file was written at step {taken} ({error}); training continues", stacklevel=2)
+
+        return self.call_every(steps, write, share=share)
+
+    def watch(self, *, delta: float | None = None, every: int = 50, **options: Any) -> Watch:
+        """Show the run while it trains: the first screens of its report, on a page that only this machine can open.
+
+            with engine.watch(delta=1e-5):  # prints the address
+                train()
+
+        In a notebook, let the result be a cell's last expression: the page is shown there, and renewed.
+
+        The numbers grow with every step, and the verdict is about the run as it is now. They are as **confidential** as
+        the data. The page is drawn when somebody looks at it, in at most 2 % of the time.
+
+        Args:
+            delta: δ of ε; it has no default.
+            every: After how many private steps the numbers may change.
+            **options: Those that follow here, and those of :meth:`save_run`.
+            policy: Thresholds (:func:`torchfil.gate.policy.load_policy`); None: the default ones.
+            path: The run file; None: one in a private temporary folder, which ``stop()`` removes.
+            port: The port; 0: a free one.
+            share: The largest share of the time that saving may take; 0.02.
+
+        Returns:
+            An object with ``url`` and ``stop()``, and a context manager.
+        """
+        return Watch(self, steps=every, delta=delta, **options)
+
+    def progress(
+        self, loader: Any, *, delta: float | None = None, steps: int = 10, share: float = 0.01, **options: Any
+    ) -> Any:
+        """The loader with a progress bar (tqdm) that shows ε and the smallest MSE bound so far.
+
+            for x, y in engine.progress(loader, delta=1e-5):
+
+        The bound is an estimate from this run, for unbiased attackers, on average over runs. It depends on private
+        data: the terminal, and logs of it, are as **confidential** as the data.
+
+        Args:
+            loader: The private loader.
+            delta: δ; None: without ε.
+            steps: After how many private steps the numbers may change.
+            share: The largest share of the time that reading them may take.
+            **options: Of ``tqdm``.
+        """
+        check_delta(0.5 if delta is None else delta)
+        return with_bar(self, loader, {"delta": delta, "steps": steps, "share": share}, options)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -697,7 +797,7 @@ class FILPrivacyEngine(PrivacyEngine):
         """
         history = self.accountant.history
         if by is None or not history or not isinstance(persons := self._by(by), Persons):
-            return float(super().get_epsilon(delta))
+            return readings.spent_epsilon(self.accountant, delta)
         check_delta(delta)
         return float(readings.epsilon_over_time(history, [torch.inf], delta, int(persons.owners.counts.max()))[0])
 
@@ -858,19 +958,26 @@ class FILPrivacyEngine(PrivacyEngine):
     def leakage(self, example_ids: Ids = None, *, delta: float | None = None) -> Any:
         """One table by id (a pandas table if pandas is installed); see :meth:`Leakage.leakage`.
 
-        With δ also ``individual_epsilon``; with clip weights also ``clip_weight``.
+        With δ also ``individual_epsilon``; with clip weights also ``clip_weight``. ``to_polars()`` and ``to_arrow()``
+        of the table have the ids as the first column.
         """
-        return as_table(*self.leakage_columns(example_ids, delta=delta))
+        return as_table(*self._columns(example_ids, delta))
 
     def leakage_columns(
         self, example_ids: Ids = None, *, delta: float | None = None
     ) -> tuple[list[Hashable], dict[str, list[Any]]]:
-        """The ids and columns of :meth:`leakage`."""
+        """The ids and columns of :meth:`leakage`, as lists."""
+        names, columns = self._columns(example_ids, delta)
+        return list(names), {name: values.tolist() for name, values in columns.items()}
+
+    def _columns(self, example_ids: Ids, delta: float | None) -> tuple[Sequence[Hashable], dict[str, np.ndarray]]:
+        """The ids and columns of :meth:`leakage`, [ids] each."""
         names, columns = self.totals.columns(example_ids)
+        asked = None if example_ids is None else names
         if delta is not None:
-            columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
+            columns["individual_epsilon"] = self.get_individual_epsilon(asked, delta=delta).value.cpu().numpy()
         if self.clip_weights is not None:
-            columns["clip_weight"] = self.clip_weights.cpu()[self._training.run.ids.rows(names)[1]].tolist()
+            columns["clip_weight"] = self.clip_weights.cpu().numpy()[self._training.run.ids.places(asked)]
         return names, columns
 
     def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:

@@ -261,7 +261,7 @@ class Executor:
         try:
             values = self._from_graph(batch, tried, recorded, forward, few=few)
             if values is None:
-                chunks = self._recorded_chunks(batch, tried, forward, measured=bool(recorded.seeds))
+                chunks = self._recorded_chunks(batch, forward, measured=bool(recorded.seeds))
                 count, seeds = len(batch.gradients.examples), recorded.seeds
                 draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), self.memory_limit))
                 values = values_of(batch, chunks, recorded, draws, wanted.rate)
@@ -292,20 +292,18 @@ class Executor:
         return graphs.run(batch, wanted, room, self.replica.key, forward)
 
     def _recorded_chunks(
-        self, batch: PrivateBatch, tried: Plan, forward: Half, *, measured: bool
+        self, batch: PrivateBatch, forward: Half, *, measured: bool
     ) -> Iterable[tuple[slice, Jacobian]]:
         """The batch as recorded Jacobians: the loop's own forward pass completed, one pass over all, or pieces."""
-        gradients, clip, limit = batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm
-        count = len(gradients.examples)
+        gradients = batch.gradients
         if isinstance(forward, RecordedForward):
             live = replace(gradients, model=self.replica.live)
             try:
-                return [(slice(0, count), RecordedJacobian(live, clip, limit, forward, measured=measured))]
+                jacobian = RecordedJacobian(live, batch.mechanism, forward, measured=measured)
+                return [(slice(0, len(gradients)), jacobian)]
             except UnsupportedCallError:  # the way back to the outputs shows whether it can be used
                 self._not_recorded_live.add(self._key(gradients))
-        if count > self._room(tried):
-            return batch.chunks(self.memory_limit, 1, measured=measured)
-        return [(slice(0, count), RecordedJacobian(gradients, clip, limit, measured=measured))]
+        return batch.chunks(self.memory_limit, 1, measured=measured)
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""
@@ -622,8 +620,7 @@ class _Captured:
         forward = forward_pass(gradients, z.requires_grad_() if measured else z)
         yield map_tensors(Tensor.detach, forward.outputs)
 
-        clip, threshold = mechanism.clip, mechanism.max_grad_norm
-        jacobian = RecordedJacobian(gradients, clip, threshold, forward, measured=measured)
+        jacobian = RecordedJacobian(gradients, mechanism, forward, measured=measured)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
         draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)

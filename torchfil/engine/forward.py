@@ -157,6 +157,7 @@ class Observer:
         self.pending: list[ForwardPass] = []
         self.touched: set[str] = set()
         self.accumulates = True
+        self._steps = 0  # private steps when the last pass over the loader began
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
@@ -168,10 +169,19 @@ class Observer:
         return list(filter(_went_backward, self.pending))
 
     def check_stepped(self, steps: int) -> None:
-        """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
-        if steps == 0 and len(self.finished()) > 1:
+        """At the start of a pass over the loader: raise if the loop went backward in the last, but took no step."""
+        if steps == self._steps and len(self.finished()) > 1:
             returned = "several backward passes, and no step of the optimizer that make_private returned"
             raise RuntimeError(f"{returned}: step that one; its zero_grad() drops these passes")
+        self._steps = steps
+
+    def check_not_accumulated(self, finished: Sequence[ForwardPass]) -> None:
+        """Raise if several passes went backward since the last step, and Poisson sampling has drawn each on its own."""
+        if len(finished) > 1 and self.tracker.parts == 1 and not self.accumulates:
+            since = f"{len(finished)} backward passes since the last step of the optimizer that make_private returned"
+            drawn = "Poisson sampling draws each batch on its own, so an example could be in several"
+            remedy = "Step that optimizer, pass accumulation_steps=, or use Opacus's BatchMemoryManager."
+            raise ValueError(f"{since}: {drawn}. {remedy}")
 
     def check_ready(self, finished: Sequence[ForwardPass], training: bool, *, by_opacus: bool) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many.
@@ -203,10 +213,7 @@ class Observer:
             counted = f"{len(finished)} backward passes are not over the {parts} batches of one draw"
             remedy = f"use each batch once, and call optimizer.step() after every {parts}-th of a pass over the loader"
             raise ValueError(f"{counted} (accumulation_steps={parts}): {remedy}. {_HOW_TO_DROP}")
-        if parts == 1 and len(finished) > 1 and not self.accumulates:
-            drawn = f"{len(finished)} backward passes since the last step: Poisson sampling draws each batch on its own"
-            remedy = f"Pass accumulation_steps={len(finished)} to make_private, or use Opacus's BatchMemoryManager."
-            raise ValueError(f"{drawn}, so an example could be in several, and ε would be wrong. {remedy}")
+        self.check_not_accumulated(finished)
 
     def watch(self, forward: ForwardPass, outputs: Any) -> None:
         """Note a forward pass, and watch for gradients that arrive at its outputs, as the loop receives them."""
@@ -380,6 +387,7 @@ class LoopForward:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
         self.replica.follow()
+        self.observer.check_not_accumulated(self.observer.finished())
         make_current((args, kwargs))  # a batch that the model itself reads
         args, kwargs = self.replica.examples_first((args, kwargs))
         inputs: tuple[Any, Any] = plain((args, kwargs))

@@ -46,8 +46,6 @@ from torchfil.utils.errors import require
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["FILDataLoader", "FILStreamLoader", "check_sampler", "is_target_name", "split_batch"]
-
 OnStart = Callable[[], None]  # called when a pass over the data begins
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
@@ -660,9 +658,7 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
     if isinstance(inner, data.WeightedRandomSampler):
-        warnings.warn(
-            "weighted examples take part more often, and each participation counts: they leak more", stacklevel=4
-        )
+        warnings.warn("weighted examples take part more often, and leak more with each participation", stacklevel=4)
 
 
 def most_in_a_pass(loader: DataLoader[Any]) -> int:

@@ -33,8 +33,6 @@ from torchfil.fisher.recording import losses_of
 from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["GhostCriterion", "IdentifiedLoss", "LossMismatchError", "TokenMean"]
-
 LossFunction = Callable[[Any, Any], Tensor]
 NO_TARGETS = object()  # a call without labels: the targets are the batch's
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -184,7 +182,7 @@ def _differentiable(leaf: Tensor) -> Tensor:
 
 
 def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor | float]) -> Tensor:
-    """max |w_i a_i − b_i| / max |b| over all outputs, for each weighting w, [weightings]; it stays on the device.
+    """``max |w_i a_i − b_i| / max |b|`` over all outputs, for each weighting w, [weightings]; it stays on the device.
 
     Args:
         alone: a_i, the gradients of the loss of each example alone, [batch, …] for each tensor of the outputs.

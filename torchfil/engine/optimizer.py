@@ -44,6 +44,7 @@ class FILOptimizer(DPOptimizer):
     Attributes:
         initial_noise: σ and C before any scheduler, by name.
         canaries: Those that audit the run; they join where noise is added.
+        watchers: Called with the number of private steps, after each.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FILOptimizer(DPOptimizer):
         self._step, self._ranks, self._names, self._shares = step, ranks, names, shares
         self._answered = False  # whether the other ranks know if this one takes the current step
         self.canaries: CanaryScores | None = None
+        self.watchers: list[Callable[[int], None]] = []
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -83,8 +85,8 @@ class FILOptimizer(DPOptimizer):
 
     @property
     def parameter_names(self) -> list[str]:
-        """The names of ``params``."""
-        return [self._names[id(p)] for p in self.params]
+        """The names of ``params``; empty for those that the model did not have when it was made private."""
+        return [self._names.get(id(p), "") for p in self.params]
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -120,10 +122,26 @@ class FILOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; informs the engine when a logical batch has been released."""
         with self.refuse_on_all_ranks():
+            self._step.guard.check_optimizer(self.parameter_names)
             proceed: bool | None = super().pre_step(closure)
             if proceed:
                 self._step.book(self)
             return proceed
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """As in Opacus; after a whole step, watchers are called."""
+        with self.watched():
+            return super().step(closure)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Call the watchers at the end if a private step was taken inside."""
+        history = self._step.run.history
+        before = history.steps
+        yield
+        if history.steps > before:
+            for watcher in list(self.watchers):
+                watcher(history.steps)
 
     @contextlib.contextmanager
     def refuse_on_all_ranks(self) -> Iterator[None]:

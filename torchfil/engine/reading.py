@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.accountants import IAccountant, RDPAccountant
-from opacus.accountants.analysis.rdp import compute_rdp
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy import special
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) 
     rows, history = run.ids.places(example_ids), run.whole_history
     value = individual_epsilon(history, rows.to(history.device), delta)
     if history.steps:
-        value = value.clamp(max=float(accountant.get_epsilon(delta)))
+        value = value.clamp(max=spent_epsilon(accountant, delta))
     return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
 
@@ -95,8 +95,7 @@ def robustness(
     ledger, history = run.whole_ledger[0], run.whole_history
     if run.options.sample_rate is None and ledger is not None:  # known batches: only the example's own steps
         noise = min((sigma for sigma, *_ in releases), default=1.0) * float(training.optimizer.max_grad_norm)
-        norms = ledger.sums["squared_norm"][rows.to(ledger.device)]
-        value = robustness_with_known_batches(norms, noise, priors)
+        value = robustness_with_known_batches(ledger.sums["squared_norm"][rows.to(ledger.device)], noise, priors)
     else:
         value = individual_robustness(history, rows.to(history.device), priors)
         value = value.minimum(everybodys_robustness(releases, priors, tolerance=0.02).high)
@@ -121,6 +120,14 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
     return torch.cat(result)[places.cpu()]
 
 
+def spent_epsilon(accountant: IAccountant, delta: float) -> float:
+    """The accountant's ε at δ, bit for bit; for "rdp" what was computed once for q and σ is not computed again."""
+    if accountant.mechanism() != "rdp" or not accountant.history:
+        return float(accountant.get_epsilon(delta))
+    rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
+    return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0])
+
+
 def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:
     """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps).
 
@@ -137,12 +144,11 @@ def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, r
 def _epsilon_from_rdp(rdp: np.ndarray, delta: float) -> np.ndarray:
     """The least ε over all orders, [k], from RDP [k, orders], which is overwritten."""
     orders = np.asarray(RDPAccountant.DEFAULT_ALPHAS, dtype=float)
-    penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
-    rdp += np.log((orders - 1) / orders) - penalty
+    rdp += np.log((orders - 1) / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return np.fmin.reduce(rdp, axis=1).clip(min=0)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)  # a scheduled σ has as many values as steps
 def _rdp_per_step(q: float, noise_multiplier: float, rows: int = 1) -> np.ndarray:
     orders = RDPAccountant.DEFAULT_ALPHAS
     if rows > 1:

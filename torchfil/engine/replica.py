@@ -211,7 +211,7 @@ class Replica:
 
         def run_first() -> None:
             first = map_tensors(lambda leaf: leaf[:1], inputs)
-            trainable, constant = self._weights()
+            trainable, constant = self.weights()
             buffers = {name: constant[name].clone() for name in self._buffers if name in constant}
             with torch.no_grad(), differentiable_twice():
                 models.call_with(self.template, {**trainable, **constant, **buffers}, *first)
@@ -227,7 +227,7 @@ class Replica:
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the current weights, by the copy; it writes only into its own buffers."""
-        parameters, constants = self._weights()
+        parameters, constants = self.weights()
         for name in self._buffers if self.written is None else self.written:
             if name in constants:
                 constants[name] = constants[name].clone()
@@ -235,7 +235,7 @@ class Replica:
 
     def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The same by the live module itself, for the loop's own pass."""
-        return ExampleGradients(self.live, loss, examples, *self._weights())
+        return ExampleGradients(self.live, loss, examples, *self.weights())
 
     def follow(self) -> None:
         """Bring the copy's modules up to date with the live ones, before a step and its passes.
@@ -293,7 +293,7 @@ class Replica:
             for name in self.written:
                 live[name].copy_(gradients.constants[name])
 
-    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The trainable parameters, and everything else, by name, detached; without walking through the modules."""
         trainable: dict[str, Tensor] = {}
         constant: dict[str, Tensor] = {}

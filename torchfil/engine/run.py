@@ -41,7 +41,7 @@ from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
-from torchfil.utils.errors import all_or_nothing
+from torchfil.utils.errors import all_or_nothing, require
 
 logger = logging.getLogger(__name__)
 
@@ -210,12 +210,10 @@ class Run:
 
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
         """The numbers of the examples in these passes, checked against the gradients and what is staged."""
-        ids: list[int] = []
-        for call in calls:
-            if call.ids is None:
-                unknown = "a batch that did not come from the loader that make_private returned: who is in it"
-                raise RuntimeError(f"{unknown} is unknown; iterate over that loader")
-            ids += call.ids
+        if any(call.ids is None for call in calls):
+            unknown = "a batch that did not come from the loader that make_private returned: who is in it"
+            raise RuntimeError(f"{unknown} is unknown; iterate over that loader")
+        ids: list[int] = [number for call in calls for number in call.ids or ()]
         if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
             return ids
         if len(ids) != num_gradients:
@@ -239,9 +237,8 @@ class Run:
     def by_owner(self, call: ForwardPass) -> list[OwnedRows]:
         """The rows of a call by owner, in parts in which owners have about as many."""
         if call.ids is not self._grouped[0]:
-            most = self.options.accounting.rows_per_owner
             largest = None if self.owners is None else int(self.owners.counts.max())
-            largest = min(filter(None, (largest, most)), default=None)
+            largest = min(filter(None, (largest, self.options.accounting.rows_per_owner)), default=None)
             self._grouped = call.ids, rows_by_owner(call.ids or (), self.owners, largest)
         return self._grouped[1]
 
@@ -289,11 +286,9 @@ class Run:
         Raises:
             StepNotTakenError: On all ranks, if two of them have the same example.
         """
-        if self._keys is None and (self.ranks is None or not self._knows_batches):  # or from separate parts of the data
-            self._keys = self._staged_ids
-        elif self._keys is None:
-            assert self.ranks is not None
-            by_rank = self.ranks.objects(self._staged_ids)
+        if self._keys is None:
+            own = self._staged_ids  # those of Poisson draws come from separate parts of the data
+            by_rank = [own] if self.ranks is None or not self._knows_batches else self.ranks.objects(own)
             self._keys = [key for keys in by_rank for key in keys]
             if len(set(self._keys)) < len(self._keys):
                 twice = next(key for key, count in Counter(self._keys).items() if count > 1)
@@ -351,15 +346,15 @@ class Run:
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None
-        generator = self._common_generator("sketch")  # products with it are summed over ranks
-        gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
+        # the same on all ranks, over which products with it are summed
+        gaussian = torch.randn(num_coordinates, rank, generator=self._common_generator("sketch"), dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
 
     def _chosen(self) -> dict[str, Tensor]:
         """By tracked quantity, the rows of the ids for which it is kept, ascending, if these are not all."""
         chosen = self.options.accounting.chosen
-        if chosen and self.ranks is not None:
-            raise ValueError("track= with chosen ids needs a single process; with several, track all or less")
+        together = chosen and self.ranks is not None
+        require(not together, "track= with chosen ids needs a single process; with several, track all or less")
         return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
 
     def ledger_for(self, examples: Sequence[Examples]) -> tuple[Ledger, Tensor | None]:
@@ -540,9 +535,8 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
         weights[ids.rows(given.keys())[1]] = torch.as_tensor(list(given.values()), dtype=torch.float64)
     else:
         weights = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
-        if weights.shape != (n,):
-            form = "give one for each, in the order of the data set, or a dict {id: weight} of those that are not 1"
-            raise ValueError(f"clip_weights has shape {list(weights.shape)} for {n} examples; {form}")
+        form = "give one for each, in the order of the data set, or a dict {id: weight} of those that are not 1"
+        require(weights.shape == (n,), f"clip_weights has shape {list(weights.shape)} for {n} examples; {form}")
     check_clip_weights(weights, ids.all())
     return weights
 
@@ -556,7 +550,5 @@ def weights_in_words(weights: Tensor | None) -> str:
     """
     if weights is None or bool((weights == 1).all()):
         return ""
-    content = weights.cpu().contiguous().numpy().tobytes()
-    below = int((weights < 1).sum())
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return f"clip_weights below 1 for {below} of {len(weights)} examples (SHA-256 {digest})"
+    digest = hashlib.sha256(weights.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+    return f"clip_weights below 1 for {int((weights < 1).sum())} of {len(weights)} examples (SHA-256 {digest})"

@@ -100,6 +100,7 @@ class Step:
             raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
             raise RuntimeError("train_step takes whole draws: leave out accumulation_steps, and multiply batch_size")
+        self.guard.check_optimizer(optimizer.parameter_names)
         self.run.clear_batch()
         call, loss = self._call_without_loop(inputs, targets)
         values = self.measure(optimizer, [call], loss)
@@ -192,6 +193,7 @@ class Step:
                 else:
                     guard.add(guard.compare_norms(values.norm, norms, calls))
                     values = replace(values, clipped_norm=clipped_norms, sums={})
+            guard.check_training(run.history.steps, values.sums if values else None, noise.noise_multiplier)
             guard.raise_if_any()
         assert values is not None
 
@@ -362,8 +364,7 @@ class Step:
         if drawn is None or ids is None or len(pieces[0].ids) != len(examples):  # reported at the step
             return None
         masks = self.replica.masks_by_example(drawn, *examples.public[:2])
-        weights = self.run.weights_of(pieces[0].ids)
-        masked = replace(examples, masks=masks, clip_weights=weights)
+        masked = replace(examples, masks=masks, clip_weights=self.run.weights_of(pieces[0].ids))
         of_copy = self.replica.gradients(masked, own_loss)
         begun = self.executor.begin_graph(self._in_precision(of_copy, gradients.autocast))
         if begun is None:
@@ -465,10 +466,9 @@ def private_without_labels(private: Private | None, args: tuple[Any, ...], kwarg
     """What is private; if this is not specified, labels among the inputs are not private."""
     if private is not None or not kwargs:
         return private
-    labels = [key for key in kwargs if is_target_name(key)]
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    others = [key for key in floating if key not in labels]
+    others = [key for key in floating if key not in kwargs or not is_target_name(key)]
     return Private(inputs=others) if others and others != floating else None
 
 

@@ -47,8 +47,6 @@ from torchfil.utils.errors import CheckpointError, all_or_nothing, require
 from torchfil.utils.files import atomic_write_checked, check_checksum, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
-__all__ = ["Checkpoints", "is_folder", "read_file", "read_folder", "write_file", "write_folder"]
-
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"

@@ -226,8 +226,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         world: Any = dist.group.WORLD
         timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
-        timeout = max(timeouts, default=datetime.timedelta(minutes=30))  # that of training
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        # with the timeout of training
+        self._group = dist.new_group(backend="gloo", timeout=max(timeouts, default=datetime.timedelta(minutes=30)))
         seeds, sizes = zip(*self.objects((seed, num_examples)), strict=True)
         self.seed: int = seeds[0]
         whole = f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"

@@ -15,8 +15,10 @@ off by sqrt( Σ_j p_j(1 − p_j) / m ). A plain attribute is the case m = r = 1 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
+import inspect
 import math
 import platform
 import warnings
@@ -34,10 +36,12 @@ from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
+from torchfil.engine import reading
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
-from torchfil.engine.reading import Releases, epsilon_over_time, epsilons, everybodys_robustness, rdp_bound
+from torchfil.engine.reading import Releases
 from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
+from torchfil.fisher.models import with_attributes
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
@@ -72,14 +76,16 @@ def build_saved_run(
     equalised: Equalised | None = None,
     metrics: Mapping[str, Any] | None = None,
     audit: dict[str, Any] | None = None,
+    kept: dict[Any, Any] | None = None,
     **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
 
     ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
-    over several runs. ``audit`` is what canaries showed, as JSON values. ``named`` are options of
-    :func:`attribute_table`.
+    over several runs. ``audit`` is what canaries showed, as JSON values. ``kept`` keeps what was read from the data set
+    until the next save of the run; None: it is read again. ``named`` are options of :func:`attribute_table`.
     """
+    kept = {} if kept is None else kept
     utility = checked_metrics(metrics)
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
@@ -90,11 +96,16 @@ def build_saved_run(
     labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
     columns = _columns(training, accountant, leakage, delta, equalised)
 
-    # all of these read the data set, whose augmentation would advance the generators of a continuing run
+    # all of these read the data set, whose augmentation would advance the generators of a continuing run; and PLIS is
+    # that of the weights, without dropout
     shown = words = people = None
-    with preserve_rng():
-        about = _about(training, accountant, leakage, delta, hash_data=hash_data)
-        blind = read_blind_guess(passes, d, thorough=hash_data)
+    with preserve_rng(), contextlib.ExitStack() as dropout_off:
+        for module in training.replica.template.modules():
+            dropout_off.enter_context(with_attributes(module, training=False))
+        if hash_data and passes.dataset is not None and "data" not in kept:
+            kept["data"] = data_sha256(passes.dataset)
+        about = _about(training, accountant, leakage, delta, kept.get("data"))
+        kept[d] = blind = kept[d] if d in kept else read_blind_guess(passes, d, thorough=hash_data)
         columns |= {} if blind is None else blind.column
         if table is not None and blind is not None:
             table = table.with_levels(blind.everybody.spread)
@@ -130,6 +141,13 @@ def build_saved_run(
         rounds={} if equalised is None else equalised.columns(),
         baselines=None if blind is None else baselines(blind, table),
     )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError for an option that ``save_run`` does not have."""
+    known = {name for each in (build_saved_run, attribute_table) for name in inspect.signature(each).parameters}
+    for name in options.keys() - known:
+        raise TypeError(f"Unknown option {name!r} of save_run{nearest(name, sorted(known))}")
 
 
 def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float) -> SavedRun:
@@ -174,7 +192,7 @@ def _columns(
     run, columns, owners = training.run, leakage.arrays(), training.run.owners
     if owners is not None and run.options.accounting.by_owner:
         columns["num_rows"] = owners.counts.numpy()
-    columns["epsilon"] = epsilons(run, accountant, None, delta).value.cpu().numpy()
+    columns["epsilon"] = reading.epsilons(run, accountant, None, delta).value.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
     if equalised is not None:
@@ -185,7 +203,7 @@ def _columns(
 
 
 def _about(
-    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, *, hash_data: bool
+    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, data_sha256: str | None
 ) -> dict[str, Any]:
     passes, module = training.passes, training.replica.live
     inputs = passes.inputs([0]) if passes.dataset is not None else {}
@@ -198,10 +216,10 @@ def _about(
             # the length of the longest text belongs to one example, so a redacted report must not show it
             ("num_coordinates" if leakage.ledger.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
-            "data_sha256": data_sha256(passes.dataset) if hash_data and passes.dataset is not None else None,
+            "data_sha256": data_sha256,
         },
         "mechanism": _mechanism(training, leakage),
-        "epsilon": float(accountant.get_epsilon(delta)),
+        "epsilon": reading.spent_epsilon(accountant, delta),
         "delta": delta,
         "accountant": accountant.mechanism(),
         "versions": {**versions, "python": platform.python_version()},
@@ -266,7 +284,7 @@ def _history(
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {name: points[:, j].double().numpy() for j, name in enumerate(("fil_median", "fil_q95", "fil_max"))}
     if accountant.mechanism() == "rdp" and training.run.options.sample_rate is not None:  # else it counts
-        history["epsilon"] = epsilon_over_time(accountant.history, steps, delta)  # participations, not steps
+        history["epsilon"] = reading.epsilon_over_time(accountant.history, steps, delta)  # participations, not steps
     return history
 
 
@@ -275,9 +293,9 @@ def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, 
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter, names = input_range[1] - input_range[0], {"replace_one": "replace-one", "paper": "paper"}
-        found = {key: rdp_bound(releases, num_coordinates, diameter, name) for key, name in names.items()}
+        found = {key: reading.rdp_bound(releases, num_coordinates, diameter, name) for key, name in names.items()}
         bounds["rdp_mse_bound"] = {"diameter": diameter, **found}
-    curve = everybodys_robustness(releases, _PRIORS)
+    curve = reading.everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
     return bounds
 

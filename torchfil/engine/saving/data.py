@@ -103,8 +103,6 @@ def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
 
 def _bytes(values: Tensor) -> Any:
     """The tensor's bytes in order, for hashing."""
-    if values.numel() == 0:
-        return b""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -1,0 +1,270 @@
+"""Files, pages and bars of a run that trains: they change nothing, keep to their time, and show the run's numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine.saving import build
+from torchfil.engine.watching import TimeShare
+from torchfil.questions import Absent
+from torchfil.report import load
+
+
+def private(accountant: str = "rdp", **options: Any) -> tuple[FILPrivacyEngine, Any, Any]:
+    """An engine, its loader of four steps, and a step, with dropout; the same numbers at every call."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    data = TensorDataset(torch.rand(32, 1, 4, 4), torch.randint(3, (32,)))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+    engine = FILPrivacyEngine(noise_seed=0, accountant=accountant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"noise_multiplier": 1.0, "questions": {"in?": Absent()}, "track": ("diagonal",), **options}
+    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=8), **given)
+
+    def step(x: Any, y: Any) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step.model = model  # type: ignore[attr-defined]
+    return engine, loader, step
+
+
+def trained(engine: FILPrivacyEngine, loader: Any, step: Any, epochs: int = 3) -> dict[str, Any]:
+    for _ in range(epochs):
+        for x, y in loader:
+            step(x, y)
+    draws = torch.rand(3), np.random.rand(3), random.random()
+    return {
+        "weights": [p.detach().clone() for p in step.model.parameters()],
+        "state": copy.deepcopy(engine.state_dict()),
+        "draws": [torch.as_tensor(each) for each in draws],
+    }
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Everything in it by its place."""
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        return {name: value}
+    return {place: leaf for key, part in parts for place, leaf in leaves(part, f"{name}.{key}").items()}
+
+
+@pytest.mark.parametrize("way", ["save_every", "watch", "progress"])
+def test_a_run_is_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
+    plain = trained(*private())
+    engine, loader, step = private()
+    if way == "save_every":
+        engine.save_every(tmp_path / "run.parquet", steps=2, delta=1e-5)
+        found = trained(engine, loader, step)
+        assert load(tmp_path / "run.parquet").about["mechanism"]["steps"] == 12
+    elif way == "watch":
+        with engine.watch(delta=1e-5, every=3, share=1.0) as watch:
+            watch._repr_html_()
+            found = trained(engine, loader, step)
+            watch._repr_html_()
+    else:
+        found = trained(engine, engine.progress(loader, delta=1e-5, steps=1, share=1.0), step, epochs=1)
+        plain = trained(*private(), epochs=1)
+    assert leaves(found).keys() == leaves(plain).keys()
+    for name, value in leaves(plain).items():
+        other = leaves(found)[name]
+        same = torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value
+        assert same, name
+
+
+def test_the_last_file_is_that_of_save_run(tmp_path: Path) -> None:
+    engine, loader, step = private()
+    engine.save_every(tmp_path / "live.parquet", steps=4, delta=1e-5, metrics={"accuracy": 0.5})
+    trained(engine, loader, step)
+    engine.save_run(tmp_path / "last.parquet", delta=1e-5, metrics={"accuracy": 0.5})
+    live, last = load(tmp_path / "live.parquet"), load(tmp_path / "last.parquet")
+    assert {**live.about, "created": 0} == {**last.about, "created": 0}
+    assert live.columns.keys() == last.columns.keys()
+    for name, values in last.columns.items():
+        np.testing.assert_array_equal(live.columns[name], values, err_msg=name)
+
+
+def test_the_data_set_is_read_at_the_first_save_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("data_sha256", "read_blind_guess"):
+        plain = getattr(build, name)
+        monkeypatch.setattr(
+            build, name, lambda *a, name=name, plain=plain, **k: (calls.append(name), plain(*a, **k))[1]
+        )
+    engine, loader, step = private()
+    stop = engine.save_every(tmp_path / "run.parquet", steps=2, delta=1e-5)
+    trained(engine, loader, step, epochs=2)
+    assert sorted(calls) == ["data_sha256", "read_blind_guess"]
+    engine.save_run(tmp_path / "run.parquet", delta=1e-5)
+    assert len(calls) == 4, "a file to keep is about the data as they are"
+    stop()
+    (tmp_path / "run.parquet").unlink()
+    trained(engine, loader, step, epochs=1)
+    assert not (tmp_path / "run.parquet").exists()
+
+
+def test_pictures_of_a_model_with_dropout_are_those_without_it(tmp_path: Path) -> None:
+    engine, loader, step = private()
+    engine.save_every(tmp_path / "live.parquet", steps=4, delta=1e-5)
+    trained(engine, loader, step, epochs=1)
+    assert step.model.training
+    assert all(module.training for module in step.model.modules())
+    step.model.eval()
+    engine.save_run(tmp_path / "eval.parquet", delta=1e-5)
+    live, still = (load(tmp_path / f"{name}.parquet").pictures for name in ("live", "eval"))
+    assert live is not None
+    assert still is not None
+    assert live.maps is not None
+    np.testing.assert_array_equal(live.maps, still.maps)
+    assert np.abs(live.maps).max() > 0
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "gdp"])
+def test_epsilon_is_opacus_own_bit_for_bit(accountant: str) -> None:
+    engine, loader, step = private(accountant)
+    trained(engine, loader, step, epochs=1)
+    if accountant == "rdp":  # the other wants one noise
+        engine._training.optimizer.noise_multiplier = 1.25
+        trained(engine, loader, step, epochs=1)
+        assert len(engine.accountant.history) == 2
+    for delta in (1e-3, 1e-5):
+        assert engine.get_epsilon(delta) == float(engine.accountant.get_epsilon(delta))
+
+
+def test_a_disk_that_fails_does_not_stop_the_training(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    engine, loader, step = private()
+    engine.save_every(tmp_path / "taken" / "run.parquet", steps=4, delta=1e-5)
+    with pytest.warns(UserWarning, match="at step 4"):
+        trained(engine, loader, step, epochs=1)
+    assert engine.ledger is not None
+    assert engine.ledger.steps == 4
+
+
+def test_wrong_arguments_are_refused_before_the_training(tmp_path: Path) -> None:
+    engine, *_ = private()
+    path = tmp_path / "run.parquet"
+    with pytest.raises(TypeError, match="delta"):
+        engine.save_every(path)
+    with pytest.raises(TypeError, match="delta"):
+        engine.watch()
+    with pytest.raises(TypeError, match="titles.*title"):
+        engine.save_every(path, delta=1e-5, titles="x")
+    with pytest.raises(ValueError, match="steps=0"):
+        engine.save_every(path, delta=1e-5, steps=0)
+    with pytest.raises(ValueError, match="share"):
+        engine.save_every(path, delta=1e-5, share=0)
+    with pytest.raises(ValueError, match="delta"):
+        engine.progress([], delta=2.0)
+    assert engine._training.optimizer.watchers == []
+
+
+def test_work_keeps_to_its_share_of_the_time() -> None:
+    pace, done, start = TimeShare(0.1, None), 0, time.perf_counter()
+
+    def work() -> None:
+        nonlocal done
+        done += 1
+        time.sleep(0.01)
+
+    pace.call(work)
+    assert done == 1, "the first is always made"
+    while time.perf_counter() - start < 0.6:
+        pace.call(work)
+        time.sleep(0.001)
+    assert 2 <= done <= 1 + 0.1 * (time.perf_counter() - start) / 0.01
+    always, done = TimeShare(1.0, None), 0
+    for _ in range(3):
+        always.call(work)
+    assert done == 3
+
+
+def test_all_ranks_wait_for_the_latest() -> None:
+    class Two:
+        """Another rank that is late by so much."""
+
+        late = 1.0
+
+        def maximum(self, value: Any) -> Any:
+            return value.clamp(min=self.late)
+
+    two: Any = Two()
+    pace, done = TimeShare(0.5, two), []
+    pace.call(lambda: done.append(1))
+    assert done == []
+    two.late = -1.0
+    pace.call(lambda: done.append(1))
+    assert done == [1]
+
+
+def test_a_watch_serves_until_it_stops_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    import urllib.error
+    import urllib.request
+
+    engine, loader, step = private()
+    with engine.watch(delta=1e-5, every=2) as watch:
+        assert watch.url in capsys.readouterr().err
+        assert watch.path.parent.stat().st_mode & 0o777 == 0o700
+        trained(engine, loader, step, epochs=1)
+        assert watch.path.stat().st_mode & 0o777 == 0o600
+        assert "of this run" in urllib.request.urlopen(watch.url, timeout=20).read().decode()
+    assert not watch.path.parent.exists()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(watch.url, timeout=5)
+    watch.stop()
+    assert engine._training.optimizer.watchers == []
+    trained(engine, loader, step, epochs=1)
+
+
+def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    publisher = pytest.importorskip("IPython.core.displaypub").CapturingDisplayPublisher()
+    monkeypatch.setattr(shell, "display_pub", publisher)
+    engine, loader, step = private()
+    with engine.watch(delta=1e-5, every=2, share=1.0) as watch:
+        watch._ipython_display_()
+        assert publisher.outputs == [], "a terminal would print every update"
+        monkeypatch.setattr(shell, "kernel", object(), raising=False)
+        watch._ipython_display_()
+        trained(engine, loader, step, epochs=1)
+    first, *updates = publisher.outputs
+    assert "No numbers yet" in first["data"]["text/html"]
+    assert {each["transient"]["display_id"] for each in publisher.outputs} == {first["transient"]["display_id"]}
+    assert all(each["update"] for each in updates)
+    assert (
+        "step 4 of this run" in updates[-1]["data"]["text/html"]
+        or "step 2 of this run" in updates[-1]["data"]["text/html"]
+    )
+    assert updates[-1]["data"]["text/html"].startswith("<iframe sandbox srcdoc=")
+
+
+def test_the_bar_shows_the_runs_own_numbers() -> None:
+    engine, loader, step = private()
+    bar = engine.progress(loader, delta=1e-5, steps=4, share=1.0, desc="training")
+    assert bar.total == len(loader)
+    for x, y in bar:
+        step(x, y)
+    numbers = engine.metrics(delta=1e-5, prefix="")
+    epsilon, bound = (f"{numbers[name]:.3g}" for name in ("epsilon", "smallest_mse_bound"))
+    assert bar.postfix == f"ε={epsilon}, smallest bound={bound}, at step=4"
+    assert engine._training.optimizer.watchers == []
+    for x, y in engine.progress(loader, steps=1, share=1.0):  # without δ, and left early
+        step(x, y)
+        break
+    assert engine._training.optimizer.watchers == []
