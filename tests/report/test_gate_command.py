@@ -32,7 +32,7 @@ def policy(tmp_path: Path) -> Path:
 def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> None:
     start = tmp_path / "start.toml"
     assert call("gate", "--init", "--policy", start).exit_code == 0
-    assert call("gate", run, "--policy", start).exit_code == 1
+    assert call("gate", run, "--policy", start).exit_code == 3  # it keeps no questions
     passed = call("gate", save(worrying(safe=True), tmp_path / "safe.parquet"), "--policy", start)
     told = "passed: may be released (all 7 rules kept)"
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, told), passed.output
@@ -119,7 +119,17 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
 
     data = json.loads(found.stdout)
     assert json.loads(as_json.read_text(encoding="utf-8")) == data
-    assert set(data["rules"][0]) == {"rule", "passed", "limit", "found", "offending", "detail"}
+    assert set(data["rules"][0]) == {
+        "rule",
+        "level",
+        "state",
+        "passed",
+        "limit",
+        "found",
+        "offending",
+        "detail",
+        "source",
+    }
     assert [rule["rule"] for rule in data["rules"] if not rule["passed"]] == ["min_mse_bound"]
 
     lines = summary.read_text(encoding="utf-8").splitlines()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from torchfil.gate.policy import Policy, parse_policy, tomllib
+from torchfil.gate.policy import Policy, PolicyError, nearest, parse_policy, preset
 from torchfil.gate.rules import RULES, Verdict, audit_in_words
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import is_spared
@@ -16,18 +17,51 @@ from torchfil.run.unit import counted
 from torchfil.utils.errors import RunFileError
 
 __all__ = ["check", "concerned", "decision", "default_policy", "in_words", "large_delta", "notes", "template"]
+__all__ += ["OUTCOMES", "Outcome", "outcome", "public", "worst_of"]
 
 
-def check(run: SavedRun, policy: Policy) -> list[Verdict]:
+@dataclass(frozen=True)
+class Outcome:
+    """How a gate ends.
+
+    Attributes:
+        word: Its name.
+        code: The exit code.
+        decision: What is advised, in three words; "": nothing.
+        meaning: When it comes to that.
+    """
+
+    word: str
+    code: int
+    decision: str
+    meaning: str
+
+
+OUTCOMES = (
+    Outcome("passed", 0, "May be released", "The run keeps every rule at the level error. Warnings may be shown."),
+    Outcome("failed", 1, "Do not release", "The run breaks a rule at the level error."),
+    Outcome("bad input", 2, "", "A file or an option cannot be used. Nothing was judged."),
+    Outcome("cannot tell", 3, "Cannot tell yet", "No rule at the level error is broken, but one cannot be answered."),
+)
+
+
+def check(run: SavedRun, policy: Policy, baseline: SavedRun | None = None) -> list[Verdict]:
     """Every rule that the policy asks for, in the order of the template.
 
+    Args:
+        run: A saved run.
+        policy: Thresholds.
+        baseline: An earlier run, for ``max_worsening``.
+
     Raises:
-        PolicyError: It names an attribute that the run does not have.
+        PolicyError: It names an attribute that the run does not have, or gives a level to what is no rule.
         RunFileError: The run has no examples.
     """
+    for key in policy.levels.keys() - RULES:
+        raise PolicyError(f"levels: {key!r} is no rule{nearest(key, list(RULES))}")
     if not len(run):
         raise RunFileError("the run has no examples, so that every rule would hold; save a run after training")
-    return [verdict for rule in RULES.values() for verdict in rule.measure(run, policy)]
+    return [verdict for rule in RULES.values() for verdict in rule.measure(run, policy, baseline)]
 
 
 def concerned(broken: Sequence[Verdict]) -> np.ndarray:
@@ -45,51 +79,58 @@ def in_words(verdict: Verdict) -> str:
     return RULES[verdict.key].sentence(verdict)
 
 
+def public(verdict: Verdict) -> Verdict:
+    """The same without what was measured, for a log that others read: the rule, its limit and its state stay.
+
+    An unknown one still says what is missing. Whether a rule is broken depends on private data, too.
+    """
+    if verdict.found is None:
+        return replace(verdict, rows=np.arange(0), hidden=True)
+    subject, compared = verdict.asked_about, verdict.unit.say(RULES[verdict.key].compared)
+    bare: dict[str, Any] = {"found": math.nan, "rows": np.arange(0), "note": "", "hidden": True}
+    return replace(verdict, subject=subject, detail=compared, **bare)
+
+
+def outcome(verdicts: Sequence[Verdict]) -> Outcome:
+    """What the verdicts come to; rules at the level "warn" change nothing."""
+    states, (passed, failed, _, cannot_tell) = {verdict.state for verdict in verdicts}, OUTCOMES
+    return failed if "broken" in states else cannot_tell if "unknown" in states else passed
+
+
 def decision(verdicts: Sequence[Verdict]) -> str:
     """What the verdicts ask for, in three words.
 
     Example:
         >>> unknown = Verdict("max_epsilon", False, 8.0, None, np.arange(3), "the run's ε is not known")
-        >>> decision([unknown]), decision([])
-        ('Cannot tell yet', 'May be released')
+        >>> decision([unknown]), decision([]), decision([replace(unknown, level="warn")])
+        ('Cannot tell yet', 'May be released', 'May be released')
     """
-    broken = [verdict for verdict in verdicts if not verdict.passed]
-    if any(verdict.tells for verdict in broken):
-        return "Do not release"
-    return "Cannot tell yet" if broken else "May be released"
+    return outcome(verdicts).decision
+
+
+def worst_of(judged: Mapping[str, Sequence[Verdict]]) -> list[Verdict]:
+    """Of several runs of one recipe, by name, the worst verdict on each rule: broken before unknown before kept."""
+
+    def badness(verdict: Verdict) -> tuple[int, float]:
+        found = -math.inf if verdict.found is None else float(verdict.found)
+        return 0 if verdict.passed else 1 + verdict.tells, -found if verdict.key.startswith("min_") else found
+
+    by_rule: dict[tuple[str, str], list[Verdict]] = {}
+    for name, verdicts in judged.items():
+        for verdict in verdicts:
+            by_rule.setdefault((verdict.key, verdict.asked_about), []).append(replace(verdict, source=name))
+    return [max(verdicts, key=badness) for verdicts in by_rule.values()]
 
 
 def default_policy(run: SavedRun) -> Policy:
     """The policy of the template, for a run that nobody gave one for; without ε for a linear model, which has none."""
-    values = {**tomllib.loads(template()), "name": "torchfil’s default policy"}
-    if run.about.get("kind") == "linear":
-        del values["max_epsilon"]
-    return parse_policy(values)
+    off = {"max_epsilon": "off"} if run.about.get("kind") == "linear" else {}
+    return parse_policy({"extends": "default", "name": "torchfil’s default policy", "levels": off})
 
 
 def template() -> str:
     """A policy to start from, with a comment for every key: what ``torchfil gate --init`` writes."""
-    asked = "min_attacks", "audited_epsilon_below_claimed"  # left out, they are not
-    kept = [key for key, rule in RULES.items() if rule.find and rule.default not in (None, {}) and key not in asked]
-    paragraphs = [
-        "# A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.\n"
-        "# What a rule asks for and the run does not tell fails: save the run with it, or take the rule out.\n"
-        f"# Left out, {', '.join(kept[:-1])} and {kept[-1]} still apply, at their strictest.\n"
-        "# Rules on single examples take the conservative end of every 95 % interval, of each example by itself."
-    ]
-    section = ""
-    for rule in RULES.values():
-        if rule.section != section:
-            section = rule.section
-            paragraphs.append(f"# --- {section} ---")
-        left_out = "" if rule.default in (None, {}, "") else f" Left out, it is {str(rule.default).lower()}."
-        comment = textwrap.fill(rule.help + left_out, 120, initial_indent="# ", subsequent_indent="# ")
-        lines = [f"{rule.key} = {json.dumps(rule.example)}"]  # TOML writes these values as JSON does
-        if isinstance(rule.default, dict):
-            name, value = rule.example
-            lines = [f"[{rule.key}]", f"{name} = {json.dumps(value)}"]
-        paragraphs.append("\n".join([comment, *("# " * rule.off + line for line in lines)]))
-    return "\n\n".join(paragraphs) + "\n"
+    return preset("default")
 
 
 def notes(run: SavedRun) -> list[str]:
@@ -109,11 +150,13 @@ def notes(run: SavedRun) -> list[str]:
     if run.about.get("kind") == "linear":
         weights = "; weights that were chosen from the data are taken as fixed" * ("sample_weight" in run.columns)
         found.append(f"a linear model’s release: closed forms, no ε; what is random is its noise alone{weights}")
+    if released := run.about.get("released"):
+        adds = "Fisher information and D add by id, and a run without an example adds nothing about it"
+        found.append(f"{released['runs']} released models together: {adds}; ε: {released['epsilon']}")
     runs = (run.about.get("merged") or {}).get("runs")
     if runs is not None:
         found.append(f"means over {runs} runs: they speak of one release; several together leak more")
-    choice = run.about.get("noise_choice")
-    if choice is not None:
+    if choice := run.about.get("noise_choice"):
         found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
     audit = run.about.get("audit")
     if audit is not None and (audit["exceeds_claim"] or not audit["epsilon"] <= audit["claimed"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -18,14 +19,18 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "tomllib"]
+__all__ = ["PRESETS", "Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "preset", "tomllib"]
 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1")]
 Number = Annotated[float, Meta(ge=0, description="a number, 0 or more")]
 Error = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number, 0 or more")]
 Text = Annotated[str, Meta(max_length=2000, description="a text of up to 2,000 characters")]
+Level = Annotated[str, Meta(pattern="^(off|warn|error)$", description='"off", "warn" or "error"')]
+Worst = Annotated[str, Meta(pattern="^pessimistic$", description='"pessimistic", or left out')]
 Flag = Annotated[bool, Meta(description="true or false")]
+
+PRESETS = ("default", "research", "clinical", "public-release")
 
 
 class PolicyError(ValueError):
@@ -42,6 +47,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: Text = ""
+    extends: Text = ""
+    aggregate: Worst | None = None
     min_error_share: Number | None = None
     max_share_exposed: Share | None = None
     blind_error: Error | None = None
@@ -54,6 +61,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_mse_bound: Number | None = None
     mse_bound_of_concern: Number | None = None
     max_share_of_concern: Share | None = None
+    max_worsening: Number | None = None
     max_group_disparity: Number | None = None
     min_group_size: Count = 10
     min_attacks: Count = 0
@@ -66,6 +74,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     attribute_spread: dict[str, Error] = {}
     min_attribute_error: dict[str, Number] = {}
     max_true_positive_rate: dict[str, Number] = {}
+    levels: dict[str, Level] = {}
     declared: dict[str, Text] = {}
 
     def __post_init__(self) -> None:
@@ -111,6 +120,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
     defaults = msgspec.structs.asdict(Policy())
     limits = [name for name in defaults if name.startswith(("min_", "max_")) and defaults[name] in (None, {})]
+    limits = [name for name in limits if policy.levels.get(name) != "off"]
     if all(getattr(policy, name) in (None, {}) for name in limits) and not policy.audited_epsilon_below_claimed:
         remedy = f"set at least one of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
         raise PolicyError(f"{where}: the policy limits nothing, so that every run would pass; {remedy}")
@@ -118,8 +128,21 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
 
 
 def parse_policy(values: Mapping[str, Any]) -> Policy:
-    """The policy with these values; unknown keys are refused with the nearest known one."""
+    """The policy with these values over those of the preset that it extends, its tables entry by entry.
+
+    Raises:
+        PolicyError: A key, told with the nearest known one, or a preset is not known, or a value is of the wrong kind.
+    """
     for name in values:
         if name not in Policy.__struct_fields__:
             raise PolicyError(f"unknown key {name!r}{nearest(name, Policy.__struct_fields__)}")
-    return Policy(**values)
+    base = tomllib.loads(preset(str(values["extends"]))) if values.get("extends") else {}
+    tables = {name: base[name] | value for name, value in values.items() if name in base and isinstance(value, dict)}
+    return Policy(**{**base, **values, **tables})
+
+
+def preset(name: str) -> str:
+    """One of :data:`PRESETS`, a policy file with a reason for every threshold."""
+    if name not in PRESETS:
+        raise PolicyError(f"no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+    return (resources.files("torchfil.gate") / "presets" / f"{name}.toml").read_text(encoding="utf-8")

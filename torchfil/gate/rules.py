@@ -1,8 +1,8 @@
-"""Every key of a policy in one place: what it asks for, how it is measured, what a broken rule means, what helps.
+"""Every rule of a policy in one place: how it is measured, what a broken rule means, what helps.
 
-A measuring function is named for its key. Its docstring is the explanation, whose first line says what is compared; the
-decorator has the rest. They stand in the order of the template. Gate, page, documentation and template are made from
-:data:`RULES`.
+A measuring function is named for its key. The first line of its docstring says what is compared; the decorator has the
+rest. They stand in the order of the template (``presets/default.toml``), which explains every key in the same words.
+Gate and page are made from :data:`RULES`.
 
 Rules on single examples take the conservative end of every 95 % interval, and what the run does not tell fails.
 Examples that were drawn too rarely to tell (:mod:`torchfil.run.baselines`) have a rule of their own and count in no
@@ -24,6 +24,7 @@ import numpy as np
 
 from torchfil.gate.policy import Policy, PolicyError
 from torchfil.run import baselines
+from torchfil.run.matching import worsening
 from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.run.unit import Unit, counted, plural, unit_of
@@ -46,6 +47,9 @@ class Verdict:
         subject: The attribute, question or grouping that it is about; "" where there is none.
         note: What is known besides, such as the worst attribute.
         unit: What the run's examples are.
+        level: "error" or "warn", as the policy's levels say.
+        source: Of several runs, the one that decides.
+        hidden: Whether what was found is left out.
     """
 
     key: str
@@ -57,13 +61,28 @@ class Verdict:
     subject: str = ""
     note: str = ""
     unit: Unit = field(default_factory=lambda: unit_of({}))
+    level: str = "error"
+    source: str = ""
+    hidden: bool = False
+
+    @property
+    def state(self) -> str:
+        """One of kept; warning, at the level "warn"; unknown, where the run cannot answer; and broken."""
+        if self.passed or self.level == "warn":
+            return "kept" if self.passed else "warning"
+        return "broken" if self.tells else "unknown"
+
+    @property
+    def asked_about(self) -> str:
+        """The subject, where the policy or the run's questions and groups name it, and not what was found."""
+        return "" if self.key == "min_attribute_error_share" else self.subject
 
     @property
     def rule(self) -> str:
         """The key with its subject, as the policy writes it."""
         if not self.subject:
             return self.key
-        table = isinstance(RULES[self.key].default, dict)
+        table = isinstance(getattr(Policy(), self.key), dict)
         return f"{self.key}.{self.subject}" if table else f"{self.key} ({self.subject})"
 
     @property
@@ -78,8 +97,8 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: without the examples, of which the number is told."""
-        names = ("rule", "passed", "limit", "found", "offending", "detail")
-        return {name: getattr(self, name) for name in names}
+        names = ("rule", "level", "state", "passed", "limit", "found", "offending", "detail", "source")
+        return {name: getattr(self, name) for name in names} | ({"offending": None} if self.hidden else {})
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,7 @@ class RuleCheck:
     policy: Policy
     limit: Any
     subject: str = ""
+    baseline: SavedRun | None = None
 
     @cached_property
     def told(self) -> np.ndarray:
@@ -104,7 +124,10 @@ class RuleCheck:
         return self.verdict(not len(wrong), float(np.min(values[self.told], initial=math.inf)), wrong, note)
 
     def largest(self, values: np.ndarray, known: np.ndarray, subject: str = "") -> Verdict:
-        """No known example's value is above the limit; [n] values."""
+        """No known example's value is above the limit; [n] values, NaN for all where the run does not tell."""
+        if len(values) and np.isnan(values).all():
+            name = subject or self.subject
+            return replace(self.unknown(f"“{name}” was not asked in every release"), subject=name)
         wrong = np.flatnonzero(known & ~(values <= self.limit))
         return self.verdict(not len(wrong), float(np.max(values[known], initial=0.0)), wrong, "", subject)
 
@@ -130,16 +153,12 @@ Measuring = Callable[[RuleCheck], Iterable[Verdict]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A key of a policy: a rule, or a setting that rules read.
+    """A key of a policy that judges a run; others are settings, which rules read.
 
     Attributes:
         key: Its name.
-        section: Of the template.
-        help: What it asks for: the comment in the template and the entry of the documentation.
-        example: Its value in the template; of a table a name and its value.
-        off: Whether it stands there as a comment.
         compared: What is compared with the limit, in half a sentence.
-        find: Measures it; None for a setting.
+        find: Measures it.
         title: What was measured and who is bound, for readers without training in machine learning; the fields are
             those of :meth:`row`.
         found: What was found, likewise; a value before a % is told in per cent.
@@ -149,31 +168,22 @@ class Rule:
     """
 
     key: str
-    section: str
-    help: str
-    example: Any
-    off: bool
-    compared: str = ""
-    find: Measuring | None = None
-    title: str = ""
-    found: str = ""
+    compared: str
+    find: Measuring
+    title: str
+    found: str
     above: float = 0.0
     baseline: str = ""
     advice: str = "More noise than any prediction was tested for, or another model: only a trial tells."
 
-    @property
-    def default(self) -> Any:
-        """What holds where a policy leaves it out; None or an empty table: it is not asked for."""
-        return getattr(Policy(), self.key)
-
-    def measure(self, run: SavedRun, policy: Policy) -> list[Verdict]:
+    def measure(self, run: SavedRun, policy: Policy, baseline: SavedRun | None = None) -> list[Verdict]:
         """What the rule finds, for every attribute or question that the policy names; nothing where it asks nothing."""
-        limit = getattr(policy, self.key)
-        if self.find is None or limit is None:
+        limit, level = getattr(policy, self.key), policy.levels.get(self.key, "error")
+        if limit is None or level == "off":
             return []
         limits = limit if isinstance(limit, dict) else {"": limit}
-        asked = [RuleCheck(self, run, policy, each, name) for name, each in limits.items()]
-        return [replace(verdict, unit=run.unit) for each in asked for verdict in self.find(each)]
+        asked = [RuleCheck(self, run, policy, each, name, baseline) for name, each in limits.items()]
+        return [replace(verdict, unit=run.unit, level=level) for each in asked for verdict in self.find(each)]
 
     def named(self, verdict: Verdict, who: str = "") -> str:
         """Its title; without a subject, of a rule by name that found none."""
@@ -182,16 +192,17 @@ class Rule:
 
     def row(self, verdict: Verdict) -> tuple[str, str, str]:
         """The rule with whom a broken one concerns, what was found and the limit, as short texts for a table."""
-        who = f" ({counted(verdict.offending, verdict.unit.one)})" if not verdict.passed else ""
+        who = f" ({counted(verdict.offending, verdict.unit.one)})" if not (verdict.passed or verdict.hidden) else ""
         title = self.named(verdict, who if verdict.found is not None else "")
         limit, found, note, percent = verdict.limit, verdict.found, verdict.note, "{value} %" in self.found
         if percent:
             limit, found = 100 * (limit + self.above), None if found is None else 100 * (found + self.above)
         limit_shown, found_shown = format_distinct(limit, found)
         told = {"yes": "yes" if found else "no", "note": f" ({note})" * bool(note), "unit": f" {note}".rstrip()}
-        shown = "not known" if found is None else self.found.format(value=found_shown, **told)
+        shown = "not shown" if verdict.hidden else self.found.format(value=found_shown, **told)
+        shown = "not known" if found is None else shown
         if self.key == "unit":
-            return title, note, f"whole {plural(verdict.unit.person)}"
+            return title, note or shown, f"whole {plural(verdict.unit.person)}"
         if self.key.startswith("allow_"):
             return title, shown, "allowed" if limit else "not allowed"
         beside = {"min": "at least ", "audited": "claimed "}.get(self.key.partition("_")[0], "")
@@ -210,34 +221,21 @@ class Rule:
         return verdict.unit.say(self.advice)
 
 
-RULES: dict[str, Rule] = {}  # every key, in the order of the template
+RULES: dict[str, Rule] = {}  # in the order of the template
 
 
-class _Section:
-    """A heading of the template and the keys below it. ``example``: a value that it sets; ``off``: one in a comment."""
+def _rule(title: str, found: str, **more: Any) -> Callable[[Measuring], Rule]:
+    """A measuring function as a rule: its name is the key, and its docstring begins with what is compared."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def register(find: Measuring) -> Rule:
+        key, first = find.__name__.removeprefix("_"), (getdoc(find) or "").partition("\n")[0]
+        compared = first.removeprefix("The ").rstrip(".")
+        RULES[key] = Rule(key, compared[:1].lower() + compared[1:], find, title, found, **more)
+        return RULES[key]
 
-    def setting(self, key: str, text: str, *, example: Any = None, off: Any = None) -> None:
-        RULES[key] = Rule(key, self.title, text, off if example is None else example, example is None)
-
-    def rule(
-        self, title: str, found: str, *, example: Any = None, off: Any = None, **more: Any
-    ) -> Callable[[Measuring], Rule]:
-        def register(find: Measuring) -> Rule:
-            key, text = find.__name__.removeprefix("_"), getdoc(find) or ""
-            self.setting(key, " ".join(text.split()), example=example, off=off)
-            first = text.partition("\n")[0].removeprefix("The ").rstrip(".")
-            shown: dict[str, Any] = {"title": title, "found": found, "compared": first[:1].lower() + first[1:]}
-            RULES[key] = replace(RULES[key], find=find, **shown, **more)
-            return RULES[key]
-
-        return register
+    return register
 
 
-_Section("What the page calls this policy").setting("name", "Left out, it is the name of the file.", off="clinical-v2")
-_BLIND_GUESS = _Section("Against a blind guess, which needs no model and is open to everybody")
 _BLIND_ERROR = "the error of a blind guess"
 _NO_BLIND_ERROR = "what a blind guess errs by is not known", "save_run(input_range=…) or the policy’s blind_error tells"
 
@@ -252,9 +250,7 @@ def _by_ratio(asked: RuleCheck, judge: Callable[[np.ndarray, str], Verdict]) -> 
     return [judge(ratios, f"a blind guess errs by {blind:.3g}")]
 
 
-@_BLIND_GUESS.rule(
-    "Least error of an unbiased estimate{who}", "{value} of a blind guess’s error", example=0.5, baseline=_BLIND_ERROR
-)
+@_rule("Least error of an unbiased estimate{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR)
 def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
@@ -265,7 +261,7 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     return _by_ratio(asked, asked.smallest)
 
 
-@_BLIND_GUESS.rule("Exposed examples", "{value} %", example=0.05, baseline=_BLIND_ERROR)
+@_rule("Exposed examples", "{value} %", baseline=_BLIND_ERROR)
 def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose least error (lower end) is under a blind guess's.
 
@@ -274,18 +270,7 @@ def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     return _by_ratio(asked, lambda ratios, note: asked.share(ratios < 1, note))
 
 
-_BLIND_GUESS.setting(
-    "blind_error",
-    "What a blind guess of one input is off by. Left out, it is what the best guess from public values (the mean of "
-    "the example's label, a linear fit on known columns) errs by, which the run file keeps; in files without it the "
-    "run's input_range [a, b] gives (b - a)/2.",
-    off=1.0,
-)
-
-
-@_BLIND_GUESS.rule(
-    "Least error for one attribute, {subject}{who}", "{value} of a blind guess’s error", off=0.5, baseline=_BLIND_ERROR
-)
+@_rule("Least error for one attribute, {subject}{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR)
 def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess of an attribute (lower end) over that of a blind guess.
 
@@ -314,10 +299,9 @@ def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(not wrong.any(), float(least[worst]), np.flatnonzero(wrong), "", attributes.names[worst])]
 
 
-@_BLIND_GUESS.rule(
+@_rule(
     "“{subject}” told by any attacker{who}",
     "{value} % correct (50 % without the model)",
-    example=0.1,
     above=0.5,
     baseline="a coin, which is right half of the time",
 )
@@ -333,10 +317,7 @@ def _max_gain_over_guessing(asked: RuleCheck) -> Iterable[Verdict]:
         yield asked.largest(question.success() - 0.5, asked.told, question.name)
 
 
-_PRIVACY = _Section("Differential privacy")
-
-
-@_PRIVACY.rule("Who is bound", "{note}", off="person", advice="Train again with the person as the unit of privacy.")
+@_rule("Who is bound", "{note}", advice="Train again with the person as the unit of privacy.")
 def _unit(asked: RuleCheck) -> Iterable[Verdict]:
     """Whether every number binds a whole person, with all of its rows.
 
@@ -348,7 +329,7 @@ def _unit(asked: RuleCheck) -> Iterable[Verdict]:
     return [replace(asked.verdict(whole, int(whole), rows, bound), limit=1)]
 
 
-@_PRIVACY.rule("ε for everybody", "{value}{note}", example=8.0, advice="Train again with the noise that this ε takes.")
+@_rule("ε for everybody", "{value}{note}", advice="Train again with the noise that this ε takes.")
 def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The run's ε, for everybody.
 
@@ -364,7 +345,7 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(not len(rows), epsilon, rows, f"at δ = {about.get('delta')}".replace("e-0", "e-"))]
 
 
-@_PRIVACY.rule("Largest individual ε, an estimate{who}", "{value}", off=4.0)
+@_rule("Largest individual ε, an estimate{who}", "{value}")
 def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     """The largest individual ε (an estimate for these outputs).
 
@@ -376,12 +357,7 @@ def _max_individual_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.largest(values, np.ones(len(values), dtype=bool))]
 
 
-@_PRIVACY.rule(
-    "Audited ε",
-    "≥ {value}{note}",
-    off=True,
-    advice="Find out whether the accounting or the training code is wrong before anything else.",
-)
+@_rule("Audited ε", "≥ {value}{note}", advice="Find out first whether the accounting or the training code is wrong.")
 def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
     """The ε that an audit with canaries shows (a lower bound at 95 %), beside the ε that the run claims.
 
@@ -402,10 +378,7 @@ def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
     return [found] * (asked.limit or refuted)
 
 
-_UNIT = _Section("In the data's own unit")
-
-
-@_UNIT.rule("Smallest MSE bound of an unbiased estimate{who}", "{value}", off=0.01)
+@_rule("Smallest MSE bound of an unbiased estimate{who}", "{value}")
 def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest MSE bound of unbiased attackers, lower end of its interval.
 
@@ -415,10 +388,7 @@ def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.smallest(asked.run.column("mse_bound_low"))]
 
 
-_UNIT.setting("mse_bound_of_concern", "The MSE bound below which max_share_of_concern counts an example.", off=0.05)
-
-
-@_UNIT.rule("Examples with an MSE bound of concern", "{value} %{note}", off=0.05)
+@_rule("Examples with an MSE bound of concern", "{value} %{note}")
 def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose MSE bound (lower end) is under mse_bound_of_concern."""
     bound = asked.policy.mse_bound_of_concern
@@ -426,13 +396,27 @@ def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.share(asked.told & (asked.run.column("mse_bound_low") < bound), f"here {bound:g}")]
 
 
-_GROUPS = _Section("Groups")
+@_rule("Leakage above the earlier run’s, beyond chance, {subject}", "{value} %{note}", baseline="an earlier run")
+def _max_worsening(asked: RuleCheck) -> Iterable[Verdict]:
+    """The share by which a run leaks more than an earlier one, beyond chance: η̄, sqrt(D) of questions, ε for everybody.
+
+    0.1: a tenth more is allowed. By η̄, all examples that both runs tell of, the 5 % most exposed and the most exposed
+    one are judged, at three standard errors of their intervals; negative: it does not leak more for certain. Bounds on
+    η̄ are about unbiased attackers, D and ε about every attacker. `torchfil gate --fail-if-worse` sets it.
+    """
+    if asked.baseline is None:
+        return [asked.unknown("no earlier run was given", "torchfil gate RUN --baseline EARLIER", "name it, or ")]
+    (found, moved, count), limit = worsening(asked.baseline, asked.run), asked.limit
+    note = f"of {counted(count, asked.run.unit.one)}"
+    if not count:
+        return [asked.unknown("no example was drawn often enough in both runs")]
+    who = {True: moved[:0], False: moved}
+    return [asked.verdict(more <= limit, more, who[more <= limit], note, name) for name, more in found.items()]
 
 
-@_GROUPS.rule(
+@_rule(
     "Typical leakage of groups by {subject}",
     "{value} times{note}",
-    off=2.0,
     advice="More noise does not make groups alike: train again with smaller weights for the group that leaks more.",
 )
 def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
@@ -461,16 +445,7 @@ def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
         yield asked.verdict(not worse, found.ratio, rows, note, grouping)
 
 
-_GROUPS.setting("min_group_size", "Groups with fewer measured examples are not compared.", example=10)
-_ATTACKS = _Section("Attacks")
-
-
-@_ATTACKS.rule(
-    "Attacks that tested the bounds",
-    "{value}{note}",
-    example=0,
-    advice="Run an attack that sees the model, in several trials, and save the run with it.",
-)
+@_rule("Attacks that tested the bounds", "{value}{note}", advice="Save the run with a repeated attack on the model.")
 def _min_attacks(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of attacks that saw the model, several times, and so could have broken a bound."""
     if asked.limit == 0:
@@ -481,12 +456,7 @@ def _min_attacks(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(testable >= asked.limit, testable, np.arange(0), note)]
 
 
-@_ATTACKS.rule(
-    "Bounds that an attack beat",
-    "{value}{note}",
-    example=0,
-    advice="Find out why an attack beat a bound before anything else.",
-)
+@_rule("Bounds that an attack beat", "{value}{note}", advice="Find out first why an attack beat a bound.")
 def _max_violated_bounds(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of examples whose bound an attack beat beyond chance.
 
@@ -499,15 +469,7 @@ def _max_violated_bounds(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(len(rows) <= asked.limit, len(rows), rows, ", ".join(names))]
 
 
-_UNTOLD = _Section("What the run does not tell")
-
-
-@_UNTOLD.rule(
-    "Examples with a smaller weight",
-    "{value} %",
-    off=0.01,
-    advice="Down-weight fewer examples: more noise for all instead of weights for some.",
-)
+@_rule("Examples with a smaller weight", "{value} %", advice="Down-weight fewer examples; take more noise for all.")
 def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples that were trained with a smaller weight (make_private(…, clip_weights=…)).
 
@@ -516,12 +478,7 @@ def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.share(is_spared(asked.run))]
 
 
-@_UNTOLD.rule(
-    "Too few draws to tell{who}",
-    "{value} %",
-    example=0.01,
-    advice="Train longer, or average over runs, so that every example is drawn often.",
-)
+@_rule("Too few draws to tell{who}", "{value} %", advice="Train longer, or average over runs, to draw all often.")
 def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples that were drawn too rarely to tell: never, or in fewer than five measured steps.
 
@@ -531,9 +488,7 @@ def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.share(~asked.told)]
 
 
-@_UNTOLD.rule(
-    "Examples in steps that were not measured", "{value}", example=0, advice="Train again and measure every step."
-)
+@_rule("Examples in steps that were not measured", "{value}", advice="Train again and measure every step.")
 def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     """The number of examples in steps that were not measured (engine.paused): their bounds are no guarantees."""
     missed = asked.run.columns.get("missed")
@@ -541,11 +496,8 @@ def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.verdict(len(rows) <= asked.limit, len(rows), rows)]
 
 
-@_UNTOLD.rule(
-    "Seeded noise, which whoever has the seed can subtract",
-    "{yes}",
-    example=False,
-    advice="Train again without a seed for noise and draws.",
+@_rule(
+    "Seeded noise, which whoever has the seed can subtract", "{yes}", advice="Train again without seeding the noise."
 )
 def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     """Whether noise and draws were seeded (noise_seed=, noise_generator=), as for a test.
@@ -560,17 +512,7 @@ def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     return [replace(found, limit=int(asked.limit))]
 
 
-_UNTOLD.setting("at_false_positive_rate", "The false-positive rate of max_true_positive_rate.", example=0.01)
-_BY_NAME = _Section("By name; these tables stand at the end of the file")
-_BY_NAME.setting(
-    "attribute_spread",
-    "What a blind guess of an attribute is off by, in its own unit. Left out, it is what the best guess from public "
-    "values errs by, which the run file keeps; in files without it the inputs' (blind_error, input_range).",
-    off=("age", 15.0),
-)
-
-
-@_BY_NAME.rule("Least error of an unbiased estimate of “{subject}”{who}", "± {value}{unit}", off=("age", 5.0))
+@_rule("Least error of an unbiased estimate of “{subject}”{who}", "± {value}{unit}")
 def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest average error (root mean square) of unbiased guesses of an attribute, lower end of its interval.
 
@@ -587,10 +529,9 @@ def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.smallest(attributes.error_low[:, place], attributes.units[place])]
 
 
-@_BY_NAME.rule(
+@_rule(
     "“{subject}” told by any attacker, with few false alarms{who}",
     "{value} % of the runs",
-    off=("member", 0.05),
     baseline="the false-positive rate, at which a blind guess is right",
 )
 def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
@@ -604,13 +545,6 @@ def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
         how = nearest(asked.subject, list(by_name)) or ": make_private(…, questions={…}) keeps them"
         raise PolicyError(f"the run has no question {asked.subject!r}{how}")
     return [asked.largest(by_name[asked.subject].rate(asked.policy.at_false_positive_rate), asked.told)]
-
-
-_BY_NAME.setting(
-    "declared",
-    "What people state and no run can show; the page repeats it word for word, as declared and not checked. Any names.",
-    off=("owner_of_the_decision", "the data protection officer"),
-)
 
 
 def audit_in_words(audit: dict[str, Any]) -> str:

@@ -1,0 +1,488 @@
+"""How a gate ends: levels, presets, several runs, and what pipelines and other people's logs get."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import Meta
+
+from tests.report.pages import text_of
+from tests.report.run_cases import REFUTED, audited, made_up, worrying
+from tests.test_cli import call, refused, run_file
+from torchfil.cli import output
+from torchfil.gate import pipelines
+from torchfil.gate.gate import OUTCOMES, check, decision, outcome, public, template, worst_of
+from torchfil.gate.policy import PRESETS, Policy, PolicyError, parse_policy, preset, tomllib
+from torchfil.gate.rules import RULES, Verdict
+from torchfil.report import write_report
+
+DOCS = Path(__file__).parents[2] / "docs"
+BROKEN = {"min_mse_bound": 4.0}  # by two of the thirty patients of the run below
+UNKNOWN = {"min_attribute_error": {"age": 5.0}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return run_file(tmp_path / "run.parquet", ids=np.asarray([f"patient {i}" for i in range(30)]))
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Any:
+    """Writes one."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "policy.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# ---------------------------------------------------------------------- levels and outcomes
+
+
+@pytest.mark.parametrize(
+    ("rules", "levels", "word", "states"),
+    [
+        ({"max_epsilon": 8.0}, {}, "passed", {"kept"}),
+        (BROKEN, {}, "failed", {"broken", "kept"}),
+        (BROKEN, {"min_mse_bound": "warn"}, "passed", {"warning", "kept"}),
+        (BROKEN, {"min_mse_bound": "off"}, "passed", {"kept"}),
+        (UNKNOWN, {}, "cannot tell", {"unknown", "kept"}),
+        (UNKNOWN, {"min_attribute_error": "warn"}, "passed", {"warning", "kept"}),
+        ({**BROKEN, **UNKNOWN}, {}, "failed", {"broken", "unknown", "kept"}),
+        ({**BROKEN, **UNKNOWN}, {"min_mse_bound": "warn"}, "cannot tell", {"warning", "unknown", "kept"}),
+    ],
+)
+def test_the_level_of_a_rule_decides_how_it_ends(
+    run: Path, policy: Any, rules: dict[str, Any], levels: dict[str, str], word: str, states: set[str]
+) -> None:
+    lines = [f"{key} = {value}" for key, value in rules.items() if not isinstance(value, dict)]
+    lines += [f"{key} = {{ age = {value['age']} }}" for key, value in rules.items() if isinstance(value, dict)]
+    file = policy(
+        "\n".join([*lines, "max_share_too_few_draws = 1", "[levels]", *(f'{k} = "{v}"' for k, v in levels.items())])
+    )
+    (expected,) = [each for each in OUTCOMES if each.word == word]
+    found = call("gate", run, "--policy", file, "--json")
+    if not states - {"kept"} and "off" in levels.values():  # it limits nothing then
+        assert found.exit_code == 2
+        return
+    data = json.loads(found.stdout)
+    assert (found.exit_code, data["outcome"], data["passed"]) == (expected.code, word, word == "passed")
+    assert {rule["state"] for rule in data["rules"]} == states
+    last = call("gate", run, "--policy", file).stdout.splitlines()[-1]
+    assert last.startswith(f"{word.upper() if expected.code else word}: {expected.decision.lower()} (")
+
+
+def test_off_is_not_measured_and_no_typing_error_switches_a_rule_off(run: Path, policy: Any) -> None:
+    file = policy("min_mse_bound = 4.0\nmax_epsilon = 8\n[levels]\nmin_mse_bound = 'off'\nmax_violated_bounds = 'off'")
+    rules = {rule["rule"] for rule in json.loads(call("gate", run, "--policy", file, "--json").stdout)["rules"]}
+    assert rules == {"max_epsilon", "max_share_too_few_draws", "max_examples_missed"}
+    for text, message in (("min_mse_bond = 'off'", "min_mse_bound"), ("min_group_size = 'off'", "no rule")):
+        assert message in refused("gate", run, "--policy", policy(f"max_epsilon = 8\n[levels]\n{text}"))
+    assert '"warn"' in refused("gate", run, "--policy", policy("max_epsilon = 8\n[levels]\nmax_epsilon = 'loud'"))
+    assert "limits nothing" in refused(
+        "gate", run, "--policy", policy("max_epsilon = 8\n[levels]\nmax_epsilon = 'off'")
+    )
+
+
+def test_exit_codes_stand_in_one_table() -> None:
+    assert [each.code for each in OUTCOMES] == [0, 1, 2, 3]
+    assert (OUTCOMES[1].code, OUTCOMES[2].code) == (output.FAILED, output.BAD_INPUT)
+    told = " ".join(call("gate", "--help").stdout.split())
+    assert all(f"{each.code}: {each.word}" in told for each in OUTCOMES)
+    assert all(f"{each.code} {each.word}" in " ".join(call("--help").stdout.split()) for each in OUTCOMES[2:])
+
+
+def test_the_reference_has_every_outcome_and_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    made = importlib.import_module("policy_keys")
+    table = made.outcomes_as_markdown().splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in table] == [[f"| {each.code}", each.word] for each in OUTCOMES]
+    for name in PRESETS[1:]:
+        assert preset(name).strip() in made.presets_as_markdown()
+    page = (DOCS / "reference" / "policy.md").read_text()
+    assert all(f"{{{name}}}" in page for name in ("gate-outcomes", "policy-presets", "policy-keys", "policy-template"))
+
+
+def test_the_page_does_not_stop_a_release_for_a_warning(tmp_path: Path) -> None:
+    """A stamp in three words, a row with a mark of its own, and the sheet that is signed."""
+    for levels, stamp in (({"max_gain_over_guessing": "warn"}, "May be released"), ({}, "Do not release")):
+        write_report(worrying(), tmp_path / "page", policy=Policy(max_gain_over_guessing=0.1, levels=levels))
+        said, page = (
+            text_of(tmp_path / "page" / "index.html", "verdict"),
+            (tmp_path / "page" / "index.html").read_text(),
+        )
+        assert stamp in said
+        assert ("1 of 4 rules of the policy warns" in said) is bool(levels)
+        assert ('<tr class="warning">' in page) is bool(levels)
+        assert (f"{stamp}" in text_of(tmp_path / "page" / "index.html", "decision")) is True
+        verdict = json.loads((tmp_path / "page" / "summary.json").read_text())
+        assert verdict["decision"] == stamp
+
+
+# ---------------------------------------------------------------------- presets
+
+
+def test_every_preset_can_be_used_and_gives_a_reason_for_every_value(tmp_path: Path) -> None:
+    for name in PRESETS:
+        values = tomllib.loads(preset(name))
+        assert msgspec.structs.replace(parse_policy({"extends": name}), extends="") == parse_policy(values)
+        check(worrying(), parse_policy({"extends": name}))
+        for key in (key for key in values if key not in ("levels", "max_violated_bounds", "max_share_exposed")):
+            line, *_ = [number for number, text in enumerate(preset(name).splitlines()) if text.startswith(f"{key} =")]
+            assert preset(name).splitlines()[line - 1].startswith(("#", "min_", "audited", "max_")), f"{name}: {key}"
+    assert preset("default") == template()
+
+
+def test_stricter_presets_ask_for_more() -> None:
+    order = [parse_policy({"extends": name}) for name in ("research", "clinical", "public-release")]
+    for key, sign in (
+        ("min_error_share", 1),
+        ("max_gain_over_guessing", -1),
+        ("max_epsilon", -1),
+        ("max_share_exposed", -1),
+    ):
+        values = [sign * getattr(each, key) for each in order]
+        assert values == sorted(set(values)), key
+
+
+def test_a_policy_extends_a_preset_entry_by_entry() -> None:
+    own = parse_policy({"extends": "clinical", "max_epsilon": 3.0, "levels": {"unit": "error"}})
+    assert (own.max_epsilon, own.min_error_share) == (3.0, 0.5)
+    assert own.levels == {"unit": "error", "max_group_disparity": "warn", "min_attacks": "warn"}
+    with pytest.raises(PolicyError, match="did you mean 'clinical'"):
+        parse_policy({"extends": "clinicl"})
+
+
+def test_init_and_preset(run: Path, policy: Any, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    assert call("gate", "--init", "--preset", "clinical", "--policy", file).exit_code == 0
+    assert file.read_text() == preset("clinical")
+    with_file, with_name = (call("gate", run, *how, "--json") for how in (("--policy", file), ("--preset", "clinical")))
+    assert with_file.stdout == with_name.stdout
+    assert with_file.exit_code == with_name.exit_code == 1 or with_name.exit_code == 3
+    assert "extends = 'clinical'" in refused("gate", run, "--policy", file, "--preset", "clinical")
+    assert "research" in refused("gate", run, "--preset", "hospital")
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+def verdict(key: str, limit: float, found: float | None, passed: bool, subject: str = "") -> Verdict:
+    return Verdict(key, passed, limit, found, np.arange(0 if passed else 2), "compared", subject)
+
+
+def test_the_worst_run_decides_each_rule() -> None:
+    broken, kept, better = (verdict("max_epsilon", 8.0, found, found <= 8) for found in (9.0, 3.0, 2.0))
+    untold = verdict("max_epsilon", 8.0, None, False)
+    for several, source in (
+        ({"a": [kept], "b": [broken], "c": [untold]}, "b"),
+        ({"a": [kept], "b": [untold], "c": [better]}, "b"),
+        ({"a": [better], "b": [kept]}, "b"),
+    ):
+        (found,) = worst_of(several)
+        assert found.source == source
+    lower, higher = (verdict("min_mse_bound", 1.0, found, True) for found in (2.0, 3.0))
+    assert worst_of({"a": [higher], "b": [lower]})[0].source == "b"
+
+    # another attribute may be the worst in each run; questions are judged one by one
+    share = [
+        verdict("min_attribute_error_share", 0.5, value, True, name) for value, name in ((0.9, "age"), (0.7, "dose"))
+    ]
+    assert [each.subject for each in worst_of({"a": share[:1], "b": share[1:]})] == ["dose"]
+    asked = [verdict("max_gain_over_guessing", 0.1, 0.05, True, name) for name in ("sex", "member")]
+    assert len(worst_of({"a": asked, "b": asked})) == 2
+    assert outcome(worst_of({"a": [kept], "b": [untold]})).word == "cannot tell"
+
+
+def test_several_runs_of_one_recipe(run: Path, policy: Any, tmp_path: Path) -> None:
+    fil = np.linspace(0.2, 0.6, 30)
+    columns = {"fil": fil, "mse_bound": fil**-2, "mse_bound_low": 0.9 * fil**-2, "missed": np.zeros(30, dtype=np.int64)}
+    other = run_file(tmp_path / "b.parquet", columns=columns | {"participations": np.full(30, 9)})
+    alone = policy("min_mse_bound = 3.0")
+    assert "pessimistic" in refused("gate", run, other, "--policy", alone)
+    assert call("gate", run, "--policy", alone).exit_code == 0
+    both = policy('min_mse_bound = 3.0\naggregate = "pessimistic"')
+    found, who = call("gate", run, other, "--policy", both, "--list", tmp_path / "who.csv"), tmp_path / "who.csv"
+    assert found.exit_code == 1
+    (line,) = [line for line in found.stdout.splitlines() if line.startswith("FAIL ")]
+    assert "b.parquet" in line
+    assert who.read_text().splitlines()[1:] == [f'"min_mse_bound","{i}"' for i in (26, 27, 28, 29)]
+    assert "named twice" in refused("gate", run, run, "--policy", both)
+
+
+@pytest.mark.parametrize(
+    ("fact", "about"),
+    [
+        ("model.name", {"model": {"name": "Other"}}),
+        ("mechanism.steps", {"mechanism": {"steps": 10}}),
+        ("run.delta", {"delta": 1e-6}),
+        ("run.size", {}),
+    ],
+)
+def test_runs_of_different_recipes_are_refused(run: Path, policy: Any, tmp_path: Path, fact: str, about: Any) -> None:
+    own = {"title": "b", "epsilon": 2.5, "delta": 1e-5, "model": {"name": "Net"}, "mechanism": {"steps": 9}} | about
+    changes: dict[str, Any] = {"about": own}
+    if not about:
+        changes |= {"ids": np.arange(3), "columns": {"fil": np.ones(3), "mse_bound": np.ones(3)}}
+    other = run_file(tmp_path / "b.parquet", **changes)
+    said = refused("gate", run, other, "--policy", policy('max_epsilon = 8\naggregate = "pessimistic"'))
+    assert fact in said
+    assert "one recipe" in said
+
+
+def test_released_models_are_judged_together(run: Path, policy: Any, tmp_path: Path) -> None:
+    other = run_file(tmp_path / "old.parquet", ids=np.asarray([f"patient {i}" for i in range(30)]))
+    file = policy("min_mse_bound = 3.0\nmax_epsilon = 4")
+    assert call("gate", run, "--policy", file).exit_code == 0
+    together = call("gate", run, "--policy", file, "--released", other)
+    assert together.exit_code == 1
+    assert "5 (at δ = 2e-5)" in together.stdout
+    assert "note: 2 released models together" in together.stdout
+    assert "patient" not in together.stdout
+    assert "leave out" in refused("gate", run, "--released", other, "--baseline", run.with_name("c"), "--fail-if-worse")
+
+
+# ---------------------------------------------------------------------- pipelines, and other people's logs
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Objects of SARIF 2.1.0, sections 3.13 to 3.49, as far as the gate writes them: no other property may be there."""
+
+
+Uri = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._~:/?#@!$&'()*+,;=%\[\]-]*$")]  # RFC 3986
+
+
+class Message(Strict):
+    text: str
+
+
+class Artifact(Strict):
+    uri: Uri
+
+
+class Region(Strict):
+    start_line: Annotated[int, Meta(ge=1)] = msgspec.field(name="startLine")
+
+
+class Physical(Strict):
+    artifact: Artifact = msgspec.field(name="artifactLocation")
+    region: Region
+
+
+class Location(Strict):
+    physical: Physical = msgspec.field(name="physicalLocation")
+
+
+class Result(Strict):
+    rule_id: str = msgspec.field(name="ruleId")
+    rule_index: Annotated[int, Meta(ge=0)] = msgspec.field(name="ruleIndex")
+    level: Literal["none", "note", "warning", "error"]
+    kind: Literal["notApplicable", "pass", "fail", "review", "open", "informational"]
+    message: Message
+    locations: list[Location]
+
+
+class Descriptor(Strict):
+    id: str
+    short: Message = msgspec.field(name="shortDescription")
+
+
+class Driver(Strict):
+    name: str
+    version: str
+    rules: list[Descriptor]
+
+
+class Tool(Strict):
+    driver: Driver
+
+
+class Run(Strict):
+    tool: Tool
+    results: list[Result]
+
+
+class Log(Strict):
+    schema: Uri = msgspec.field(name="$schema")
+    version: Literal["2.1.0"]
+    runs: list[Run]
+
+
+POLICY = "max_epsilon = 2\nmin_mse_bound = 4.0\nmin_attribute_error = { age = 5.0 }\n[levels]\nmax_epsilon = 'warn'\n"
+
+
+def test_sarif_follows_the_standard(run: Path, policy: Any, tmp_path: Path) -> None:
+    file = policy(POLICY)
+    found = call("gate", run, "--policy", file, "--sarif", tmp_path / "gate.sarif")
+    assert found.exit_code == 1
+    (sarif,) = msgspec.json.decode((tmp_path / "gate.sarif").read_bytes(), type=Log).runs
+    by_rule = {result.rule_id: result for result in sarif.results}
+    assert {key: (each.level, each.kind) for key, each in by_rule.items()} == {
+        "max_epsilon": ("warning", "fail"),
+        "min_mse_bound": ("error", "fail"),
+        "min_attribute_error": ("none", "open"),  # 3.27.10: a kind other than "fail" has the level "none"
+    }
+    lines = {key: each.locations[0].physical.region.start_line for key, each in by_rule.items()}
+    assert lines == {"max_epsilon": 1, "min_mse_bound": 2, "min_attribute_error": 3}
+    for result in sarif.results:
+        assert sarif.tool.driver.rules[result.rule_index].id == result.rule_id
+    assert (tmp_path / "gate.sarif").stat().st_mode & 0o777 == 0o600
+
+
+def test_sarif_is_read_by_another_implementation(run: Path, policy: Any, tmp_path: Path) -> None:
+    models = pytest.importorskip("sarif_pydantic")
+    call("gate", run, "--policy", policy(POLICY), "--sarif", tmp_path / "gate.sarif")
+    log = models.Sarif.model_validate_json((tmp_path / "gate.sarif").read_text())
+    assert [result.rule_id for result in log.runs[0].results] == ["max_epsilon", "min_mse_bound", "min_attribute_error"]
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+\.\d+|\d{2,}", text))
+
+
+def test_logs_that_others_read_hold_nothing_that_was_measured(
+    run: Path, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SARIF and annotations always; with --redacted everything but the list: numbers are those of the policy."""
+    file, summary = policy(POLICY), tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    files = {name: tmp_path / f"gate.{name}" for name in ("sarif", "junit", "json-file")}
+    options = [each for name, path in files.items() for each in (f"--{name}", path)]
+    found = call("gate", run, "--policy", file, "--redacted", *options)
+    allowed = (
+        numbers(POLICY)
+        | {"1.0", "0.0"}
+        | {"2.1.0", "2.1", "01", "0"}
+        | numbers(str(tmp_path))
+        | numbers(files["sarif"].read_text().partition("runs")[0])
+    )
+    version = numbers(re.search(r'"version": "[^"]+",\s+"rules"', files["sarif"].read_text())[0])  # type: ignore[index]
+    fixed = {"95", "95 %"}  # of the words of a rule
+    for text in (found.stdout, found.stderr, summary.read_text(), *(path.read_text() for path in files.values())):
+        assert not numbers(text) - allowed - version - fixed, text
+        assert "patient" not in text
+    assert "3.6" in call("gate", run, "--policy", file).stdout  # which is what the page and the engineers see
+    assert "3.6" not in call("gate", run, "--policy", file).stderr
+    told = [line.split("::")[1].split(" ")[0] for line in found.stderr.splitlines()]
+    assert sorted(told) == ["error", "error", "warning"]
+    assert found.exit_code == 1
+
+
+def test_hidden_verdicts_end_as_the_others(tmp_path: Path) -> None:
+    for run in (worrying(), worrying(safe=True), made_up(), audited(REFUTED)):
+        for policy in (parse_policy({"extends": name}) for name in PRESETS):
+            verdicts = check(run, policy)
+            hidden = [public(each) for each in verdicts]
+            assert [each.state for each in hidden] == [each.state for each in verdicts]
+            assert decision(hidden) == decision(verdicts)
+            assert all(each.found is None or math.isnan(each.found) for each in hidden)
+            rows = pipelines.rows_of(hidden)
+            assert [row[3] for row in rows] == ["not known" if v.found is None else "not shown" for v in hidden]
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "own"),
+    [
+        ("a%b", "a%25b", "a%25b"),
+        ("a\r\nb", "a%0D%0Ab", "a%0D%0Ab"),
+        ("a:b,c", "a:b,c", "a%3Ab%2Cc"),
+        ("%0A", "%250A", "%250A"),
+    ],
+)
+def test_workflow_commands_are_escaped(text: str, data: str, own: str) -> None:
+    assert (pipelines._escaped(text), pipelines._escaped(text, property=True)) == (data, own)
+
+
+def test_no_name_ends_an_annotation_early(tmp_path: Path) -> None:
+    path = tmp_path / "a,b:c.toml"
+    path.write_text("max_epsilon = 1")
+    found = dataclasses.replace(verdict("max_true_positive_rate", 0.1, 0.5, False, "x\n::error::y"))
+    (line,) = pipelines.github_annotations([found], path)
+    assert "\n" not in line
+    assert re.match(r"::error [^:]*::broken: “x", line)  # commands begin a line; what follows the second sign is text
+    assert "a%2Cb%3Ac.toml" in line
+
+
+def test_junit_has_a_state_for_each(run: Path, policy: Any, tmp_path: Path) -> None:
+    call("gate", run, "--policy", policy(POLICY), "--junit", tmp_path / "gate.xml")
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot()
+    assert {name: suite.get(name) for name in ("tests", "failures", "errors")} == {
+        "tests": "6",
+        "failures": "1",
+        "errors": "1",
+    }
+    kinds = {case.get("name"): [part.tag for part in case] for case in suite}
+    assert kinds["max_epsilon"] == ["system-out"]
+    assert kinds["min_mse_bound"] == ["failure"]
+    assert kinds["min_attribute_error.age"] == ["error"]
+
+
+# ---------------------------------------------------------------------- the hook and the action
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_pre_commit_hook_is_valid() -> None:
+    clientlib = pytest.importorskip("pre_commit.clientlib")
+    (hook,) = clientlib.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))
+    options = {
+        name
+        for param in __import__("torchfil.cli", fromlist=["main"]).main.commands["gate"].params
+        for name in param.opts
+    }
+    assert {word for word in [*hook["entry"].split(), *hook["args"]] if word.startswith("--")} <= options
+
+
+def test_the_action_is_valid() -> None:
+    pytest.importorskip("check_jsonschema")
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-actions",
+        ROOT / "action.yml",
+    ]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+
+
+def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> None:
+    """Its script as GitHub runs it; an input with signs of the shell stays one argument."""
+    yaml = pytest.importorskip("yaml")
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    install, step = action["runs"]["steps"]
+    defaults = {name.upper(): str(each.get("default", "")) for name, each in action["inputs"].items()}
+    assert all(
+        value == f"${{{{ inputs.{'run' if name == 'RUNS' else name.lower()} }}}}" for name, value in step["env"].items()
+    )
+    assert "inputs" not in step["run"] + install["run"]
+    out = tmp_path / "output"
+    odd = policy(POLICY).rename(tmp_path / "a $(touch b) policy.toml")
+    given = {"PYTHON": sys.executable, "RUNS": str(run), "POLICY": str(odd), "SARIF": str(tmp_path / "g.sarif")}
+    environment = {**__import__("os").environ, **defaults, **given, "GITHUB_OUTPUT": str(out), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-e", "-c", step["run"]], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert out.read_text().splitlines() == ["outcome=failed", f"sarif={tmp_path / 'g.sarif'}"]
+    assert "not shown" in done.stdout
+    assert not (tmp_path / "b").exists()
+    assert RULES.keys() >= {"max_epsilon"}
+    words = re.search(r"words=\((.*)\)", step["run"])
+    assert words is not None
+    assert re.findall(r'"([^"]+)"', words[1]) == [each.word for each in OUTCOMES]

@@ -1,0 +1,173 @@
+"""A run beside an earlier one: chance alone does not fail it, and a run that leaks clearly more is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from tests.report.run_cases import made_up
+from tests.report.test_options import digits, network, patients, perceptron
+from tests.test_cli import call, refused
+from torchfil.gate.gate import check
+from torchfil.gate.policy import Policy
+from torchfil.questions import Absent
+from torchfil.report import save
+from torchfil.run.matching import clearly_more, worsening
+from torchfil.run.saved_run import SavedRun
+
+OFF = {
+    "max_violated_bounds": "off",
+    "max_share_too_few_draws": "off",
+    "max_examples_missed": "off",
+    "allow_seeded_noise": "off",
+}
+
+
+def fails(before: SavedRun, after: SavedRun, tolerance: float) -> bool:
+    return not all(each.passed for each in check(after, Policy(max_worsening=tolerance, levels=OFF), before))
+
+
+def repeated(seed: int, *, times: float = 1.0, shared: float = 0.015, error: float = 0.15, n: int = 200) -> SavedRun:
+    """A run of one recipe: each log η̄ is off by chance of its own, and all together by the weights' course."""
+    rng, truth = np.random.default_rng(seed), np.random.default_rng(0).lognormal(sigma=0.7, size=n)
+    fil = times * truth * np.exp(error * rng.normal(size=n) + shared * rng.normal())
+    columns = {"fil": fil, "mse_bound": fil**-2, "mse_bound_low": (fil * math.exp(1.96 * error)) ** -2}
+    columns |= {"participations": np.full(n, 9), "missed": np.zeros(n, dtype=np.int64)}
+    return SavedRun(about={"epsilon": 2.0, "delta": 1e-5}, ids=np.arange(n), columns=columns)
+
+
+def test_chance_alone_fails_at_most_one_pair_in_twenty() -> None:
+    """The quick sister: 300 pairs whose standard errors are right, and whose common deviation no interval has."""
+    pairs = [(repeated(2 * seed), repeated(2 * seed + 1)) for seed in range(1, 301)]
+    assert np.mean([fails(*pair, 0.0) for pair in pairs]) <= 0.05
+    assert not any(fails(*pair, 0.1) for pair in pairs)
+
+
+def test_half_the_noise_is_found_and_twice_is_welcome() -> None:
+    for seed in range(1, 40):
+        before = repeated(seed)
+        assert fails(before, repeated(seed + 100, times=2.0), 0.1)
+        assert not fails(before, repeated(seed + 100, times=0.5), 0.0)
+
+
+def test_one_person_is_enough() -> None:
+    """The typical example stays as it was, and the most exposed one leaks four times as much."""
+    before, after = repeated(1), repeated(2)
+    worst = int(np.argmax(before.columns["fil"]))
+    for name, power in (("fil", 1), ("mse_bound", -2), ("mse_bound_low", -2)):
+        after.columns[name][worst] *= 4.0**power
+    (found,) = [each for each in check(after, Policy(max_worsening=0.1, levels=OFF), before) if not each.passed]
+    assert found.subject == "the most exposed"
+    assert worst in after.ids[found.rows]
+
+
+def test_closed_forms_are_compared_as_they_are() -> None:
+    run = made_up()
+    exact = replace(run, columns=run.columns | {"mse_bound_low": run.columns["mse_bound"]})
+    worse = {name: values / (1.21 if name.startswith("mse") else 1 / 1.1) for name, values in exact.columns.items()}
+    after = replace(
+        exact, columns=exact.columns | {name: worse[name] for name in ("fil", "mse_bound", "mse_bound_low")}
+    )
+    found, moved, count = worsening(exact, after)
+    of_fil = [found[name] for name in ("all examples together", "the 5 % most exposed", "the most exposed")]
+    assert of_fil == pytest.approx([0.1] * 3)
+    assert (len(moved), count) == (40, 40)
+    assert found["ε for everybody"] == found["question “sex”"] == 0.0
+    assert fails(exact, after, 0.099)
+    assert not fails(exact, after, 0.101)
+
+
+def test_the_margin_by_hand() -> None:
+    """exp(mean difference − 3 standard errors) − 1, of the two largest of four."""
+    before, after = np.array([1.0, 2.0, 3.0, 4.0]), np.array([5.0, 1.0, 6.0, 2.0])
+    errors = np.array([0.1, 0.9, 0.2, 0.3]), np.array([0.05, 0.9, 0.1, 0.9])
+    change = (math.log(5) + math.log(6) - math.log(3) - math.log(4)) / 2
+    chance = math.sqrt((0.2**2 + 0.3**2 + 0.05**2 + 0.1**2) / 4)
+    assert clearly_more((before, after), errors, 0.5) == pytest.approx(math.exp(change - 3 * chance) - 1)
+
+
+def test_epsilon_and_questions_count_too() -> None:
+    run = made_up()
+    assert fails(run, replace(run, about=run.about | {"epsilon": 3.0}), 0.1)
+    assert not fails(run, replace(run, about=run.about | {"epsilon": 3.0, "delta": 1e-6}), 0.1)  # not the same thing
+    asked = replace(run.questions[0], divergence=9 * np.asarray(run.questions[0].divergence))
+    (found,) = [v for v in check(replace(run, questions=[asked]), Policy(max_worsening=0.1), run) if not v.passed]
+    assert found.subject == "question “sex”"
+
+
+def test_without_an_earlier_run_it_cannot_be_answered() -> None:
+    (found,) = [each for each in check(made_up(), Policy(max_worsening=0.1)) if each.key == "max_worsening"]
+    assert (found.state, found.found) == ("unknown", None)
+    assert "--baseline" in found.detail
+
+
+def test_the_command(tmp_path: Path) -> None:
+    before, after = (
+        save(repeated(seed, times=times), tmp_path / f"{seed}.parquet") for seed, times in ((1, 1.0), (2, 2.0))
+    )
+    options = ("--baseline", before, "--fail-if-worse")
+    found = call("gate", after, *options, "--json")
+    rules = json.loads(found.stdout)["rules"]
+    assert found.exit_code == 1
+    assert {rule["rule"].partition(" ")[0] for rule in rules} == {"max_worsening"}  # nothing else counts
+    kept = call("gate", before, "--baseline", after, "--fail-if-worse")
+    assert kept.exit_code == 0
+    assert "released" not in kept.stdout, "it says nothing about a release"
+    assert call("gate", after, *options, "--tolerance", 3).exit_code == 0
+
+    # beside a policy, whose own limit counts where no tolerance is given
+    policy = tmp_path / "policy.toml"
+    policy.write_text("max_epsilon = 8\nmax_worsening = 3.0")
+    assert call("gate", after, "--policy", policy, "--baseline", before).exit_code == 0
+    assert call("gate", after, "--policy", policy, *options).exit_code == 0
+    assert call("gate", after, "--policy", policy, *options, "--tolerance", 0.1).exit_code == 1
+    assert call("gate", after, "--policy", policy).exit_code == 3
+    policy.write_text("max_epsilon = 8")
+    for args, message in (
+        (("--policy", policy, "--baseline", before), "no effect"),
+        (("--fail-if-worse",), "--baseline"),
+        (("--baseline", before, "--tolerance", 0.2), "--fail-if-worse"),
+        (("--baseline", after, "--fail-if-worse"), "twice"),
+    ):
+        assert message in refused("gate", after, *args)
+    strangers = save(replace(repeated(1), ids=np.arange(200) + 1000), tmp_path / "strangers.parquet")
+    assert "no ids" in refused("gate", after, "--baseline", strangers, "--fail-if-worse")
+
+
+ASKED: dict[str, Any] = {"questions": {"member": Absent()}}
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def hidden() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+
+
+RECIPES = {
+    "digits": (network(digits(300), linear, batch=60, **ASKED), 40),
+    "hidden": (network(digits(300), hidden, batch=60, lr=0.5, **ASKED), 40),
+    "short": (network(digits(100), hidden, batch=20, lr=1.0, **ASKED), 30),
+    "patients": (network(patients(200, 6, 3), lambda: perceptron(6), batch=40, **ASKED), 60),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_trainings_that_differ_by_chance_alone(recipe: str, tmp_path: Path) -> None:
+    """40 pairs with their own first weights, draws and noise; and ten of half the noise."""
+    train, steps = RECIPES[recipe]
+    runs = [train(1.0, steps, seed, tmp_path) for seed in range(500, 580)]
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    assert sum(fails(*pair, 0.1) for pair in pairs) == 0
+    assert sum(fails(*pair, 0.0) for pair in pairs) <= 5  # P(X > 5) = 1.4 % for 40 pairs that fail at 5 %
+    noisy = [train(0.5, steps, seed, tmp_path) for seed in range(900, 910)]
+    assert all(fails(before, after, 0.1) for before, after in zip(runs, noisy, strict=False))

@@ -1,0 +1,116 @@
+"""Verdicts as pipelines read them: JUnit, SARIF 2.1.0, GitHub's annotations and step summary.
+
+SARIF and annotations are made of :func:`torchfil.gate.gate.public` verdicts: logs and code scanning have other readers
+than the data. They name rules, limits and states, and nothing that was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+from torchfil._version import __version__
+from torchfil.gate.gate import in_words, outcome, public
+from torchfil.gate.rules import RULES, Verdict
+from torchfil.utils.text import marked, visible
+
+COLUMNS = ["rule", "what", "found", "limit"]
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_SARIF = {"broken": ("error", "fail"), "warning": ("warning", "fail"), "unknown": ("none", "open")}  # level, kind
+
+
+def rows_of(verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """State, rule, what it is about, what was found and the limit, as texts for a table."""
+    marks, rows = {"kept": "pass", "broken": "FAIL", "warning": "warn", "unknown": "unknown"}, []
+    for verdict in verdicts:
+        title, found, limit = RULES[verdict.key].row(verdict)
+        missing = f": {verdict.detail}" if verdict.found is None else ""
+        source = verdict.source and f" [{verdict.source}]"
+        rows.append([marks[verdict.state], verdict.rule, title + missing + source, found, limit])
+    return rows
+
+
+def in_short(verdicts: Sequence[Verdict]) -> str:
+    """The outcome in a line, with how many rules are in each state."""
+    end, states = outcome(verdicts), [verdict.state for verdict in verdicts]
+    told = {"broken": "broken", "unknown": "not answered", "warning": "with a warning"}
+    counts = [f"{states.count(state)} {text}" for state, text in told.items() if state in states]
+    rules = ", ".join(counts).replace(" ", f" of {len(states)} rules ", 1) or f"all {len(states)} rules kept"
+    alone = {verdict.key for verdict in verdicts} == {"max_worsening"}  # which says nothing about a release
+    said = "compared with the earlier run alone" if alone else end.decision.lower()
+    return f"{end.word.upper() if end.code else end.word}: {said} ({rules})"
+
+
+def junit(verdicts: Sequence[Verdict]) -> bytes:
+    """Each rule as a test case: a broken one fails, an unknown one is an error, a warning is its output."""
+    states = [verdict.state for verdict in verdicts]
+    suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(states)))
+    suite.attrib |= {"failures": str(states.count("broken")), "errors": str(states.count("unknown"))}
+    for verdict in verdicts:
+        case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
+        message = visible(in_words(verdict))
+        if verdict.state == "warning":
+            ElementTree.SubElement(case, "system-out").text = f"warning: {message}"
+        elif not verdict.passed:
+            kind = "failure" if verdict.state == "broken" else "error"
+            ElementTree.SubElement(case, kind, message=message).text = visible(verdict.detail)
+    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+
+
+def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> dict[str, Any]:
+    """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open": not answered."""
+    keys = list(dict.fromkeys(verdict.key for verdict in verdicts))
+    rules = [{"id": key, "shortDescription": {"text": RULES[key].compared}} for key in keys]
+    results, uri = list[dict[str, Any]](), "policy.toml" if policy is None else quote(policy.as_posix())
+    for verdict, line in _located(verdicts, policy):
+        level, kind = _SARIF[verdict.state]
+        where = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
+        own = {"ruleId": verdict.key, "ruleIndex": keys.index(verdict.key), "level": level, "kind": kind}
+        results.append(own | {"message": {"text": _message(verdict)}, "locations": [{"physicalLocation": where}]})
+    driver = {"name": "torchfil", "version": __version__, "rules": rules}
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+
+
+def github_annotations(verdicts: Sequence[Verdict], policy: Path | None) -> list[str]:
+    """GitHub's workflow commands, a line for each rule that is not kept."""
+    found = []
+    for verdict, line in _located(verdicts, policy):
+        where = {"file": str(policy), "line": str(line)} if policy else {}
+        named = {"title": f"torchfil gate: {verdict.key}", **where}
+        told = ",".join(f"{name}={_escaped(text, property=True)}" for name, text in named.items())
+        kind = "warning" if verdict.state == "warning" else "error"
+        found.append(f"::{kind} {told}::{_escaped(_message(verdict))}")
+    return found
+
+
+def step_summary(heading: str, verdicts: Sequence[Verdict], remarks: Sequence[str]) -> str:
+    """A table in Markdown, for the end of the file that GitHub shows for a step."""
+    rows = [[marked(cell) for cell in row] for row in rows_of(verdicts)]
+    lines = [f"| {' | '.join(row)} |" for row in [["verdict", *COLUMNS], ["---"] * 5, *rows]]
+    notes = [f"* {marked(remark)}" for remark in remarks]
+    hidden = all(verdict.hidden for verdict in verdicts)
+    remark = "" if hidden else "These numbers depend on private data: keep them confidential."
+    title = f"### torchfil gate, {marked(heading)}: {in_short(verdicts)}"
+    return "\n".join([title, "", *lines, "", *notes, "", remark, ""])
+
+
+def _message(verdict: Verdict) -> str:
+    missing = f" {verdict.detail}." if verdict.found is None else ""
+    return visible(f"{verdict.state}: {in_words(verdict)}{missing}")
+
+
+def _located(verdicts: Sequence[Verdict], policy: Path | None) -> Iterator[tuple[Verdict, int]]:
+    """What is not kept, as others may read it, and the first line of the policy that has its key."""
+    lines = policy.read_text(encoding="utf-8").splitlines() if policy else []
+    for verdict in (public(verdict) for verdict in verdicts if not verdict.passed):
+        here = (number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[?\s*{verdict.key}\s*[]=]", line))
+        yield verdict, next(here, 1)
+
+
+def _escaped(text: str, property: bool = False) -> str:
+    """As the runner of GitHub reads it; in a property, a colon and a comma would end the value."""
+    return "".join(f"%{ord(sign):02X}" if sign in ("%\r\n:," if property else "%\r\n") else sign for sign in text)
