@@ -102,7 +102,7 @@ def network(
         plain = DataLoader(TensorDataset(*data), batch_size=batch, shuffle=True, generator=shuffled)
         given = {"criterion": loss, "noise_multiplier": sigma, "max_grad_norm": 1.0, **options}
         nobodys = SimpleNamespace(value=torch.zeros(len(data[0])))  # individual ε, of which no case asks, takes longest
-        with warnings.catch_warnings(), mock.patch("torchfil.engine.saving.build.epsilons", return_value=nobodys):
+        with warnings.catch_warnings(), mock.patch("torchfil.engine.reading.epsilons", return_value=nobodys):
             warnings.simplefilter("ignore")
             *_, loader = engine.make_private(own, kind(own.parameters(), lr=lr), plain, **given)
             batches = (each for _ in range(steps) for each in loader)

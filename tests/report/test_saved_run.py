@@ -206,7 +206,7 @@ class TestDamage:
     def test_cuts_and_additions(self, path: Path) -> None:
         content = path.read_bytes()
         for part in cut_short(content, 100):
-            assert "is cut short" in self.refused(path, part) if part else "is empty" in self.refused(path, part)
+            assert "is cut short" in self.refused(path, part)
         assert "cut short" in self.refused(path, content + b"more")
         assert "checksum" in self.refused(path, content[:4] + b"more" + content[4:])
 
@@ -237,7 +237,7 @@ class TestDamage:
         [
             ({"version": 2}, {}, "is of run format 2"),
             (b"{", {}, "is damaged (JSONDecodeError"),
-            ({"columns": {"fil": "none"}}, {}, "no column 'none'"),
+            ({"columns": {"fil": "none"}}, {}, "Column none does not exist"),
             ({"columns": {"fil": "group_sex"}}, {}, "hold no numbers"),
             ({"about": []}, {}, "must be dicts"),
             ({}, {"fil": [None] * 40}, "40 cells are empty"),

@@ -44,8 +44,6 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    if directory.is_file():
-        raise ValueError(f"{directory} is a file; name a folder for run and report")
     check_replaceable(directory / "report")
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -68,6 +66,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
 def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: Output) -> Path:
     """An ordinary Opacus loop with the engine in it; the run is saved, digits as groups and pixels as attributes."""
     from torchfil.engine import FILPrivacyEngine
+    from torchfil.engine.watching import show_every
     from torchfil.questions import Absent
 
     torch.manual_seed(0)  # of weights and probes; batches and noise differ at every call
@@ -82,7 +81,9 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
     options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "track": ("diagonal",)}
     options["questions"] = {"was it in the data?": Absent()}
     model, optimizer, loader = engine.make_private(network, optimizer, loader, **options)
-    for epoch in out.progress(range(epochs), desc="epochs"):
+    bar = out.progress(range(epochs), desc="epochs")
+    show_every(engine, bar.set_postfix, DELTA)
+    for epoch in bar:
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
@@ -117,12 +118,11 @@ def small_digits() -> tuple[Tensor, Tensor, str]:
 
 
 def _drawn_digits(count: int) -> tuple[Tensor, Tensor]:
+    """Glyphs at one of four places, in ink of different strength, on noise."""
     draws = torch.Generator().manual_seed(0)
     glyphs = torch.tensor([[float(pixel) for pixel in glyph] for glyph in _GLYPHS]).reshape(10, 5, 3)
-    labels = torch.randint(10, (count,), generator=draws)
-    images = 0.1 * torch.rand(count, 1, 8, 8, generator=draws)
-    for image, label in zip(images, labels.tolist(), strict=True):
-        row, column = (1 + torch.randint(2, (2,), generator=draws)).tolist()
-        ink = 0.6 + 0.3 * torch.rand(5, 3, generator=draws)
-        image[0, row : row + 5, column : column + 3] += glyphs[label] * ink
-    return images, labels
+    margins = ((1 + right, 4 - right, 1 + down, 2 - down) for right in (0, 1) for down in (0, 1))
+    placed = torch.stack([nn.functional.pad(glyphs, margin) for margin in margins])  # [4, 10, 8, 8]
+    labels, places = (torch.randint(most, (count,), generator=draws) for most in (10, 4))
+    paper, ink = torch.rand(2, count, 1, 8, 8, generator=draws)
+    return 0.1 * paper + (0.6 + 0.3 * ink) * placed[places, labels, None], labels

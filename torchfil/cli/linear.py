@@ -96,8 +96,6 @@ def glm(
     """
     with installed_by("glm", "linear models need pandas and scikit-learn"):
         from torchfil.glm.tables import FALSE_POSITIVE_RATE, leakage_table, read_table
-    page_named = folder is not None and folder.suffix.lower() in (".html", ".htm")
-    require(not page_named, f"--report {folder} names a folder, in which the page is index.html; leave out the suffix")
     check_places([data], {"--out": out_file, "--save": run_file, "--report": folder})
     require(target not in private, f"{target!r} is the target; it counts as private where --private is left out")
     rows = read_table(data, target, **reading)

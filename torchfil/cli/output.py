@@ -79,7 +79,7 @@ class Output:
         """The result: as text, or its data as JSON."""
         click.echo(json.dumps(json_ready(data), indent=1) if self.as_json else visible(text, keep="\n"))
 
-    def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
+    def progress(self, items: Iterable[T], **options: Any) -> tqdm[T]:
         """A bar on standard error where that is a terminal."""
         hidden = self.quiet or self.as_json or not sys.stderr.isatty()
         return tqdm(items, disable=hidden, leave=False, **options)

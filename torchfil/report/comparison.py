@@ -17,21 +17,21 @@ difference of two published numbers would be theirs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from torchfil.report.formats import templates
+from torchfil.report.formats import lines_of
 from torchfil.report.groups import joined, split_beside
 from torchfil.report.summary import class_counts
 from torchfil.run import baselines
-from torchfil.run.baselines import BELOW, CLASSES, NOT_MEASURED, UNTOLD
-from torchfil.run.saved_run import SavedRun, value_at
+from torchfil.run.baselines import BELOW, CLASSES, UNTOLD
+from torchfil.run.matching import check_alike, clearly_moved, lower_ends, matched, numbers, setting
+from torchfil.run.saved_run import SavedRun
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.run.unit import Unit
 from torchfil.utils.errors import require
-from torchfil.utils.text import visible
 
 SETTINGS = {
     "kind": "kind of run",
@@ -50,7 +50,6 @@ SETTINGS = {
     "delta": "δ",
     "audit.epsilon": "audited ε, at least",
 }
-_SAME = 1e-9  # relative difference up to which closed forms are the same
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,8 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
         moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
         moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
-    bounds = _numbers(before, "mse_bound"), _numbers(after, "mse_bound")
-    moves = Moves(np.asarray(before.ids), *bounds, _clearly(before, after), newly)
+    bounds = numbers(before, "mse_bound"), numbers(after, "mse_bound")
+    moves = Moves(np.asarray(before.ids), *bounds, clearly_moved(before, after), newly)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
@@ -251,38 +250,18 @@ def _exposures(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarra
     return None if one is None or other is None else (one, other)
 
 
-def _numbers(run: SavedRun, name: str) -> np.ndarray:
-    return np.asarray(run.column(name), dtype=np.float64)
-
-
-def _lower_ends(run: SavedRun) -> np.ndarray:
-    return _numbers(run, "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound")
-
-
 def _count(which: np.ndarray | None, smallest: int) -> int | str | None:
     return None if which is None else published_count(int(which.sum()), smallest)
 
 
-def _clearly(before: SavedRun, after: SavedRun) -> np.ndarray:
-    """1, −1 or 0 by example: less exposed, more exposed, or not told apart, [m]."""
-    fil, widths = [], []
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for run in (before, after):
-            fil.append(_numbers(run, "fil"))
-            widths.append(np.maximum(1 / np.sqrt(_lower_ends(run)) - fil[-1], 0.0))
-        change = fil[0] - fil[1]
-        chance = np.sqrt(widths[0] ** 2 + widths[1] ** 2) + _SAME * np.maximum(*fil)
-        return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
-
-
 def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
-    low_end = levels_of(_lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
+    low_end = levels_of(lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
         examples=examples,
         alone=published_count(examples - len(run), smallest),
-        fil=rounded(geometric_mean(_numbers(run, "fil"), smallest), smallest),
-        bound=levels_of(_numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
+        fil=rounded(geometric_mean(numbers(run, "fil"), smallest), smallest),
+        bound=levels_of(numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
         classes=class_counts(run, classes, smallest),
         exposed=None if classes is None else _count(classes <= BELOW, smallest),
@@ -330,7 +309,7 @@ def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str
 def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> dict[str, list[Pair]]:
     """Each grouping that both runs have alike, beside those before it."""
     groups: dict[str, list[Pair]] = {}
-    both, cells = (_numbers(before, "fil"), _numbers(after, "fil")), None
+    both, cells = (numbers(before, "fil"), numbers(after, "fil")), None
     for name in (name for name in before.groups if name in after.groups):
         labels = np.asarray(before.groups[name])
         if not np.array_equal(labels, np.asarray(after.groups[name])):
@@ -351,7 +330,7 @@ def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) 
 
 def in_short(comparison: Comparison) -> list[str]:
     """What a reader with one minute should know, a sentence each."""
-    return templates().get_template("in_short.html").render(comparison=comparison, untold=UNTOLD).strip().split("\n")
+    return lines_of("in_short.html", comparison=comparison, untold=UNTOLD)
 
 
 def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
@@ -368,54 +347,6 @@ def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
         ("of these not compared", before.alone, after.alone),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
-
-
-def setting(run: SavedRun, name: str) -> Any:
-    """A value of ``about`` by its path, e.g. "mechanism.sigma", or the "unit"; None where it is not there or empty."""
-    value = value_at({**run.about, "unit": run.unit.kind}, name)
-    return value if value != "" else None
-
-
-def check_alike(before: SavedRun, after: SavedRun) -> None:
-    """Refuse runs whose numbers mean different things."""
-    for name, what in (
-        ("dataset.num_coordinates", "private inputs of an example"),
-        ("unit", "the unit of privacy"),
-        ("unit_of_inputs", "the unit of inputs"),
-        ("linear.private", "what is private"),
-    ):
-        one, other = (setting(run, name) for run in (before, after))
-        alike = one == other or (name == "dataset.num_coordinates" and None in (one, other))
-        differ = f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second"
-        require(alike, f"{differ}; compare runs that protect the same inputs")
-    asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
-    both = asked.keys() & asked_after.keys()
-    for name in both:
-        one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
-        changed = f"{name!r} has the answers {one} in the first and {other} in the second"
-        require(asked[name] == asked_after[name], f"the runs answer different questions: {changed}")
-    one, other = (visible(", ".join(names)) for names in (asked, asked_after))
-    different = f"the runs answer different questions: {one} in the first, {other} in the second"
-    require(bool(both) or not (asked and asked_after), f"{different}; ask the same in both")
-
-
-def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
-    """Both runs with the examples alone that both have measured, in the order of their ids."""
-    require(len(before) > 0 < len(after), "a run without examples cannot be compared")
-    names = [np.asarray(run.ids) for run in (before, after)]
-    if names[0].dtype.kind != names[1].dtype.kind:
-        names = [own.astype(str) for own in names]
-    for own, which in zip(names, ("first", "second"), strict=True):
-        values, counts = np.unique(own, return_counts=True)
-        often = f"the {which} run has the id {visible(str(values[counts.argmax()]))} {counts.max()} times"
-        require(len(values) == len(own), f"{often}, so that its examples cannot be matched; save both with ids")
-    ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
-    unlike = " and ".join(f"{visible(str(own[0]))}, …" for own in names)
-    require(len(ids) > 0, f"the runs share no ids ({unlike}): examples are matched by id")
-    one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
-    known = one[places[0]] & other[places[1]]
-    require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
-    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(places[1][known])
 
 
 def check_enough(sizes: tuple[int, int], matched: int, smallest: int) -> None:

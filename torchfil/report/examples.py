@@ -17,8 +17,8 @@ from torchfil.gate.gate import concerned
 from torchfil.report.formats import percent
 from torchfil.report.summary import Report
 from torchfil.run import baselines
-from torchfil.run.baselines import BLANK_WHERE_UNKNOWN, NOT_MEASURED, UNTOLD, status_of
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.baselines import NOT_MEASURED, UNTOLD, status_of
+from torchfil.run.saved_run import BLANK_WHERE_UNKNOWN, SavedRun
 from torchfil.run.statistics import is_spared
 
 MOST = 10

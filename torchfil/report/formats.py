@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from torchfil.run.unit import counted, plural
 from torchfil.utils.text import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["capital", "count", "number", "percent", "plus_minus", "rate", "shown", "times"]
+__all__ = ["capital", "count", "counted", "number", "percent", "plural", "plus_minus", "rate", "shown", "times"]
 
 
 def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
@@ -120,3 +121,9 @@ def templates() -> Environment:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=safe, **blocks)
     environment.filters |= {name: globals()[name] for name in __all__}
     return environment
+
+
+def lines_of(name: str, **context: Any) -> list[str]:
+    """The lines of a template of plain text; no value makes a line of its own."""
+    told = templates().overlay(autoescape=False, finalize=lambda v: visible(v) if isinstance(v, str) else v)
+    return [line for line in told.get_template(name).render(context).split("\n") if line.strip()]

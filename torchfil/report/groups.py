@@ -206,9 +206,8 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
     too_small[pairs[sizes < smallest] // num_cells] = True
 
     # groups that cut a cell too small are put together, and others with them until those together do not
-    order = [int(group) for group in np.argsort(counts, kind="stable")]
-    hidden = [group for group in order if too_small[group]]
-    kept = [group for group in order if not too_small[group]]
+    order = np.argsort(counts, kind="stable")
+    hidden, kept = order[too_small[order]].tolist(), order[~too_small[order]].tolist()
     together = np.bincount(before[too_small[own]], minlength=num_cells)
     while hidden and kept and bool(((together > 0) & (together < smallest)).any()):
         hidden.append(kept.pop(0))
@@ -217,7 +216,7 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
 
     if hidden and counts[hidden].sum() < smallest:
         return Split(np.full(len(labels), -1), [], 0)
-    if cells is not None and not kept and len([group for group in order if counts[group] >= smallest]) > 1:
+    if cells is not None and not kept and (counts >= smallest).sum() > 1:
         return Split(np.full(len(labels), -1), [], 0, withheld=True)
     target = np.empty(len(names), dtype=np.int64)
     target[kept] = np.arange(len(kept))
@@ -227,6 +226,5 @@ def split_beside(labels: np.ndarray, smallest: int, cells: np.ndarray | None = N
 
 def joined(cells: np.ndarray | None, split: Split) -> np.ndarray:
     """The cells once ``split`` is published too, [n]."""
-    if cells is None:
-        return np.unique(split.codes, return_inverse=True)[1]
-    return np.unique(cells * (int(split.codes.max(initial=0)) + 2) + split.codes + 1, return_inverse=True)[1]
+    before = 0 if cells is None else cells * (int(split.codes.max(initial=0)) + 2)
+    return np.unique(before + split.codes + 1, return_inverse=True)[1]

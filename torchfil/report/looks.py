@@ -58,9 +58,9 @@ def pictures_of(run: SavedRun, ratios: np.ndarray | None) -> list[Pictured]:
         if not told[row] or len(found) == PICTURED:
             continue
         both = () if estimates is None or errors is None else (estimates[place], errors[place].tolist())
-        drawn = [(as_data_url(thumbnail(each)), error) for each, error in zip(*both, strict=True)]
-        image = thumbnail(saved.images[place])
-        shown = [image] if saved.maps is None else [image, overlay(image, thumbnail(saved.maps[place]))]
+        drawn = [(as_data_url(each), error) for each, error in zip(*both, strict=True)]
+        image = saved.images[place]
+        shown = [image] if saved.maps is None else [image, overlay(image, saved.maps[place])]
         found.append(Pictured(row, str(run.ids[row]), place >= few, list(map(as_data_url, shown)), drawn))
     return found
 
@@ -123,9 +123,8 @@ def closest_values(report: Report, nearest: np.ndarray | None) -> list[ClosestVa
     every = report.blind_errors
     blind = every[public_classes(run)[rows]] if len(every) > 1 else np.repeat(every, len(rows), axis=0)
     ratios, spread = ratio_to_blind_guess(errors, blind), None if run.baselines is None else run.baselines.attributes
-    for j, name in enumerate(names):
-        if run.baselines is not None and name in run.baselines.levels:
-            ratios[:, j] = math.nan
+    if run.baselines is not None:
+        ratios[:, [name in run.baselines.levels for name in names]] = math.nan
 
     found = list[ClosestValue]()
     for flat in np.argsort(np.where(np.isfinite(ratios), ratios, math.inf), axis=None, kind="stable").tolist():
@@ -214,15 +213,3 @@ def overlay(image: np.ndarray, attribution: np.ndarray) -> np.ndarray:
     strength = np.sqrt(np.clip(np.abs(heat) / scale, 0, 1))[..., None]
     colour = np.where(heat[..., None] >= 0, ORANGE, PURPLE)
     return np.round((1 - strength) * base + strength * colour).astype(np.uint8)
-
-
-def thumbnail(image: np.ndarray, side: int = 128) -> np.ndarray:
-    """The picture or map, averaged over square blocks until no side exceeds ``side``; its dtype stays."""
-    block = -(-max(image.shape[:2]) // side)
-    if block <= 1:
-        return image
-    height, width = (max(size // block, 1) for size in image.shape[:2])
-    cut = image[: height * block, : width * block].astype(np.float64)
-    blocks = cut.reshape(height, cut.shape[0] // height, width, cut.shape[1] // width, *image.shape[2:])
-    mean = blocks.mean(axis=(1, 3))
-    return (np.round(mean) if image.dtype == np.uint8 else mean).astype(image.dtype)

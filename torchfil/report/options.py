@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy.special import logsumexp
 from scipy.stats import binom
 
 from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
@@ -40,6 +39,7 @@ from torchfil.fisher.mechanism import largest_divergences
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.baselines import error_ratios, is_told
+from torchfil.run.composed import epsilon_at, rdp_of
 from torchfil.run.saved_run import SavedRun
 
 MARGIN = 1.5  # on σ'
@@ -48,6 +48,7 @@ _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followe
 _AT_ONCE = 2**16  # examples that are predicted together
 _OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
 _INDIVIDUAL, _AUDITED = "max_individual_epsilon", "audited_epsilon_below_claimed"
+_NOT_PREDICTED = (_INDIVIDUAL, "max_worsening")
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
 
@@ -121,7 +122,7 @@ def _option(run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float
     Nothing where it would keep no broken rule, or break one that holds now.
     """
     then, longer = (run, 1.0) if steps is None else (with_steps(run, steps), steps / run.about["mechanism"]["steps"])
-    judged = [verdict for verdict in verdicts if verdict.key != _INDIVIDUAL]
+    judged = [verdict for verdict in verdicts if verdict.key not in _NOT_PREDICTED]
     least = {key: _least_noise(then, policy, key, sigma, longer) for key in dict.fromkeys(each.key for each in judged)}
     failing = {verdict.key for verdict in judged if not verdict.passed}
     lost = {key for key, noise in least.items() if noise is None}
@@ -265,21 +266,9 @@ def _epsilon_then(run: SavedRun, sigma: float, length: float) -> float | None:
 def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> float:
     """ε of trainings like the run, one with each σ, ``length`` times as long: Opacus's RDP accountant's, at its orders.
 
-    With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid; ε follows by Balle
-    et al. (2020), Theorem 21. Where batches are known, q = 1 and the most frequent example's participations count.
+    See :func:`torchfil.run.composed.rdp_of`.
     """
-    rate, count, delta = run.about["mechanism"].get("sample_rate"), run.about["mechanism"]["steps"], run.about["delta"]
-    if rate is None:
-        rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
-    orders, rdp = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)]), np.zeros(151)
-    for sigma in sigmas:
-        points = np.arange(-12 * sigma, orders[-1] + 12 * sigma, sigma / 8)
-        absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
-        density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-        moments = logsumexp(orders[:, None] * np.logaddexp(absent, present) + density, axis=1)
-        rdp += math.ceil(length * count) * moments / (orders - 1)
-    epsilon = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    return max(0.0, float(epsilon.min()))
+    return epsilon_at(rdp_of(run, sigmas, length), run.about["delta"])
 
 
 def _cost(run: SavedRun, sigma: float) -> str:

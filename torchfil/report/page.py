@@ -14,8 +14,9 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ from torchfil.report.comparison import Comparison, changes, in_short
 from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
-from torchfil.report.summary import Report, named_level, summarise
+from torchfil.report.summary import Report, Summary, named_level, summarise
 from torchfil.report.svg import intervals, standalone
 from torchfil.run import baselines
-from torchfil.run.saved_run import SavedRun
-from torchfil.run.unit import counted, plural, unit_of
+from torchfil.run.saved_run import SavedRun, leakage_columns
+from torchfil.run.unit import unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import json_ready, write_csv_parts
@@ -51,7 +52,7 @@ class Ruling:
         word: Of three words, what to do.
         policy: The policy's name.
         declared: What people stated beside it, word for word.
-        rows: Each rule as (state, title, found, limit), state "broken", "unknown" or "kept", in that order.
+        rows: Each rule as (state, title, found, limit), state "broken", "unknown", "warning" or "kept", in that order.
     """
 
     word: str
@@ -70,13 +71,12 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
         found = verdict.detail.partition(": ")[0] if verdict.found is None else found
-        state = "kept" if verdict.passed else "unknown" if verdict.found is None else "broken"
-        rows.append((state, title, found, limit))
-    rows.sort(key=lambda row: ("broken", "unknown", "kept").index(row[0]))
+        rows.append((verdict.state, title, found, limit))
+    rows.sort(key=lambda row: ("broken", "unknown", "warning", "kept").index(row[0]))
     return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
-def context_of(report: Report) -> dict[str, Any]:
+def context_of(report: Report, live: float | None = None) -> dict[str, Any]:
     """Everything that the templates of a page can see, by name.
 
     A public page has aggregates and what is made from them alone:
@@ -91,11 +91,12 @@ def context_of(report: Report) -> dict[str, Any]:
     * ``most``, the most exposed examples, and ``measures``, by which examples are flagged;
     * ``pictured``, examples as pictures; ``values``, attributes of examples that can be estimated most closely;
       ``texts``, tokens text by text;
+    * ``live``, of a page that follows a run file: when it was written, in seconds since 1970; such a page has no table;
     * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
     run, verdicts, policy = report.run, report.verdicts, report.policy
     drawn, answers = charts.charts_of(report), charts.answers_of(report)
-    public = {"report": report, "summary": report.summary, "charts": drawn, "answers": answers}
+    public = {"report": report, "summary": report.summary, "charts": drawn, "answers": answers, "live": live}
     public["unit"] = unit_of(report.about("mechanism") or {})
     if run is None:
         return public
@@ -122,7 +123,7 @@ def context_of(report: Report) -> dict[str, Any]:
         "measures": list(exposure.flags),
         "texts": looks.tokens_of(run),
         "priors": {name: guess for name, guess in priors.items() if guess is not None},
-        "table": examples.table_of(exposure, named),
+        "table": None if live else examples.table_of(exposure, named),
     }
 
 
@@ -194,22 +195,30 @@ def register_section(
     _SECTIONS.insert(slugs.index(before), section)
 
 
-def render(report: Report) -> str:
-    """The whole page.
+def render(report: Report, live: float | None = None) -> str:
+    """The whole page; of a page that follows a run, the first screens.
 
     Guarantees:
         * It loads nothing: a content security policy forbids every connection, and only the page's own script runs.
+          A page that follows a run asks its own server for news.
         * Every string from the run is escaped.
     """
-    context, public = context_of(report), report.run is None
+    context, public = context_of(report, live), report.run is None
 
     # sections with nothing to say are left out
     shown = [section for section in _SECTIONS if not (public and section.confidential)]
+    shown = [section for section in shown if not (live and section.place == "fold")]
     contents = [block(each.slug, context) if each.render is None else each.render(report) for each in shown]
     sections = [(section, content) for section, content in zip(shown, contents, strict=True) if content]
-    title, script = str(report.about("title") or "Leakage report"), Markup(asset("page.js"))
+    title, script = str(report.about("title") or "Leakage report"), Markup(asset("live.js" if live else "page.js"))
     page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
+
+
+def render_waiting(name: str) -> str:
+    """The page that follows a run file of this name before it can be read."""
+    page = {"title": name, "live": 0, "script": Markup(asset("live.js")), **_dress(False)}
+    return _environment().get_template("waiting.html").render(page).lstrip()
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -252,8 +261,13 @@ def block(name: str, context: Mapping[str, Any]) -> Markup:
 
 
 def asset(name: str) -> str:
-    """A file of the page: ``charts.css``, ``page.css`` or ``page.js``."""
+    """A file of the page: ``charts.css``, ``page.css``, ``page.js`` or ``live.js``."""
     return (resources.files("torchfil.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def digest_of(text: str) -> str:
+    """SHA-256 of a script, as a content security policy names it."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def label_of(redacted: bool) -> str:
@@ -273,11 +287,8 @@ def _environment() -> Any:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
     environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
-    environment.filters |= {each.__name__: each for each in (named_level, counted, plural)}
-    environment.filters |= {
-        "plainly": _plainly,
-        "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
-    }
+    environment.globals["ctime"] = time.ctime
+    environment.filters |= {"named_level": named_level, "plainly": _plainly, "sha256": digest_of}
     return environment
 
 
@@ -296,7 +307,6 @@ def _plainly(sentence: str) -> str:
 
 
 PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
-_STATUS = np.array(["measured", "lower bound", "not measured"])
 _AT_ONCE = 2**18  # rows of leakage.csv that are written together
 
 
@@ -310,6 +320,7 @@ def write_report(
     signature: Signature | None = None,
     pictures: bool = False,
     digests: Mapping[str, str] | None = None,
+    adjusted: Callable[[Summary], Summary] | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
 
@@ -331,17 +342,15 @@ def write_report(
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
         pictures: Whether to write the page's charts as SVG files beside it, too.
         digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page has none.
+        adjusted: Makes of the summary what is shown; None: all of it is.
 
     Returns:
         The path of ``index.html``.
     """
-    for name in ("fil", "mse_bound"):
-        lacks = f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}"
-        require(name in run.columns, lacks)
-    # a verdict may hang on a single example
-    require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
-    policy, verdicts = (None, None) if redacted else _judged(run, policy)
-    summary = summarise(run, redacted=redacted, min_group=min_group, policy=policy)
+    report = report_of(run, policy, redacted=redacted, min_group=min_group)
+    summary, verdicts, policy = report.summary, report.verdicts, report.policy
+    if adjusted is not None:
+        summary = adjusted(summary)
     files, shown = dict[str, str](), {} if redacted else dict(digests or {})
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
@@ -351,7 +360,7 @@ def write_report(
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         # charts for other documents, from what the page shows
-        report = Report(summary, None if redacted else run, files, shown, verdicts, policy, signature)
+        report = replace(report, summary=summary, files=files, digests=shown, signature=signature)
         for name, chart in charts.charts_of(report).items() if pictures else ():
             drawn = standalone(chart, asset("charts.css"), label_of(redacted))
             (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
@@ -377,6 +386,18 @@ def write_report(
     return Path(directory) / PAGE
 
 
+def report_of(run: SavedRun, policy: Policy | None, *, redacted: bool = False, min_group: int = 10) -> Report:
+    """The material of a page; the arguments are those of :func:`write_report`."""
+    for name in ("fil", "mse_bound"):
+        lacks = f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}"
+        require(name in run.columns, lacks)
+    # a verdict may hang on a single example
+    require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
+    judging, verdicts = (None, None) if redacted else _judged(run, policy)
+    summary = summarise(run, redacted=redacted, min_group=min_group, policy=judging)
+    return Report(summary, None if redacted else run, {}, {}, verdicts, judging, None)
+
+
 def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:
     """The policy, or the default one, and its verdicts; None where nobody gave one and the run keeps too little."""
     judging = policy or default_policy(run)
@@ -386,26 +407,6 @@ def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict]
         if policy is not None:
             raise
         return judging, None
-
-
-def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
-    """The columns of leakage.csv, [n] each: id, status, the run's columns, groups, "least error of" every attribute.
-
-    That is the lower end of the error's interval, or the error itself where the end is not known. What was not
-    measured is NaN (an empty cell), not zero.
-    """
-    status = baselines.status_of(run)
-    unknown = status == baselines.NOT_MEASURED
-    table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": _STATUS[status]}
-    for name, values in run.columns.items():
-        blank = name in baselines.BLANK_WHERE_UNKNOWN
-        table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
-    table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
-    if run.attributes is not None:
-        for j, name in enumerate(run.attributes.names):
-            errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
-            table[f"least error of {name}"] = np.where(unknown, np.nan, errors)
-    return table
 
 
 @contextlib.contextmanager

@@ -102,13 +102,12 @@ def verify(signature: Path, allowed_signers: Path, files: Files, *, complete: bo
         raise SignatureError(f"{signature} does not hold: {_reason(held)}")
 
     # only now is the manifest somebody's word
+    found = {(role, digest): path for role, path, digest in _digests(files)}
     signed = [(entry["role"], entry["name"], entry["sha256"]) for entry in json.loads(manifest)["files"]]
-    found = list(_digests(files))
-    for role, path, digest in found:
-        if (role, digest) not in [(each[0], each[2]) for each in signed]:
-            raise SignatureError(f"{path} is not the {role} that {signer} signed: it was changed, or is another file")
-    compared = {(role, digest) for role, _, digest in found}
-    covered = [SignedFile(*each, (each[0], each[2]) in compared) for each in signed]
+    covered = [SignedFile(*each, (each[0], each[2]) in found) for each in signed]
+    for role, digest in found.keys() - {(each.role, each.sha256) for each in covered}:
+        path = found[role, digest]
+        raise SignatureError(f"{path} is not the {role} that {signer} signed: it was changed, or is another file")
     for each in covered:
         if complete and not each.compared:
             raise SignatureError(f"{signer} also signed the {each.role} {each.name!r}, which was not given to compare")

@@ -164,7 +164,10 @@ def histogram(
             parts.append(_tag("g", _tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
     parts += _x_axis(x, floor, axis, start=6, named=_multiples(x) if multiples else None)
     if mark:
-        parts += _marked(x(mark[0]), floor, 12 + below, width, mark[1])
+        at, right_of = x(mark[0]), x(mark[0]) < width / 2  # its name stands on the side that has room
+        anchor = None if right_of else "end"
+        named = _text(at + (6 if right_of else -6), 15 + below, mark[1], "marked", anchor=anchor)
+        parts += [_line(at, at, 4 + below, floor, "mark"), named]
     return _svg(width, height, parts)
 
 
@@ -435,10 +438,3 @@ def _axes(x: Scale, y: Scale, name: str, title: str) -> list[Markup]:
     guides = [_line(LEFT, x.end, y(t), y(t), "guide") for t in y.ticks(5)]
     ticks = [_text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end") for t in y.ticks(5)]
     return [_text(6, 14, title, "axis"), *_x_axis(x, y.start, name, start=LEFT), *guides, *ticks]
-
-
-def _marked(x: float, floor: float, y: float, width: float, name: str) -> list[Markup]:
-    """A vertical line and its name, on the side that has room."""
-    right = x < width / 2
-    named = _text(x + (6 if right else -6), y + 3, name, "marked", anchor=None if right else "end")
-    return [_line(x, x, y - 8, floor, "mark"), named]

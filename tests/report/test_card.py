@@ -1,0 +1,399 @@
+"""Model cards: public numbers alone, in Markdown, on the Hub and as CycloneDX; existing cards keep what they have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.report import test_disclosure as disclosure
+from tests.report.prepared_runs import ten_runs
+from tests.report.run_cases import REFUTED, audited, made_up, owned, with_baselines
+from tests.report.test_redaction import bytes_of_examples, planted
+from torchfil.cli import main
+from torchfil.gate.policy import Policy
+from torchfil.report import SavedRun, save
+from torchfil.report.card import BEGIN, END, Card, NotReleasedError, card_of, merged
+from torchfil.report.summary import summarise
+
+yaml = pytest.importorskip("yaml")
+
+HOSTILE = "a | b\n# <script>alert(1)</script> [x](http://e) `c` ${\\d} \x1b[2J" + END + "'\": {%"
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.])")
+
+
+def cases() -> dict[str, SavedRun]:
+    prepared = {name: run for name, (run, _, _) in ten_runs().items()}
+    hostile = made_up(60, groups={HOSTILE: np.asarray([HOSTILE, "b"] * 30)})
+    hostile = dataclasses.replace(
+        hostile,
+        about=hostile.about | {"title": HOSTILE, "unit_of_inputs": HOSTILE},
+        questions=[dataclasses.replace(hostile.questions[0], name=HOSTILE, answers=[HOSTILE, "m"])],
+    )
+    silent = made_up(30, about={}, questions=[], groups={}, attacks=[], history={}, rounds={})
+    no_noise = made_up(30)
+    spent = {"epsilon": np.full(30, math.inf)}
+    no_noise = dataclasses.replace(
+        no_noise, about=no_noise.about | {"epsilon": math.inf}, columns={**no_noise.columns, **spent}
+    )
+    return prepared | {
+        "owner": owned(200),
+        "row": owned(60, "row"),
+        "audit refutes": audited(REFUTED, 40),
+        "tiny": made_up(15),
+        "nine": made_up(9),
+        "hostile": hostile,
+        "silent": silent,
+        "no noise": no_noise,
+    }
+
+
+CASES = cases()
+
+
+def texts_of(card: Card) -> list[str]:
+    return [merged("", card), json.dumps(card.metadata, ensure_ascii=False), json.dumps(card.bom, ensure_ascii=False)]
+
+
+def metrics_of(card: Card) -> list[dict[str, Any]]:
+    return card.metadata["model-index"][0]["results"][0]["metrics"]
+
+
+def by_type(card: Card, kind: str) -> list[Any]:
+    return [each["value"] for each in metrics_of(card) if each["type"] == kind]
+
+
+def performance_of(card: Card) -> list[dict[str, Any]]:
+    return card.bom["components"][0]["modelCard"]["quantitativeAnalysis"]["performanceMetrics"]
+
+
+# ---------------------------------------------------------------------- what it must not tell
+
+
+def test_no_document_holds_anything_of_one_example() -> None:
+    run = planted()
+    values = np.concatenate([v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"])
+    values = np.concatenate([values, run.attributes.error.ravel(), run.records.values[:, 0], run.pictures.errors[1]])
+    values = values[values != 1]
+    wanted = bytes_of_examples(run)
+    for text in texts_of(card_of(run)):
+        content = text.encode()
+        assert [item for item in wanted if item in content] == []
+        assert not re.search("PLANTED|rare-|feedc0de|918273645", text)
+        for found in (float(number.replace(",", "")) for number in NUMBER.findall(text)):
+            assert not np.any(np.abs(values - found) <= 1e-7 * np.abs(values)), found
+            assert found < 0.01 * 7654321, "one example shows through"
+
+
+def test_the_search_finds_what_is_not_public() -> None:
+    """The same search in a card of one's own summary, not redacted, finds the example that stands out."""
+    run = planted()
+    told = [float(row.fil) for row in summarise(run).exposure]
+    assert any(abs(found - 7654321.25) < 1 for found in told)
+
+
+def test_the_same_card_whoever_the_examples_are() -> None:
+    run, others = planted(), disclosure.TestOutliers()
+    about = run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}}
+    assert card_of(run) == card_of(planted(ids=np.arange(len(run)), pictures=None, records=None, about=about))
+    assert card_of(others.run(1e2)) == card_of(others.run(1e4)) == card_of(others.run(1e6))
+    assert card_of(others.run(1e2)) != card_of(others.run(1.0)), "the comparison can fail"
+
+
+def test_a_larger_group_behind_every_number() -> None:
+    run = planted()
+    few, many = card_of(run), card_of(run, min_group=24)
+    assert any("the 10 most exposed" in text for text in texts_of(few))
+    assert not any("the 10 most exposed" in text for text in texts_of(many))
+    counts = [value for value in by_type(many, "exposure") if not isinstance(value, str)]
+    assert counts
+    assert all(count % 24 == 0 for count in counts)
+    with pytest.raises(ValueError, match="min_group"):
+        card_of(run, min_group=1)
+
+
+# ---------------------------------------------------------------------- the decision
+
+
+@pytest.mark.parametrize("name", sorted(ten_runs()))
+def test_only_a_release_is_told(name: str) -> None:
+    run, policy, answers = ten_runs()[name]
+    if answers.release == "May be released":
+        card = card_of(run, policy=policy)
+        properties = {each["name"]: each["value"] for each in card.bom["components"][0]["properties"]}
+        assert properties["torchfil:decision"] == answers.release
+        assert f"**Decision: {answers.release}**" in card.section
+        assert "min_error_share = 0.5" in card.section
+        assert "Decision" not in card_of(run).section
+        return
+    with pytest.raises(NotReleasedError, match=answers.release) as refused:
+        card_of(run, policy=policy)
+    assert not NUMBER.search(str(refused.value)), "no number of what broke a rule"
+
+
+def test_a_decision_tells_nothing_of_how_narrowly_a_rule_is_kept() -> None:
+    """Of two runs whose closest example differs, and which both keep the policy, the cards are the same."""
+    policy, cards = Policy(min_error_share=0.5), []
+    for worst in (0.55, 0.6, 0.9, 2.9):
+        run = ten_runs()["text, safe, no question"][0]
+        low = np.full(len(run), (3 * 0.5) ** 2)
+        low[17] = (worst * 0.5) ** 2
+        columns = {**run.columns, "mse_bound_low": low, "mse_bound": low / 0.9, "fil": (low / 0.9) ** -0.5}
+        cards.append(card_of(dataclasses.replace(run, columns=columns), policy=policy))
+    limits = [re.search(r"\*\*Decision.*?### ", card.section, re.DOTALL)[0] for card in cards]
+    assert len(set(limits)) == 1
+    assert cards[0].bom["components"][0]["properties"] == cards[3].bom["components"][0]["properties"]
+
+
+# ---------------------------------------------------------------------- the numbers
+
+
+def test_every_number_is_one_of_the_public_page() -> None:
+    run = dataclasses.replace(owned(200), about=owned(200).about | {"dataset": {"input_range": [0, 1]}})
+    card, summary = card_of(run), summarise(run, redacted=True)
+    assert by_type(card, "epsilon") == [2.5]
+    assert by_type(card, "audited-epsilon") == [1.1]
+    assert by_type(card, "exposure") == list(summary.classes.values())
+    assert len(summary.classes) == 4
+    assert by_type(card, "true-positive-rate") == [summary.questions[0].rate["0"]]
+    errors = [(each["value"], each["args"]["lower_end"]) for each in metrics_of(card) if each["type"] == "least-error"]
+    wanted = [(row.mse_bound**0.5, row.mse_bound_low**0.5) for row in summary.exposure]
+    assert len(errors) >= 3
+    assert np.allclose(errors, wanted, rtol=0.05)  # two digits
+
+    groups = [each for each in performance_of(card) if each["type"].startswith("typical FIL (")]
+    (sex, site) = summary.groupings
+    assert [float(each["value"]) for each in groups] == [g.fil for each in (sex, site) for g in each.groups]
+    ends = [tuple(map(float, each["confidenceInterval"].values())) for each in groups]
+    assert ends == [(g.low, g.high) for each in (sex, site) for g in each.groups]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert metrics_of(card_of(CASES["nine"]))[0]["type"] == "epsilon"
+    assert not by_type(card_of(CASES["nine"]), "least-error")
+    silent = card_of(CASES["silent"])
+    assert {each["type"] for each in metrics_of(silent)} <= {"exposure", "least-error"}
+    assert "None" not in silent.section
+    assert "nan" not in "".join(texts_of(silent)).lower().replace("min_nan", "")
+    assert by_type(card_of(CASES["no noise"]), "epsilon") == ["infinite"]
+
+
+def test_kinds_of_runs_say_who_is_bound_and_what_is_random() -> None:
+    linear = card_of(CASES["linear, safe"]).section
+    assert "| ε" not in linear
+    assert "What ε compares" not in linear
+    assert "noise that is added to the weights" in linear
+    several = card_of(CASES["image, safe, merged"])
+    assert by_type(several, "epsilon-of-all") == [4.1]
+    assert "means over 3 trainings" in several.section
+    assert "the whole patient" in card_of(CASES["owner"]).section
+    assert "not bound as a whole" in card_of(CASES["row"]).section
+    assert "**Warning.** The audit refutes ε" in card_of(CASES["audit refutes"]).section
+
+
+def test_the_guide_shows_a_card_as_it_is_written() -> None:
+    """Headings, tables and sentences of the guide’s example, whatever its numbers, are those of a card of today."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "model-cards.md").read_text(encoding="utf-8")
+    example = re.search(r"````markdown\n(.*?)\n````", page, re.DOTALL)[1]
+    run = made_up(60, groups={"digit": np.asarray(["8", "0"] * 30)})
+    mechanism = run.about["mechanism"] | {"poisson": True, "sample_rate": 0.1}
+    about = run.about | {
+        "mechanism": mechanism,
+        "audit": None,
+        "noise_choice": None,
+        "dataset": {"input_range": [0, 1]},
+    }
+    run = with_baselines(dataclasses.replace(run, about=about), 1.5)
+
+    def plain(text: str) -> set[str]:
+        lines = [line for line in text.splitlines() if line.startswith(("* **", "###", "|:--"))]
+        return {re.sub(r"\d[\d.,]*", "#", line) for line in lines if "Groups by" not in line}
+
+    assert len(plain(example)) > 12
+    assert plain(example) - plain(card_of(run).section) == set()
+
+
+# ---------------------------------------------------------------------- for the Hub, and as CycloneDX
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_huggingface_hub_reads_the_card(name: str, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.repocard_data import model_index_to_eval_results
+
+    card = card_of(CASES[name])
+    path = tmp_path / "README.md"
+    path.write_text(merged("", card), encoding="utf-8")
+    assert hub.metadata_load(path) == card.metadata
+    read = hub.ModelCard.load(path)
+    assert read.data.tags == ["differential-privacy", "torchfil"]
+    assert len(read.data.eval_results) == len(metrics_of(card))
+    _, results = model_index_to_eval_results(card.metadata["model-index"])
+    assert [each.metric_value for each in results] == [each["value"] for each in metrics_of(card)]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_bill_of_materials_fits_its_schema(name: str) -> None:
+    pytest.importorskip("cyclonedx")
+    pytest.importorskip("jsonschema")
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    bom = card_of(CASES[name]).bom
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(json.dumps(bom)) is None
+    broken = json.loads(json.dumps(bom))
+    broken["components"][0]["modelCard"]["quantitativeAnalysis"]["performanceMetrics"][0]["value"] = 3
+    assert validator.validate_str(json.dumps(broken)) is not None, "the validator sees model cards"
+
+
+def test_texts_of_strangers_do_not_act() -> None:
+    card = card_of(CASES["hostile"])
+    text = merged("", card)
+    assert (card.section.count(BEGIN), card.section.count(END)) == (1, 1)
+    assert merged(text, card) == text
+    assert "\x1b" not in "".join(texts_of(card))
+    assert not re.search(r"(?<!\\)<script", text.split("---\n")[-1])
+    rows = [re.sub(r"\\\\|\\\|", "", line) for line in card.section.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} <= {4, 5}, "no cell ends early"
+    assert card.bom["components"][0]["name"].startswith("a | b # <script>")
+
+
+# ---------------------------------------------------------------------- into existing cards
+
+OTHERS = """---
+license: mit  # chosen by the board
+tags: [vision, torchfil]  # ours
+# what it was measured on
+model-index:
+- name: digits
+  results:
+  - task: {type: image-classification}
+    dataset: {type: digits, name: Digits}
+    metrics: [{type: accuracy, value: 0.93}]
+datasets:
+  - digits   # public
+---
+# Digits
+
+Some text,  with   spaces.
+"""
+
+
+def front_of(text: str) -> Mapping[str, Any]:
+    return yaml.safe_load(text.replace("\r\n", "\n").lstrip().split("---\n")[1])
+
+
+def outside(text: str) -> str:
+    return text[: text.index(BEGIN)] + text[text.index(END) + len(END) :]
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_an_existing_card_keeps_everything_else(line_end: str) -> None:
+    before, card = OTHERS.replace("\n", line_end), card_of(CASES["owner"])
+    after = merged(before, card)
+    front, body = front_of(after), after.partition(f"{line_end}---{line_end}")[2]
+    assert body.startswith(f"# Digits{line_end}{line_end}Some text,  with   spaces.{line_end}")
+    for line in (
+        "license: mit  # chosen by the board",
+        "# what it was measured on",
+        "  - digits   # public",
+        "  # ours",
+    ):
+        assert line + line_end in after
+    assert front["tags"] == ["vision", "torchfil", "differential-privacy"]
+    assert front["license"] == "mit"
+    (model,) = front["model-index"]
+    assert model["name"] == "digits"
+    assert [each["task"]["type"] for each in model["results"]] == ["image-classification", "privacy-leakage"]
+    assert ("\r" in after) == (line_end == "\r\n")
+    assert after.count("\r\n") in (0, after.count("\n"))
+
+    # once more nothing changes; another run's card replaces this one, and the first comes back as it was
+    assert merged(after, card) == after
+    moved = after.replace(f"{line_end}# Digits", f"{line_end}Behind it.{line_end}# Digits") + f"A tail{line_end}"
+    other = merged(moved, card_of(CASES["linear, safe"]))
+    assert outside(other).partition("# Digits")[2] == outside(moved).partition("# Digits")[2]
+    assert len(front_of(other)["model-index"][0]["results"]) == 2
+    assert merged(other, card) == moved
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "# Only a heading\n", "no end of line", "---\n---\n", "\n---\nlicense: mit\n---\ntext\n", "---\n# c\n---"],
+)
+def test_cards_of_any_shape(before: str) -> None:
+    card = card_of(CASES["tiny"])
+    after = merged(before, card)
+    assert front_of(after)["tags"] == card.metadata["tags"]
+    assert merged(after, card) == after
+    words = [line for line in before.splitlines() if line.strip("-")]
+    assert [line for line in words if line not in after.splitlines()] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "noun"),
+    [
+        ("---\nlicense: mit\ntext", "front matter"),
+        ("---\nlicense: [mit\n---\n", "front matter"),
+        ("---\njust words\n---\n", "front matter"),
+        ("---\ntags: vision\n---\n", "tags"),
+        ("---\nmodel-index: 3\n---\n", "front matter"),
+        ("---\nmodel-index:\n- name: x\n  results: [7]\n---\n", "front matter"),
+        ("---\n{license: mit, tags: [a]}\n---\n", "front matter"),
+        (f"text {BEGIN}", "torchfil: end"),
+        (f"{END} text {BEGIN}", "torchfil: end"),
+        (f"{BEGIN} {END} {BEGIN} {END}", "torchfil: end"),
+    ],
+)
+def test_a_broken_card_is_refused(before: str, noun: str) -> None:
+    with pytest.raises(ValueError, match=noun):
+        merged(before, card_of(CASES["tiny"]))
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run, readme, bom, policy = (
+        tmp_path / name for name in ("run.parquet", "README.md", "card.cdx.json", "clinic.toml")
+    )
+    save(CASES["text, safe, no question"], run)
+    readme.write_text(OTHERS)
+    readme.chmod(0o644)
+    policy.write_text("max_epsilon = 0.1\n")
+
+    def torchfil(*arguments: Any) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["card", *map(str, arguments)])
+        return result.exit_code, result.output
+
+    # a decision that may not be told: nothing is written
+    refused = torchfil(run, "--into", readme, "--cyclonedx", bom, "--policy", policy)
+    assert refused[0] == 1
+    assert refused[1].startswith("NOT WRITTEN")
+    assert readme.read_text() == OTHERS
+    assert not bom.exists()
+
+    policy.write_text("max_epsilon = 8.0\nmin_error_share = 0.5\n")
+    assert torchfil(run, "--into", readme, "--cyclonedx", bom, "--policy", policy)[0] == 0
+    card = card_of(CASES["text, safe, no question"], policy=Policy(name="clinic", max_epsilon=8.0, min_error_share=0.5))
+    assert readme.read_text() == merged(OTHERS, card)
+    assert json.loads(bom.read_text()) == card.bom
+    assert readme.stat().st_mode & 0o777 == 0o644, "a card of others keeps its permissions"
+    assert bom.stat().st_mode & 0o777 == 0o600
+
+    # printed, as JSON, over what it reads, and into a broken card
+    assert torchfil(run)[1].rstrip("\n") == merged("", card_of(CASES["text, safe, no question"])).rstrip("\n")
+    assert json.loads(torchfil(run, "--json", "--policy", policy)[1])["bom"] == card.bom
+    assert torchfil(run, "--into", run)[0] == 2
+    readme.write_text("---\nlicense: mit\n")
+    assert torchfil(run, "--into", readme, "--cyclonedx", tmp_path / "other.json")[0] == 2
+    assert not (tmp_path / "other.json").exists()

@@ -1,0 +1,343 @@
+"""The live page: whom the server answers, what the page says of its file, and both in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.run_cases import made_up
+from torchfil.report import SavedRun, save
+from torchfil.report.live import LivePage, LiveServer
+from torchfil.report.page import report_of
+
+
+def run_at(step: int, **changes: Any) -> SavedRun:
+    run = made_up(300, **changes)
+    return replace(run, about={**run.about, "mechanism": {**run.about["mechanism"], "steps": step}})
+
+
+class Asked:
+    """A server of a page, and questions to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.server = LiveServer(LivePage(path, share=1.0))
+        self.server.start()
+        self.path = self.server.secret
+
+    def __call__(
+        self, path: str | None = None, method: str = "GET", host: str | None = None, **headers: str
+    ) -> tuple[http.client.HTTPResponse, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        connection.putrequest(method, self.path if path is None else path, skip_host=True)
+        if host != "":
+            connection.putheader("Host", host or f"127.0.0.1:{self.server.port}")
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer, answer.read().decode()
+
+
+def stopped(asked: Asked) -> None:
+    asked.server.shutdown()
+    asked.server.server_close()
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    asked = Asked(save(run_at(50), tmp_path / "run.parquet"))
+    yield asked
+    stopped(asked)
+
+
+# ------------------------------------------------------------------ whom it answers
+
+
+def test_it_listens_on_the_loopback_address_only(asked: Asked) -> None:
+    assert asked.server.socket.getsockname()[0] == "127.0.0.1"
+    listening = Path("/proc/net/tcp")
+    if listening.exists():  # what the system says, of all interfaces
+        port = f"{asked.server.port:04X}"
+        places = [line.split()[1] for line in listening.read_text().splitlines()[1:] if line.split()[3] == "0A"]
+        assert [place for place in places if place.endswith(f":{port}")] == [f"0100007F:{port}"]
+        over_ipv6 = [line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+        assert not [place for place in over_ipv6 if place.endswith(f":{port}")]
+
+
+def test_only_the_secret_address_is_answered(asked: Asked) -> None:
+    answer, page = asked()
+    assert answer.status == 200
+    assert "step 50 of this run" in page
+    assert len(asked.path) >= 40
+    other = "A" if asked.path[-1] != "A" else "B"
+    for path in ("/", "/favicon.ico", asked.path[:-1], asked.path[:-1] + other, asked.path + "/..", "/../run.parquet"):
+        answer, page = asked(path)
+        assert (answer.status, "step" in page) == (404, False), path
+    twin = Asked(Path("nowhere.parquet"))
+    assert twin.path != asked.path
+    stopped(twin)
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]"])
+def test_its_own_names_are_hosts(asked: Asked, name: str) -> None:
+    assert asked(host=f"{name}:{asked.server.port}")[0].status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{}", "127.0.0.1", "127.0.0.1:1", "0.0.0.0:{}", ""])
+def test_other_hosts_are_refused_even_with_the_secret(asked: Asked, host: str) -> None:
+    answer, page = asked(host=host.format(asked.server.port))
+    assert (answer.status, "Do not release" in page) == (421, False)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
+def test_requests_from_pages_of_other_sites_are_refused(asked: Asked, site: str) -> None:
+    assert asked(Sec_Fetch_Site=site)[0].status == 403
+    assert asked(Sec_Fetch_Site="same-origin")[0].status == asked(Sec_Fetch_Site="none")[0].status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_other_methods_are_refused(asked: Asked, method: str) -> None:
+    answer, page = asked(method=method)
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+    assert "step 50" not in page
+
+
+def test_every_answer_keeps_other_sites_out(asked: Asked) -> None:
+    etag = asked()[0].headers["ETag"]
+    answers = [asked(), asked("/"), asked(host="evil.example"), asked(method="POST"), asked(method="TRACE")]
+    answers += [asked(method="HEAD"), asked(If_None_Match=etag)]
+    assert [answer.status for answer, _ in answers] == [200, 404, 421, 405, 501, 200, 304]
+    for answer, _ in answers:
+        policy = answer.headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"} <= {*policy}
+        assert "unsafe" not in next(part for part in policy if part.startswith("script-src"))
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert answer.headers["Cross-Origin-Opener-Policy"] == "same-origin"
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        assert "Python" not in answer.headers["Server"]
+
+
+def test_head_and_unchanged_pages_have_no_body(asked: Asked) -> None:
+    answer, page = asked()
+    head, nothing = asked(method="HEAD")
+    assert (head.headers["Content-Length"], nothing) == (str(len(page.encode())), "")
+    assert asked(If_None_Match=answer.headers["ETag"])[1] == ""
+
+
+def test_a_port_that_is_taken_is_named(asked: Asked) -> None:
+    with pytest.raises(OSError, match=f"port {asked.server.port}"):
+        LiveServer(asked.server.page, asked.server.port)
+
+
+# ------------------------------------------------------------------ what it says of its file
+
+
+def test_the_page_follows_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.parquet"
+    page = LivePage(path, share=1.0)
+    assert "No numbers yet" in page.html()
+    assert "run.parquet" in page.html()
+    save(run_at(50), path)
+    first = page.html()
+    assert "step 50 of this run" in first
+    assert page.html() is first, "the same file is not drawn again"
+    save(run_at(100), path)
+    time.sleep(0.5)  # share=1: as long as the last took
+    assert "step 100 of this run" in page.html()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another file", "gone"])
+def test_a_bad_file_leaves_the_last_numbers_and_says_so(tmp_path: Path, damage: str) -> None:
+    path = save(run_at(50), tmp_path / "run.parquet")
+    page = LivePage(path, share=1.0)
+    assert 'id="problem"></b>' in page.html()
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-100] if damage == "cut short" else b"<script>")
+    time.sleep(0.5)
+    found = page.html()
+    assert "step 50 of this run" in found
+    assert 'id="problem"></b>' not in found
+    path.write_bytes(whole)
+    time.sleep(0.5)
+    assert 'id="problem"></b>' in page.html()
+
+
+def test_reading_takes_at_most_its_share_of_the_time(tmp_path: Path) -> None:
+    path = save(run_at(50), tmp_path / "run.parquet")
+    page = LivePage(path, share=1e-4)
+    page.html()
+    save(run_at(100), path)
+    assert "step 50 of this run" in page.html(), "a new file waits"
+
+
+def test_the_page_has_the_first_screens_without_what_needs_the_rest(tmp_path: Path) -> None:
+    page = LivePage(save(made_up(300, text_ids=True), tmp_path / "run.parquet"))
+    shown = page.html()
+    for slug in ("verdict", "closeness", "most-exposed"):
+        assert f'id="{slug}"' in shown
+    for absent in ('id="training"', 'id="all-examples"', 'id="spec"', "data-row=", "#show-", "<dialog"):
+        assert absent not in shown
+    report = report_of(made_up(300, text_ids=True), None)
+    assert str(report.summary.exposed) in shown
+    assert page.frame().startswith("<iframe sandbox srcdoc=")
+    assert page.frame().count("<") == 2, "the page inside is escaped"
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    path = save(run_at(50), tmp_path / "run.parquet")
+    command = [sys.executable, "-m", "torchfil", "watch", str(path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = json.loads("".join(process.stdout.readline() for _ in range(4)))["url"]
+        place, _, secret = url.removeprefix("http://").partition("/")
+        connection = http.client.HTTPConnection(place, timeout=20)
+        connection.request("GET", f"/{secret}")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+
+
+# ------------------------------------------------------------------ in a browser
+
+
+def waited(browser: Any, holds: Any) -> None:
+    from tests.report.in_browser import WebDriverWait
+
+    WebDriverWait(browser, 20).until(holds)
+
+
+def test_the_page_renews_itself_and_keeps_its_place(browser: Any, asked: Asked, tmp_path: Path) -> None:
+    from tests.report.in_browser import complaints, text_of
+
+    browser.get(asked.server.url)
+    waited(browser, lambda _: "Training is writing" in text_of(browser, "#live"))
+    histogram = browser.execute_script("return document.querySelector('#closeness').innerHTML")
+    browser.execute_script("window.here = true; scrollTo(0, 600); const h = document.querySelector('#most-exposed h2');"
+                           "h.tabIndex = 0; h.focus({ preventScroll: true });")  # fmt: skip
+    before = browser.execute_script("return scrollY")
+    run = run_at(100, seed=1)
+    columns = {**run.columns, "mse_bound_low": 1e-3 * run.columns["mse_bound_low"]}
+    save(replace(run, columns=columns), tmp_path / "run.parquet")
+    waited(browser, lambda _: "step 100 of this run" in text_of(browser, "#live"))
+    assert browser.execute_script("return document.querySelector('#closeness').innerHTML") != histogram
+    assert browser.execute_script("return [window.here, scrollY]") == [True, before], "the page was not loaded again"
+    assert complaints(browser) == []
+
+    # a file that is gone leaves the numbers; the verdict is spoken when it changes
+    (tmp_path / "run.parquet").unlink()
+    waited(browser, lambda _: "no file" in text_of(browser, "#live"))
+    assert "step 100 of this run" in text_of(browser, "#live")
+    assert browser.execute_script("return document.getElementById('said').getAttribute('role')") == "status"
+    stopped(asked)
+    waited(browser, lambda _: "The watch has ended" in text_of(browser, "#live"))
+    asked.server = LiveServer(asked.server.page)
+    asked.server.start()
+
+
+def test_numbers_change_between_two_saves_of_a_run_that_trains(browser: Any, tmp_path: Path) -> None:
+    from tests.engine.test_watching import private
+    from tests.report.in_browser import text_of
+
+    engine, loader, step = private()
+    with engine.watch(delta=1e-5, every=4, path=tmp_path / "run.parquet", share=1.0) as watch:
+        browser.get(watch.url)
+        waited(browser, lambda _: "No numbers yet" in text_of(browser, "main"))
+        for x, y in loader:
+            step(x, y)
+        waited(browser, lambda _: "step 4 of this run" in text_of(browser, "#live"))
+        facts, bounds = text_of(browser, ".facts"), text_of(browser, "#most-exposed")
+        for _ in range(4):
+            for x, y in loader:
+                step(x, y)
+        watch._page._free_at = 0.0  # the page may take 2 % of the time only, and the test does not wait
+        waited(browser, lambda _: "step 20 of this run" in text_of(browser, "#live"))
+        assert text_of(browser, ".facts") != facts
+        assert text_of(browser, "#most-exposed") != bounds
+
+
+def test_another_origin_can_neither_embed_nor_fetch_it(browser: Any, asked: Asked) -> None:
+    class Evil(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(f'<iframe src="{asked.server.url}"></iframe><a href="{asked.server.url}">x</a>'.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    evil = ThreadingHTTPServer(("127.0.0.1", 0), Evil)
+    threading.Thread(target=evil.serve_forever, daemon=True).start()
+    try:
+        for name in ("127.0.0.1", "localhost"):  # the same site on another port, and another site
+            browser.get(f"http://{name}:{evil.server_port}/")
+            browser.switch_to.frame(0)
+            assert "step 50" not in browser.page_source
+            assert browser.execute_script("return location.href") != asked.server.url
+            browser.switch_to.default_content()
+            for mode in ("cors", "no-cors"):
+                fetched = browser.execute_async_script(
+                    "const done = arguments[2]; fetch(arguments[0], { mode: arguments[1] }).then((answer) => "
+                    "answer.text()).then((text) => done('read ' + text)).catch(() => done('refused'))",
+                    asked.server.url,
+                    mode,
+                )
+                assert fetched in ("refused", "read ")
+            browser.find_element("css selector", "a").click()  # not by a link, either
+            assert "step 50" not in browser.page_source
+    finally:
+        evil.shutdown()
+        evil.server_close()
+    browser.get(asked.server.url)
+    assert "step 50" in browser.page_source, "the address itself was right"
+    browser.get_log("browser")
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_is_accessible_and_fits(browser: Any, asked: Asked, width: int, dark: bool) -> None:
+    from tests.report.accessibility import violations
+    from tests.report.in_browser import screen, text_of
+
+    with screen(browser, width, dark=dark):
+        browser.get(asked.server.url)
+        waited(browser, lambda _: "Training is writing" in text_of(browser, "#live"))
+        widths = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert browser.execute_script(widths) <= 0
+        assert violations(browser) == []
+
+
+def test_a_page_that_nobody_renews_says_so(browser: Any, asked: Asked, tmp_path: Path) -> None:
+    from tests.report.in_browser import text_of
+
+    long_ago = time.time() - 3600
+    os.utime(tmp_path / "run.parquet", (long_ago, long_ago))
+    browser.get(asked.server.url)
+    waited(browser, lambda _: "Training stopped writing" in text_of(browser, "#live"))
+
+
+def test_a_connection_that_never_asks_does_not_keep_others_waiting(asked: Asked) -> None:
+    with socket.create_connection(("127.0.0.1", asked.server.port)):
+        assert asked()[0].status == 200
