@@ -1,7 +1,9 @@
 """torchfil: for every training example, how much a trained model leaks about it.
 
 torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage besides ε
+torchfil.LeakageLogger  the run in TensorBoard, W&B, MLflow or Aim, while it trains
 torchfil.check       before training: what a model's batches would do, and what to change
+torchfil.PrivateClassifier, torchfil.PrivateRegressor  the same in scikit-learn's style
 torchfil.equalise    rounds of training that spare the few who are exposed most
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
@@ -26,36 +28,16 @@ if TYPE_CHECKING:
     from torchfil.audit import Canaries
     from torchfil.clipping import available_clips, register_clip
     from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check, equalise
+    from torchfil.integrations.logger import LeakageLogger
+    from torchfil.integrations.sklearn import PrivateClassifier, PrivateRegressor
     from torchfil.private import Private, superpixel
     from torchfil.smoothness import SmoothnessValidator
 
-__all__ = [
-    "PLIS",
-    "Accounting",
-    "BoundComparison",
-    "Canaries",
-    "Execution",
-    "FILPrivacyEngine",
-    "Private",
-    "SmoothnessValidator",
-    "__version__",
-    "attacks",
-    "attribution",
-    "audit",
-    "available_clips",
-    "bounds",
-    "check",
-    "clipping",
-    "compare_with_bounds",
-    "equalise",
-    "exposure",
-    "fisher",
-    "glm",
-    "register_clip",
-    "smoothness",
-    "superpixel",
-    "viz",
-]
+# training, what is private, what a run leaked; then attacks and inputs; then the folders
+__all__ = ["Accounting", "Canaries", "Execution", "FILPrivacyEngine", "LeakageLogger", "Private", "check", "equalise"]
+__all__ += ["PrivateClassifier", "PrivateRegressor", "SmoothnessValidator", "available_clips", "register_clip"]
+__all__ += ["PLIS", "BoundComparison", "__version__", "compare_with_bounds", "exposure", "superpixel"]
+__all__ += ["attacks", "attribution", "audit", "bounds", "clipping", "fisher", "glm", "smoothness", "viz"]
 
 _FOLDERS = ("attacks", "attribution", "audit", "bounds", "clipping", "engine", "fisher", "glm", "smoothness", "viz")
 _HOMES = {
@@ -64,6 +46,8 @@ _HOMES = {
     "Canaries": "audit",
     **dict.fromkeys(("available_clips", "register_clip"), "clipping"),
     **dict.fromkeys(("Accounting", "Execution", "FILPrivacyEngine", "check", "equalise"), "engine"),
+    "LeakageLogger": "integrations.logger",
+    **dict.fromkeys(("PrivateClassifier", "PrivateRegressor"), "integrations.sklearn"),
     **dict.fromkeys(("Private", "superpixel"), "private"),
     "SmoothnessValidator": "smoothness",
 }

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from tests.distributed.rank_runs import replaying
 from tests.integrations.ledgers import DELTA, assert_same_run
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
-from torchfil import Accounting, FILPrivacyEngine, Private
+from torchfil import Accounting, FILPrivacyEngine, LeakageLogger, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
@@ -220,6 +221,24 @@ def test_resumed_runs_share_no_noise(tmp_path: Path) -> None:
         return drawn
 
     check_no_noise_is_shared(run(), *(run(str(tmp_path / "checkpoint-3")) for _ in range(2)))
+
+
+def test_the_leakage_is_logged_where_the_trainer_reports(tmp_path: Path) -> None:
+    def reported(**more: Any) -> Any:
+        return trained(tmp_path / "out", given={"logger": LeakageLogger(delta=1e-4, every=4)}, **more)
+
+    trainer = reported(report_to=["tensorboard"])
+    epsilons = [each["privacy/epsilon"] for each in trainer.state.log_history if "privacy/epsilon" in each]
+    assert len(epsilons) == 3  # at steps 4, 8 and the end
+    assert epsilons[-1] == pytest.approx(trainer.engine.get_epsilon(1e-4))
+    (folder,) = {path.parent for path in tmp_path.rglob("events*")}
+    found = event_accumulator.EventAccumulator(str(folder)).Reload()
+    assert len(found.Scalars("train/privacy/epsilon")) == 3
+    assert (folder / "leakage-report" / "index.html").exists()
+
+    # nowhere else
+    reported(report_to=[])
+    assert {path.parent for path in tmp_path.rglob("events*")} == {folder}
 
 
 def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path) -> None:

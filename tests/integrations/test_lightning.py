@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.integrations.ledgers import assert_same_run
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
-from torchfil import Accounting, FILPrivacyEngine
+from torchfil import Accounting, FILPrivacyEngine, LeakageLogger
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
 from torchfil.integrations.lightning import FILCallback  # noqa: E402
@@ -191,6 +191,32 @@ def test_the_table_is_written_and_epsilon_logged(tmp_path: Path) -> None:
     assert len(rows) == 40
     assert (tmp_path / "leakage.csv").stat().st_mode & 0o077 == 0
     assert own.callback_metrics["epsilon"] == pytest.approx(callback.engine.get_epsilon(1e-5))
+
+
+def test_the_leakage_is_logged_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def fitted(epochs: int, **more: Any) -> Any:
+        writers = [CSVLogger(tmp_path / "csv", version=epochs), TensorBoardLogger(tmp_path / "tb", version=epochs)]
+        callback = FILCallback(logger=LeakageLogger(delta=1e-4, every=5), **options())
+        own = trainer(callback, tmp_path, max_epochs=epochs, logger=writers)
+        own.fit(module(), loader(), **more)
+        return own, callback
+
+    first, callback = fitted(1)
+    table = next((tmp_path / "csv").rglob("version_1/metrics.csv")).read_text()
+    assert "privacy/epsilon" in table.splitlines()[0]
+    (folder,) = {path.parent for path in (tmp_path / "tb").rglob("version_1/events*")}
+    found = EventAccumulator(str(folder)).Reload()
+    assert [each.step for each in found.Scalars("privacy/epsilon")] == [5, 10, 10]
+    assert (folder / "leakage-report" / "index.html").exists()
+
+    # a resumed fit remembers what was published
+    first.save_checkpoint(path := tmp_path / "fit.ckpt")
+    before = callback.logger.state_dict()["published"]
+    _, resumed = fitted(2, ckpt_path=path, weights_only=False)
+    assert len(resumed.logger.state_dict()["published"]) > len(before) > 0
 
 
 def test_noise_from_a_target_epsilon(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.checkpoints import read_file, write_file
 from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
+from torchfil.engine.watching import show_every
 from torchfil.fisher.models import check_unweighted_mean, with_attributes
+from torchfil.integrations.logger import Calls, LeakageLogger, sinks_of
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
@@ -82,7 +84,9 @@ class FILTrainer(Trainer):
             None: the model's own loss.
         engine: The engine, which accounts for one call of ``train()``; None: a new one.
         leakage_path: The CSV file to which the table is written; None: no file.
-        delta: δ, for the table's ``individual_epsilon``.
+        delta: δ, for the table's ``individual_epsilon`` and for ε in the progress bar, beside the smallest MSE bound.
+        logger: Logs the leakage by :meth:`log`, and a histogram and the report to TensorBoard, W&B and MLflow, as
+            ``report_to`` says; see :class:`torchfil.LeakageLogger`.
         **options: As in ``Trainer``.
     """
 
@@ -94,20 +98,22 @@ class FILTrainer(Trainer):
         engine: FILPrivacyEngine | None = None,
         leakage_path: str | os.PathLike[str] | None = None,
         delta: float | None = None,
+        logger: LeakageLogger | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.privacy = dict(privacy or {})
         _check_trainer(self)
         self.engine = engine if engine is not None else FILPrivacyEngine()
-        self.leakage_path, self.delta = leakage_path, delta
+        self.leakage_path, self.delta, self.logger = leakage_path, delta, logger
         smoothing = self.args.label_smoothing_factor
         self.loss: Any = _of_logits(criterion, smoothing) if criterion else ModelLoss.of(self.model, smoothing)
         self._label_names = list(self.label_names or ["labels"])
         self._unchecked = isinstance(self.loss, ModelLoss)  # until the first batch
         self._weights_before: dict[str, Any] = {}
         self._pass = _PassOverData()
-        self.add_callback(self._pass)
+        self._pass.logger = logger
+        self.callback_handler.callbacks.insert(0, self._pass)  # before those that end a log
 
     # ------------------------------------------------------------------ a run
 
@@ -142,7 +148,16 @@ class FILTrainer(Trainer):
         _, optimizer, private_loader = getattr(self.engine, prepare)(*parts, **given, **self.privacy)
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
+        if self.logger is not None:
+            self.logger.attach(self.engine, _ReportTo(self))
+        show_every(self.engine, self._show, self.delta)
         return private_loader
+
+    def _show(self, numbers: dict[str, str]) -> None:
+        """Show ε and the smallest bound in the progress bar alone: what is logged goes to ``report_to``."""
+        for callback in self.callback_handler.callbacks:
+            if getattr(callback, "training_bar", None) is not None:
+                callback.training_bar.set_postfix(numbers)
 
     def _batches_of_ranks(self, dataset: Any, seed: int) -> BatchSampler:
         """The batches of this rank; with Poisson sampling, only their size matters: that of all ranks together."""
@@ -201,7 +216,11 @@ class FILTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}  # collective: on all ranks
+        state: dict[str, Any] = {
+            "engine": self.engine.state_dict(),
+            "pass_start": self._pass.start,
+        }  # collective: on all ranks
+        state["logger"] = self.logger and self.logger.state_dict()
         if self.args.should_save:
             write_file(Path(output_dir) / STATE_FILE, state)
 
@@ -214,6 +233,8 @@ class FILTrainer(Trainer):
                 self.model.load_state_dict(self._weights_before)
                 raise
             self._pass.resumed, self._weights_before = state["pass_start"], {}
+            if self.logger is not None:
+                self.logger.load_state_dict(state["logger"])
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -231,8 +252,10 @@ class _PassOverData(TrainerCallback):
         loader: The private loader.
         start: The state of its generator at the start of the current pass.
         resumed: The same for a checkpoint's pass, until it starts again.
+        logger: What logs the run.
     """
 
+    logger: LeakageLogger | None = None
     loader: Any = None
     start: Tensor | None = None
     resumed: Tensor | None = None
@@ -245,6 +268,33 @@ class _PassOverData(TrainerCallback):
         if self.resumed is not None and state.global_step % len(self.loader) > 0 and not args.ignore_data_skip:
             self.loader.generator.set_state(self.resumed)
         self.resumed, self.start = None, self.loader.generator.get_state()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log the report while dashboards are open."""
+        if self.logger is not None:
+            self.logger.close()
+
+
+class _ReportTo(Calls):
+    """A trainer's ``log``, and the dashboards of its callbacks, which open when training starts."""
+
+    def scalars(self, numbers: dict[str, float], step: int) -> None:
+        self.writer.log(numbers)
+
+    def histogram(self, *histogram: Any) -> None:
+        for sink in self._dashboards():
+            sink.histogram(*histogram)
+
+    def folder(self, path: Path) -> None:
+        for sink in self._dashboards():
+            sink.folder(path)
+
+    def _dashboards(self) -> list[Calls]:
+        writers = []
+        for callback in self.writer.callback_handler.callbacks:
+            run = getattr(getattr(callback, "_wandb", None), "run", None)
+            writers += [getattr(callback, "tb_writer", None), getattr(callback, "_ml_flow", None), run]
+        return [sink for writer in writers if writer is not None for sink in sinks_of(writer)]
 
 
 class _StepTaken(optim.Optimizer):

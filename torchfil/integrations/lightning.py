@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
+from torchfil.engine.watching import show_every
 from torchfil.fisher.models import with_attributes
+from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.table import write_table
 from torchfil.utils.errors import installed_by
 
@@ -64,7 +66,9 @@ class FILCallback(pl.Callback):
         module: The name of the only submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
             LightningModule itself, called as ``self(x)``.
         path: The CSV file to which the table is written; None: no file.
-        delta: δ: if given, the table has ``individual_epsilon``, and ``epsilon`` is logged after every epoch.
+        delta: δ: if given, the table has ``individual_epsilon``, ``epsilon`` is logged after every epoch, and the
+            progress bar shows it. The smallest MSE bound, which is confidential, is in the bar only.
+        logger: Logs the leakage to all loggers of the trainer; see :class:`torchfil.LeakageLogger`.
         **options: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
             ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
     """
@@ -76,12 +80,13 @@ class FILCallback(pl.Callback):
         module: str | None = None,
         path: str | os.PathLike[str] | None = None,
         delta: float | None = None,
+        logger: LeakageLogger | None = None,
         **options: Any,
     ) -> None:
         for name in {"wrap_model", "grad_sample_mode"} & options.keys():
             raise TypeError(f"{name} is chosen by FILCallback: Lightning needs its own module, unwrapped; leave it out")
         self.engine = engine if engine is not None else FILPrivacyEngine()
-        self.module, self.path, self.delta, self.options = module, path, delta, options
+        self.module, self.path, self.delta, self.logger, self.options = module, path, delta, logger, options
         self._module: nn.Module | None = None  # whose calls go through the engine
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
@@ -111,7 +116,10 @@ class FILCallback(pl.Callback):
         self._module = module
         _redirect(module, twin, private)
         if self._restored:
-            self.engine.load_state_dict(self._restored)
+            self.engine.load_state_dict(self._restored["engine"])
+        if self.logger is not None:
+            self.logger.load_state_dict((self._restored or {}).get("logger"))
+            self.logger.attach(self.engine, *trainer.loggers)
 
         # The loop has already built its iterator on the plain loader; it starts again on the private one.
         trainer.strategy.optimizers = [optimizer]
@@ -120,6 +128,14 @@ class FILCallback(pl.Callback):
         fit._combined_loader = None
         with _samplers_kept(trainer):
             fit.setup_data()
+        self._show_in(trainer.progress_bar_callback)
+
+    def _show_in(self, bar: Any) -> None:
+        """Show ε and the smallest bound in the progress bar alone: what is logged may go to dashboards of others."""
+        if bar is not None:
+            shown, plain = dict[str, str](), bar.get_metrics
+            show_every(self.engine, shown.update, self.delta)
+            bar.get_metrics = lambda *args: {**plain(*args), **shown}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
@@ -134,7 +150,9 @@ class FILCallback(pl.Callback):
             pl_module.log("epsilon", epsilon, sync_dist=trainer.world_size > 1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the table, on one rank."""
+        """Write the table, on one rank, and log the report."""
+        if self.logger is not None:
+            self.logger.close()
         if self.path is not None:
             write_table(self.engine, self.path, self.delta, here=trainer.is_global_zero)
 
@@ -143,11 +161,14 @@ class FILCallback(pl.Callback):
         if stage == "fit" and self._module is not None:
             self.engine.detach()
             vars(self._module).pop("forward", None)
+            getattr(trainer.progress_bar_callback, "__dict__", {}).pop("get_metrics", None)
             trainer.accumulate_grad_batches = self._accumulated
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting, for the trainer's checkpoints."""
-        return self.engine.state_dict() if self._module is not None else {}
+        if self._module is None:
+            return {}
+        return {"engine": self.engine.state_dict(), "logger": self.logger and self.logger.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's accounting until the fit starts."""
