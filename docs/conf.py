@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ extensions = [
     "sphinx_design",
     "live_report",
     "policy_keys",
+    "public_names",
+    "notebooks",
 ]
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
 exclude_patterns = ["_ext", "_static", "**/README.md"]
@@ -67,6 +70,8 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
 nb_execution_excludepatterns = ["guide/*", "api/*", "reference/*"]
+if not all(map(find_spec, ("peft", "transformers"))):  # this page then shows no results
+    nb_execution_excludepatterns.append("tutorials/causal-lm-lora*")
 
 # `make linkcheck` looks at links inside of the site; other people's pages come and go.
 linkcheck_ignore = [r"https?://.*"]
@@ -75,6 +80,7 @@ linkcheck_anchors = True
 LIVE_REPORT = BUILD / "live-report"  # made by docs/_ext/live_report.py before pages are written
 LIVE_REPORT.mkdir(parents=True, exist_ok=True)
 html_extra_path = [str(LIVE_REPORT)]
+NOTEBOOKS = BUILD / "ipynb"  # written by docs/_ext/notebooks.py
 
 
 def keep_formulas(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

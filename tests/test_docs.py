@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import pkgutil
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import torchfil
-from torchfil.gate.rules import RULES
+from torchfil.gate.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -20,6 +21,7 @@ PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").glob("*.m
 PAGES += [*(ROOT / "benchmarks").glob("*.md")]
 NOT_INSTALLED = ("lightning", "huggingface")  # integrations, described without what they integrate
 DIRECTIVE = re.compile(r"^\.\. automodule:: (\S+)\n((?:   :.*\n)*)", flags=re.MULTILINE)
+ONE_NAME = re.compile(r"^\.\. (?:auto(?:class|function|exception)|py:module):: (\S+)$", flags=re.MULTILINE)
 
 
 def _anchors(page: Path) -> set[str]:
@@ -52,7 +54,24 @@ def _documented() -> dict[str, list[object]]:
             names = set(members[1].split(", ") if members else module.__all__)
             for attribute in names - set(hidden[1].split(", ") if hidden else ()):
                 shown.setdefault(attribute, []).append(getattr(module, attribute))
+    for path in _named():
+        attribute = path.rpartition(".")[2]
+        shown.setdefault(attribute, []).append(operator.attrgetter(path.partition(".")[2])(torchfil))
     return shown
+
+
+def _named() -> set[str]:
+    """The names that have a directive and an anchor of their own: ``torchfil.FILPrivacyEngine``."""
+    return {name for page in (DOCS / "api").glob("*.md") for name in ONE_NAME.findall(page.read_text())}
+
+
+def test_what_people_import_from_torchfil_is_in_the_api_reference_under_that_name() -> None:
+    modules = {name for page in (DOCS / "api").glob("*.md") for name, _ in DIRECTIVE.findall(page.read_text())}
+    wanted = {f"torchfil.{name}" for name in torchfil.__all__ if name != "__version__"}
+    assert wanted <= _named() | modules
+    listed = re.findall(r"^\| \[`(torchfil\.\w+)`\]", (DOCS / "api" / "index.md").read_text(), flags=re.MULTILINE)
+    folders = {f"torchfil.{info.name}" for info in pkgutil.iter_modules(torchfil.__path__)}
+    assert set(listed) == wanted - folders
 
 
 def _public_modules() -> list[str]:
@@ -77,4 +96,4 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
 def test_the_reference_of_policies_names_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS / "_ext"))
     text = importlib.import_module("policy_keys").as_markdown()
-    assert re.findall(r"^`(\w+)`$", text, flags=re.MULTILINE) == list(RULES)
+    assert re.findall(r"^`(\w+)`$", text, flags=re.MULTILINE) == list(Policy.__struct_fields__)

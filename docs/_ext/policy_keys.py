@@ -1,51 +1,72 @@
-"""The directives ``policy-keys`` and ``policy-template``: every key of a policy, and the template, from the rules."""
+"""Directives that read the code: every key of a policy, the presets, how a gate ends."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from msgspec.structs import fields
 
-from torchfil.gate.gate import template
-from torchfil.gate.policy import Policy, kind_of
+from torchfil.gate.gate import OUTCOMES, template
+from torchfil.gate.policy import PRESETS, Policy, kind_of, preset
 from torchfil.gate.rules import RULES
 
 
 def as_markdown() -> str:
-    """A definition list a section."""
+    """A definition list a section, from the template's comments."""
     lines: list[str] = []
-    section, kinds = "", {field.name: kind_of(field.type) for field in fields(Policy)}
-    for rule in RULES.values():
-        if rule.section != section:
-            section = rule.section
-            lines += ["", f"**{section.partition(';')[0]}**", ""]
-        text = re.sub(r"(?<![\w`])[\w.]+\((?:[^()]|\([^()]*\))*\)", r"`\g<0>`", rule.help)
-        shown = "off" if rule.off else f"`{str(rule.example).lower()}`"
-        left_out = ""
-        if rule.find is not None or rule.default not in (None, {}, ""):  # else its text says what stands in for it
-            default = str(rule.default).lower() if isinstance(rule.default, bool) else f"{rule.default or 0:g}"
-            left_out = f" Left out: {'not asked for' if rule.default in (None, {}) else default}."
-        kind = kinds[rule.key]
-        measured = f" Measured against {rule.baseline}." if rule.baseline else ""
-        facts = f"{kind[0].upper()}{kind[1:]}. In the template: {shown}.{left_out}{measured}"
-        lines += [f"`{rule.key}`", f": {text}", "", f"  {facts}", ""]
+    known = {field.name: field for field in fields(Policy)}
+    for part in template().split("\n\n"):
+        if title := re.match(r"# --- (.*) ---", part):
+            lines += ["", f"**{title[1].partition(';')[0]}**", ""]
+            continue
+        named = re.findall(r"^(?:# )?\[?(\w+)(?: = |\])", part, re.M)
+        key = next((name for name in named if name in known), None)
+        if key is None:  # what stands above all keys
+            continue
+        told = [line.removeprefix("# ") for line in part.splitlines()]
+        text = " ".join(line for line in told if not re.match(r"\w+ = |\[", line))
+        example = next(line for line in reversed(told) if " = " in line)
+        text = re.sub(r"(?<![\w`])[\w.]+\((?:[^()]|\([^()]*\))*\)", r"`\g<0>`", text)
+        shown = "off" if f"# {example}" in part else f"`{example.partition(' = ')[2]}`"
+        kind = kind_of(known[key].type)
+        default = "" if getattr(Policy(), key) not in (None, {}) or key not in RULES else " Left out: not asked for."
+        measured = f" Measured against {RULES[key].baseline}." if key in RULES and RULES[key].baseline else ""
+        facts = f"{kind[0].upper()}{kind[1:]}. In the template: {shown}.{default}{measured}"
+        lines += [f"`{key}`", f": {text}", "", f"  {facts}", ""]
     return "\n".join(lines)
 
 
+def presets_as_markdown() -> str:
+    """Every preset, whole."""
+    shown = [f"**`{name}`**\n\n```toml\n{preset(name).strip()}\n```" for name in PRESETS if name != "default"]
+    return "\n\n".join(shown)
+
+
+def outcomes_as_markdown() -> str:
+    """A table of how a gate ends."""
+    rows = [f"| {each.code} | {each.word} | {each.decision or '–'} | {each.meaning} |" for each in OUTCOMES]
+    return "\n".join(["| exit code | outcome | on the page | when |", "|---|---|---|---|", *sorted(rows)])
+
+
 def setup(app: Any) -> dict[str, bool]:
-    """Register the directives, which read the code, so that the page cannot fall behind it."""
+    """Register the directives, so that no page can fall behind the code."""
     from docutils import nodes
     from sphinx.util.docutils import SphinxDirective
 
-    class PolicyKeys(SphinxDirective):
-        def run(self) -> list[Any]:
-            return self.parse_text_to_nodes(as_markdown())
+    def directive(make: Any) -> type[SphinxDirective]:
+        def run(self: Any) -> list[Any]:
+            return self.parse_text_to_nodes(textwrap.dedent(make()))
+
+        return type("FromCode", (SphinxDirective,), {"run": run})
 
     class PolicyTemplate(SphinxDirective):
         def run(self) -> list[Any]:
             return [nodes.literal_block(template(), template(), language="toml")]
 
-    app.add_directive("policy-keys", PolicyKeys)
+    app.add_directive("policy-keys", directive(as_markdown))
+    app.add_directive("policy-presets", directive(presets_as_markdown))
+    app.add_directive("gate-outcomes", directive(outcomes_as_markdown))
     app.add_directive("policy-template", PolicyTemplate)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
