@@ -117,7 +117,7 @@ def _recorded(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
     recording = plan(batch.gradients)
     if recording.reason is not None:
         raise RuntimeError(recording.reason)
-    jacobian = RecordedJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
+    jacobian = RecordedJacobian(batch.gradients, batch.mechanism)
     traces = _traces(batch, jacobian, seeds)
     return Outcome(traces, _flat(jacobian.clipped_sum()), "recorded")
 
