@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -53,7 +54,13 @@ class RankPool:
                 raise TimeoutError(f"ranks {set(range(self.size)) - answers.keys()} give no answer to {task.__name__}")
             waiting = [end for rank, end in enumerate(self._ends) if rank not in answers]
             for end in multiprocessing.connection.wait(waiting, timeout=1):
-                answers[self._ends.index(end)] = pickle.loads(end.recv_bytes())
+                rank = self._ends.index(end)
+                try:
+                    answers[rank] = pickle.loads(end.recv_bytes())
+                except EOFError:
+                    self.close()
+                    code = self._processes[rank].exitcode
+                    raise AssertionError(f"rank {rank} died in {task.__name__}: exit code {code}") from None
         for rank, (is_error, value) in answers.items():
             if is_error:  # the others may wait for this one
                 self.close()
@@ -97,6 +104,7 @@ def printed_by_two(code: str, folder: Path, *, torchrun: bool = True) -> str:
 
 def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> None:
     """One of the processes."""
+    faulthandler.enable()  # if one dies, its stack is printed
     torch.set_num_threads(1)
     rdp._compute_rdp = cache(rdp._compute_rdp)  # as in conftest.py
     inject()
