@@ -1,8 +1,9 @@
-"""A run of several ranks with a page, a file and a bar: all ranks read together, rank 0 alone serves and writes."""
+"""A run of several ranks with a page, a file, a bar and a log: all ranks read together, rank 0 shows and writes."""
 
 from __future__ import annotations
 
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import DELTA, make, take_step, whole
+from torchfil import LeakageLogger
 from torchfil.run.file import load
 
 
 def watched(folder: str | None) -> tuple[list[Tensor], Any]:
-    """The weights after two passes; with a folder, watched, what the page and the file say."""
+    """The weights after two passes; with a folder, watched, what the page, the file and the log say."""
     made, found = make("digits"), None
     if folder is None:
         for _ in range(2):
             for x, y in made.loader:
                 take_step(made, x, y)
         return [whole(p) for p in made.module.parameters()], None
-    path = Path(folder) / f"rank{dist.get_rank()}.parquet"
-    with made.engine.watch(delta=DELTA, every=7, path=path, pictures=0, share=1.0) as watch:
+    path, logged = Path(folder) / f"rank{dist.get_rank()}.parquet", list[tuple[int, float]]()
+    with ExitStack() as stack:
+        watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, pictures=0, share=1.0))
+        logger = LeakageLogger(lambda numbers, step: logged.append((step, numbers["privacy/epsilon"])), delta=DELTA)
+        stack.enter_context(logger.attach(made.engine))
         for _ in range(2):
             for x, y in made.engine.progress(
                 made.loader, delta=DELTA, steps=3, share=0.99, disable=dist.get_rank() > 0
@@ -32,14 +37,17 @@ def watched(folder: str | None) -> tuple[list[Tensor], Any]:
                 take_step(made, x, y)
         page = urllib.request.urlopen(watch.url, timeout=60).read().decode() if watch.url else None
         found = page, load(path).about["mechanism"]["steps"] if path.exists() else None
-    return [whole(p) for p in made.module.parameters()], found
+    spent = made.engine.get_epsilon(DELTA)
+    return [whole(p) for p in made.module.parameters()], (*found, logged, spent)
 
 
 def test_rank_0_shows_and_writes_the_run_of_all(two_ranks: RankPool, tmp_path: Path) -> None:
     plain, shown = two_ranks.run(watched, None), two_ranks.run(watched, str(tmp_path))
     for (before, _), (after, _) in zip(plain, shown, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    (_, (page, steps)), (_, nothing) = shown
+    (_, (page, steps, logged, spent)), (_, (*nothing, _)) = shown
     assert steps == 14
     assert "of this run" in page
-    assert nothing == (None, None)
+    assert [step for step, _ in logged] == [7, 14, 14]  # after each pass, and when the log is closed
+    assert logged[-1][1] == spent
+    assert nothing == [None, None, []]
