@@ -129,6 +129,13 @@ def test_filters_work_together_and_numbers_lead_to_them(browser: Any, pages: dic
     found(browser, f"{(women & low & (run.columns['clip_weight'] < 1)).sum()} of 300 examples")
 
 
+def closed(browser: Any) -> None:
+    """The dialog is closed, and its address gone, which happens a moment later."""
+    dialog = browser.find_element("id", "detail")
+    dialog.send_keys(Keys.ESCAPE)
+    WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is None and "#" not in d.current_url)
+
+
 def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, Path]) -> None:
     unfolded(browser, pages["small"])
     view, dialog = browser.find_element("id", "grid"), browser.find_element("id", "detail")
@@ -136,16 +143,17 @@ def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, P
     WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is not None)
     assert dialog.find_element("tag name", "h3").text == shown(browser, 0)[1]
     assert "Number 2 of 299 by FIL" in dialog.text
-    dialog.send_keys(Keys.ESCAPE)
-    WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is None and "#" not in d.current_url)
+    closed(browser)
     click(browser, ".pictured button[data-row]")
-    assert dialog.find_element("tag name", "img").get_attribute("naturalWidth") == "6"
+    picture = dialog.find_element("tag name", "img")
+    WebDriverWait(browser, 5).until(lambda d: picture.get_property("complete"))
+    assert picture.get_attribute("naturalWidth") == "6"
 
     browser.get("about:blank")  # the table is folded away
     browser.get(pages["small"].as_uri() + "#example-Zo%C3%AB%2011")
     WebDriverWait(browser, 10).until(lambda d: d.find_element("id", "detail").get_attribute("open") is not None)
     assert "it is not safe" in text_of(browser, "#detail")
-    browser.find_element("id", "detail").send_keys(Keys.ESCAPE)
+    closed(browser)
     browser.execute_script("location.hash = 'example-nobody'")
     found(browser, "The table has no example of this address")
 
