@@ -172,6 +172,8 @@ def test_wrong_arguments_are_refused_before_the_training(tmp_path: Path) -> None
         engine.save_every(path, delta=1e-5, share=0)
     with pytest.raises(ValueError, match="delta"):
         engine.progress([], delta=2.0)
+    with pytest.raises(ValueError, match="delta"):
+        engine.get_epsilon(2.0)
     assert engine._training.optimizer.watchers == []
 
 
@@ -232,6 +234,18 @@ def test_a_watch_serves_until_it_stops_and_leaves_nothing(capsys: pytest.Capture
     trained(engine, loader, step, epochs=1)
 
 
+def test_a_watch_that_is_refused_leaves_its_port_free() -> None:
+    engine, *_ = private()
+    with engine.watch(delta=1e-5) as watch:
+        port = int(watch.url.split(":")[2].split("/")[0])
+    with pytest.raises(TypeError, match="delta") as refused:
+        engine.watch(port=port)
+    with engine.watch(delta=1e-5, port=port) as watch:
+        assert f":{port}/" in watch.url
+    assert refused.traceback, "which holds the first one"
+    assert engine._training.optimizer.watchers == []
+
+
 def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
     publisher = pytest.importorskip("IPython.core.displaypub").CapturingDisplayPublisher()
@@ -264,6 +278,7 @@ def test_the_bar_shows_the_runs_own_numbers() -> None:
     epsilon, bound = (f"{numbers[name]:.3g}" for name in ("epsilon", "smallest_mse_bound"))
     assert bar.postfix == f"ε={epsilon}, smallest bound={bound}, at step=4"
     assert engine._training.optimizer.watchers == []
+    assert len(list(bar)) == len(loader), "a second pass has batches, too"
     for x, y in engine.progress(loader, steps=1, share=1.0):  # without δ, and left early
         step(x, y)
         break

@@ -225,7 +225,12 @@ def test_options_of_the_accounting(tmp_path: Path) -> None:
     [
         ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "target_epsilon"),
         ({"module": nn.Linear(3, 2)}, "module=Linear"),
+        ({"module": lambda *_: nn.Linear(3, 3)}, r"outputs \[3\]"),
+        ({"module": lambda *_: nn.Linear(3, 1)}, r"outputs \[1\]"),
         ({"epochs": 0}, "epochs=0"),
+        ({"epochs": 1.5}, "epochs=1.5"),
+        ({"delta": 2}, "delta=2"),
+        ({"delta": math.nan}, "delta=nan"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"batch_size": 0}, "batch_size"),
     ],
@@ -233,6 +238,15 @@ def test_options_of_the_accounting(tmp_path: Path) -> None:
 def test_wrong_options(options: dict[str, Any], noun: str) -> None:
     with pytest.raises(ValueError, match=noun):
         PrivateClassifier(**options).fit(*data())
+
+
+def test_a_fit_that_fails_leaves_the_last_one() -> None:
+    X, y = data()
+    model = PrivateClassifier(epochs=1).fit(X, y)
+    before = model.predict(X)
+    with pytest.raises(ValueError, match="epochs"):
+        model.set_params(epochs=0).fit(X, np.where(y == y[0], "other", "labels"))
+    assert (model.predict(X) == before).all()
 
 
 def test_one_class_is_too_few() -> None:

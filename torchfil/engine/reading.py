@@ -122,6 +122,7 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
 
 def spent_epsilon(accountant: IAccountant, delta: float) -> float:
     """The accountant's ε at δ, bit for bit; for "rdp" what was computed once for q and σ is not computed again."""
+    check_delta(delta)
     if accountant.mechanism() != "rdp" or not accountant.history:
         return float(accountant.get_epsilon(delta))
     rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)

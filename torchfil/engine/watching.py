@@ -74,14 +74,17 @@ def with_bar(engine: Any, loader: Any, every: dict[str, Any], options: dict[str,
     bar = tqdm(**{"total": len(loader) if hasattr(loader, "__len__") else None, **options})
     weak = weakref.proxy(bar)  # so that a loop that is left ends it
 
-    def batches() -> Iterator[Any]:
-        stop = show_every(engine, lambda numbers: weak.set_postfix(numbers), **every)
-        try:
-            yield from loader
-        finally:
-            stop()
+    class Batches:
+        """Of one pass after the other."""
 
-    bar.iterable = batches()
+        def __iter__(self) -> Iterator[Any]:
+            stop = show_every(engine, lambda numbers: weak.set_postfix(numbers), **every)
+            try:
+                yield from loader
+            finally:
+                stop()
+
+    bar.iterable = Batches()
     return bar
 
 
@@ -99,16 +102,20 @@ class Watch(contextlib.ExitStack):
         from torchfil.report.live import LivePage, LiveServer
 
         super().__init__()
-        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="torchfil-watch-"))
-        self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Callable[[], Any]]()
-        self._page = LivePage(self.path, policy, share=0.02)
-        ranks = engine._training.run.ranks
-        server = LiveServer(self._page, port) if ranks is None or ranks.rank == 0 else None
-        self.callback(engine.save_every(self.path, **{"share": 0.02, **options}))
-        self.callback(engine.call_every(options["steps"], lambda _: [renew() for renew in self._shown]))
+        try:
+            folder = self.enter_context(tempfile.TemporaryDirectory(prefix="torchfil-watch-"))
+            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Callable[[], Any]]()
+            self._page = LivePage(self.path, policy, share=0.02)
+            ranks = engine._training.run.ranks
+            if server := LiveServer(self._page, port) if ranks is None or ranks.rank == 0 else None:
+                self.callback(server.server_close)
+            self.callback(engine.save_every(self.path, **{"share": 0.02, **options}))
+            self.callback(engine.call_every(options["steps"], lambda _: [renew() for renew in self._shown]))
+        except BaseException:
+            self.close()  # neither the port nor the folder stays taken
+            raise
         if server is not None:
             server.start()
-            self.callback(server.server_close)
             self.callback(server.shutdown)
             self.url = server.url
             print(f"torchfil: this run, live and confidential: {self.url}", file=sys.stderr, flush=True)

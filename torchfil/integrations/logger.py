@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.reading import check_delta
+from torchfil.engine.saving.build import check_options
 from torchfil.report.charts import TONES
 from torchfil.report.page import write_report
 from torchfil.report.summary import FALSE_POSITIVE_RATE, Summary
@@ -55,8 +57,13 @@ def levels_of(run: SavedRun) -> dict[str, Levels]:
     return levels
 
 
-def point_of(counts: Mapping[str, Mapping[int, int]], n: int) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+def point_of(
+    counts: Mapping[str, Mapping[int, int]], n: int, multiple: int = 0
+) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
     """Shares and quantiles, and the histogram that follow from counts: by name, level ↦ examples at most there, of n.
+
+    Counts were rounded to multiples of ``multiple`` (0: they are exact), except 0 and n. A quantile holds whatever they
+    were before. Without a count of the told examples there is neither a quantile nor a histogram.
 
     ``share/half``, ``share/below``, ``share/beyond`` and ``share/untold`` are the four classes of exposure;
     ``mse_bound_quantile/0.05`` is a number that the lower ends of the bounds of 95 % of the told examples exceed;
@@ -79,21 +86,29 @@ def point_of(counts: Mapping[str, Mapping[int, int]], n: int) -> tuple[dict[str,
 
     # a quantile is the lower edge of its bin, and none is told for the first bin, which has no lower edge
     cumulative = dict(counts.get(_BOUNDS, {}))
-    told = cumulative.pop(len(EXPONENTS), n)
+    told = cumulative.pop(len(EXPONENTS), None)
     first = max((level for level, some in cumulative.items() if some == 0), default=0)
     last = min((level for level, some in cumulative.items() if some == told), default=len(EXPONENTS))
     inner = {EXPONENTS[level]: some for level, some in cumulative.items() if first <= level <= last}
-    if not inner:
+    if not inner or told is None:
         return scalars, np.zeros(0), np.zeros(0)
+
+    def off(count: int) -> float:
+        """By how much a rounded count may be wrong."""
+        return multiple / 2 * (0 < count < n)
+
     for level in QUANTILES:
-        below = [edge for edge, some in inner.items() if some <= level * told]
+        below = [edge for edge, some in inner.items() if some + off(some) <= level * (told - off(told))]
         scalars |= {f"mse_bound_quantile/{level:g}": float(10 ** max(below))} if below else {}
     edges = np.asarray([min(inner) - 0.5, *inner, max(inner) + 0.5])
     return scalars, edges, np.maximum(np.diff([0, *inner.values(), told]), 0)
 
 
 def _withheld(summary: Summary, counts: Mapping[str, Mapping[int, int]]) -> Summary:
-    """The summary of a public page without counts that would differ by a few examples from one in the log."""
+    """The summary of a public page without counts that would differ by a few examples from one in the log.
+
+    That nobody is counted may be told: the empty set is among those that were published.
+    """
     known = {-1: 0, **counts.get(_CLASSES, {}), len(TONES) - 1: summary.examples}
 
     def question(name: str, above: Mapping[str, int | str]) -> dict[str, int | str]:
@@ -102,12 +117,20 @@ def _withheld(summary: Summary, counts: Mapping[str, Mapping[int, int]]) -> Summ
 
     return replace(
         summary,
-        not_measured=_WITHHELD if summary.not_measured else 0,
-        lower_bounds=_WITHHELD if summary.lower_bounds else 0,
+        not_measured=summary.not_measured and _WITHHELD,
+        lower_bounds=summary.lower_bounds and _WITHHELD,
         classes={each: n if {each - 1, each} <= known.keys() else _WITHHELD for each, n in summary.classes.items()},
         exposed=summary.exposed if baselines.BELOW in known else None,
         mse_histogram=None,
+        ratio_histogram=None,
+        epsilon_histogram=None,
+        attributes=[replace(each, exposed=each.exposed and _WITHHELD) for each in summary.attributes],
+        attacks=[
+            replace(each, **{name: getattr(each, name) and _WITHHELD for name in ("violated", "below", "blind_below")})
+            for each in summary.attacks
+        ],
         questions=[replace(each, above=question(each.name, each.above)) for each in summary.questions],
+        spared=summary.spared and replace(summary.spared, examples=summary.spared.examples and _WITHHELD, rounds={}),
     )
 
 
@@ -178,7 +201,8 @@ class _MLflow(Calls):
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self.writer.log_metric(*self.first, re.sub(r"[^\w\-. /]", "_", name), value, step=step)
+            plain = re.sub(r"[^\w\-. /]|(?<=/)[./]", lambda sign: f"_{ord(sign[0]):x}", name)  # names stay different
+            self.writer.log_metric(*self.first, plain, value, step=step)
 
     def histogram(self, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
         bins = {"edges": edges.tolist(), "counts": counts.tolist()}
@@ -209,6 +233,8 @@ def sinks_of(writer: Any) -> list[Calls]:
     kinds = {"add_histogram_raw": _TensorBoard, "define_metric": _WandB, "log_dict": _MLflow, "track": _Aim}
     if isinstance(writer, Calls):
         return [writer]
+    remedy = "an MlflowClient does not know the run; pass the module mlflow, or a logger of Lightning"
+    require(not hasattr(writer, "create_run"), remedy)
     for method, kind in kinds.items():
         if hasattr(writer, method):
             return [kind(writer)]
@@ -240,7 +266,8 @@ class LeakageLogger:
           attackers, on average over runs; they are lower ends of 95 % intervals from this run so far.
         * Redacted (the default): no value, minimum or maximum of single examples. Every count, and every difference of
           two counts of whatever steps, rests on nobody or on ``min_group`` examples or more; what does not is left
-          out, so that a series may have gaps. The report is the public page, without counts that break this rule.
+          out, so that a series may have gaps. The report is the public page, whose counts of examples keep this rule,
+          except the sizes of groups, which do not depend on the training.
         * Training is the same with and without it.
 
     Args:
@@ -265,6 +292,8 @@ class LeakageLogger:
         **options: Any,
     ) -> None:
         require(min_group >= 2, f"min_group={min_group} must be at least 2: a group of one is an example")
+        check_delta(delta)
+        check_options(options)
         if confidential:
             shared = "whoever reads the log learns about single examples; keep it as confidential as the data"
             warnings.warn(f"LeakageLogger(confidential=True): {shared}", stacklevel=2)
@@ -285,9 +314,9 @@ class LeakageLogger:
         require(self._engine is None, "this LeakageLogger is attached to a run already; make one for each run")
         self.sinks += [sink for writer in writers for sink in sinks_of(writer)]
         require(bool(self.sinks), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
-        steps = max(1, round(1 / engine._training.sample_rate))
+        steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
         # a point has no need of what only the report shows
-        self._stop = engine.call_every(self.every or steps, lambda _: self._log(pictures=0, texts=None, attacks=()))
+        self._stop = engine.call_every(steps, lambda _: self._log(pictures=0, texts=None, attacks=()))
         self._engine = engine
         return self
 
@@ -308,7 +337,7 @@ class LeakageLogger:
             own = {"smallest_mse_bound": run.column("mse_bound").min(), "largest_fil": run.column("fil").max()}
         else:
             counts = self._series.publish(levels)
-        scalars, edges, heights = point_of(counts, len(run))
+        scalars, edges, heights = point_of(counts, len(run), 0 if self.confidential else self.min_group)
         numbers = {"epsilon": run.about["epsilon"], **own, **scalars}
         for sink in self.sinks:
             sink.scalars({f"{self.prefix}{name}": float(value) for name, value in numbers.items()}, step)
@@ -340,9 +369,9 @@ class LeakageLogger:
     def state_dict(self) -> dict[str, Any]:
         """What was published, for a checkpoint: a resumed run must not publish counts that differ by a few."""
         kept = self._series.kept
-        return {"published": [(torch.from_numpy(codes), levels.tolist()) for codes, levels in kept]}
+        return {"published": [(torch.from_numpy(codes), sets.tolist()) for codes, sets in kept]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """The inverse of :meth:`state_dict`; None: nothing was published."""
         kept = state["published"] if state else []
-        self._series.kept = [(codes.numpy(), np.asarray(levels)) for codes, levels in kept]
+        self._series.kept = [(codes.cpu().numpy(), np.asarray(sets)) for codes, sets in kept]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil.engine import Accounting, FILPrivacyEngine
+from torchfil.engine.reading import check_delta
 from torchfil.questions import Question
 from torchfil.utils.errors import installed_by, require
 from torchfil.utils.noise import preserve_rng
@@ -79,7 +80,8 @@ class _PrivateEstimator(BaseEstimator):
         """Train a module on X [n, d] and the targets of the criterion, [n] or [n, outputs]."""
         chosen = [name for name in ("noise_multiplier", "target_epsilon") if getattr(self, name) is not None]
         require(len(chosen) < 2, "noise_multiplier and target_epsilon both choose the noise; keep one of them")
-        require(self.epochs >= 1, f"epochs={self.epochs} must be at least 1")
+        require(self.epochs in range(1, 2**31), f"epochs={self.epochs} must be a whole number of at least 1")
+        check_delta(self.delta, type(self).__name__)
         wrong = "is a module; pass a function of the numbers of features and outputs that returns a new one"
         require(not isinstance(self.module, nn.Module), f"module={type(self.module).__name__}(…) {wrong}")
         options: dict[str, Any] = {"max_grad_norm": self.max_grad_norm, "accounting": self.accounting, "id_of": ids}
@@ -93,6 +95,9 @@ class _PrivateEstimator(BaseEstimator):
         with contextlib.nullcontext() if seed is None else preserve_rng(seed=seed):
             data = TensorDataset(torch.tensor(X), torch.tensor(targets))
             module = (self.module or self._network)(X.shape[1], num_outputs).to(self.device, data.tensors[0].dtype)
+            with torch.no_grad():
+                given = list(module.eval()(data.tensors[0][:1].to(self.device)).shape[1:])
+            require(given == [num_outputs], f"module= has outputs {given} of an example; it must have {num_outputs}")
             engine = FILPrivacyEngine(noise_seed=seed)
             optimizer, loader = torch.optim.SGD(module.parameters(), lr=self.lr), DataLoader(data, self.batch_size)
             parts, options["criterion"] = (module.train(), optimizer, loader), self._criterion
@@ -192,10 +197,10 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         ids = _index_of(X)
         X, y = self._checked(X, y)
         check_classification_targets(y)
-        self.classes_, targets = np.unique(y, return_inverse=True)
-        count = len(self.classes_)
-        require(count > 1, f"y has only one class, {self.classes_[0]!r}; a classifier needs two")
-        self._train(X, targets, count, ids)
+        classes, targets = np.unique(y, return_inverse=True)
+        require(len(classes) > 1, f"y has only one class, {classes[0]!r}; a classifier needs two")
+        self._train(X, targets, len(classes), ids)
+        self.classes_ = classes
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from torchfil.run.statistics import rounded_count
+from torchfil.utils.errors import require
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +82,15 @@ class CountSeries:
         counts = np.append(0, np.bincount(codes, minlength=count).cumsum())  # below each level, [levels + 1]
         shared = np.concatenate([counts[:, None] * 0, *(self._shared(codes, count, *own) for own in self.kept)], 1)
 
+        def apart(low: int, high: int) -> np.ndarray:
+            """How many examples are at these levels or in a set that was counted, but not in both, for each set."""
+            distances: np.ndarray = counts[high] - counts[low] + shared[-1] - 2 * (shared[high] - shared[low])
+            return distances
+
         def far(low: int, high: int) -> bool:
             """Whether the examples at these levels are far from every set that was counted, and from its complement."""
-            own = counts[high] - counts[low]
-            apart = own + shared[-1] - 2 * (shared[high] - shared[low])
-            close = (apart > 0) & (apart < self.smallest) | (n - self.smallest < apart) & (apart < n)
+            sizes = apart(low, high)
+            close = (sizes > 0) & (sizes < self.smallest) | (n - self.smallest < sizes) & (sizes < n)
             return not close.any()
 
         # the highest level comes first: of levels up to which everybody lies, another would show the largest number
@@ -100,14 +105,17 @@ class CountSeries:
                 and not (empty and not levels.with_empty)
             ):
                 ends, last = [*ends, level], level
+        # a set that was counted already forbids nothing more
         ends.sort()
-        if ends:
-            sets = {*((0, end) for end in ends), *pairwise([0, *ends])}
-            self.kept.append((codes, np.asarray(sorted(sets))))
+        sets = {*((0, end) for end in ends), *pairwise([0, *ends])}
+        if new := [each for each in sorted(sets) if apart(*each).all()]:
+            self.kept.append((codes, np.asarray(new)))
         return {end - 1: min(rounded_count(int(counts[end]), self.smallest), n) for end in ends}
 
     def _shared(self, codes: np.ndarray, count: int, other: np.ndarray, sets: np.ndarray) -> np.ndarray:
         """How many examples below each level are in each of these sets, [count + 1, k]; new examples are in none."""
+        fewer = f"the log's state is of {len(other)} examples and the run has {len(codes)}; load the state of this run"
+        require(len(other) <= len(codes), fewer)
         other = np.pad(other, (0, len(codes) - len(other)), constant_values=255)
         size = max(int(other.max(initial=0)) + 1, int(sets.max()))
         both = np.bincount(codes.astype(np.int64) * size + other, minlength=count * size).reshape(count, size)
