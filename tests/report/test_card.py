@@ -139,6 +139,18 @@ def test_only_a_release_is_told(name: str) -> None:
     assert not NUMBER.search(str(refused.value)), "no number of what broke a rule"
 
 
+def test_limits_stand_with_their_settings_and_none_is_empty() -> None:
+    run = CASES["text, safe, no question"]
+    policy = Policy(max_epsilon=8.0, min_error_share=0.5, blind_error=0.001, levels={"max_epsilon": "warn"})
+    section = card_of(run, policy=policy).section
+    assert "blind_error = 0.001" in section
+    assert "max_epsilon" not in section
+    with pytest.raises(ValueError, match="no limit of its own"):
+        card_of(run, policy=Policy(max_epsilon=0.1, levels={"max_epsilon": "warn"}))
+    with pytest.raises(ValueError, match="max_worsening"):
+        card_of(run, policy=Policy(max_epsilon=8.0, max_worsening=0.1))
+
+
 def test_a_decision_tells_nothing_of_how_narrowly_a_rule_is_kept() -> None:
     """Of two runs whose closest example differs, and which both keep the policy, the cards are the same."""
     policy, cards = Policy(min_error_share=0.5), []
@@ -389,6 +401,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(bom.read_text()) == card.bom
     assert readme.stat().st_mode & 0o777 == 0o644, "a card of others keeps its permissions"
     assert bom.stat().st_mode & 0o777 == 0o600
+
+    # behind a link stands the card itself
+    link = tmp_path / "link.md"
+    link.symlink_to(readme)
+    readme.write_text(OTHERS)
+    assert torchfil(run, "--into", link, "--policy", policy)[0] == 0
+    assert link.is_symlink()
+    assert readme.read_text() == merged(OTHERS, card)
 
     # printed, as JSON, over what it reads, and into a broken card
     assert torchfil(run)[1].rstrip("\n") == merged("", card_of(CASES["text, safe, no question"])).rstrip("\n")

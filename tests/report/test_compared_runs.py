@@ -134,7 +134,7 @@ def asking(name: str, answers: list[str]) -> SavedRun:
     ("other", "why", "options"),
     [
         (lambda: made_up(ids=np.arange(100, 140)), "share no ids", {}),
-        (lambda: made_up(ids=np.zeros(40, dtype=np.int64)), "has the id 0 40 times", {}),
+        (lambda: made_up(ids=np.zeros(40, dtype=np.int64)), "1 different ones for 40 examples", {}),
         (lambda: other_about(dataset={"num_coordinates": 7}), "private inputs", {}),
         (lambda: other_about(linear={"private": ["age"]}), "what is private", {}),
         (lambda: owned(40), "unit of privacy is 'example' in the first and 'owner'", {}),

@@ -189,7 +189,7 @@ def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
     ("change", "message"),
     [
         ({"ids": np.arange(20) + 100}, "no ids"),
-        ({"ids": np.zeros(20, dtype=np.int64)}, "times"),
+        ({"ids": np.zeros(20, dtype=np.int64)}, "repeat"),
         ({"about": {"dataset": {"num_coordinates": 4}}}, "private inputs"),
         ({"about": {"dataset": {"most_coordinates": 3}}}, "num_coordinates"),
         ({"about": {"mechanism": {"unit": "owner", "unit_names": ["patient", "visit"]}}}, "unit"),

@@ -26,7 +26,7 @@ from torchfil.gate import pipelines
 from torchfil.gate.gate import OUTCOMES, check, decision, outcome, public, template, worst_of
 from torchfil.gate.policy import PRESETS, Policy, PolicyError, parse_policy, preset, tomllib
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.report import write_report
+from torchfil.report import save, write_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 BROKEN = {"min_mse_bound": 4.0}  # by two of the thirty patients of the run below
@@ -93,9 +93,15 @@ def test_off_is_not_measured_and_no_typing_error_switches_a_rule_off(run: Path, 
     for text, message in (("min_mse_bond = 'off'", "min_mse_bound"), ("min_group_size = 'off'", "no rule")):
         assert message in refused("gate", run, "--policy", policy(f"max_epsilon = 8\n[levels]\n{text}"))
     assert '"warn"' in refused("gate", run, "--policy", policy("max_epsilon = 8\n[levels]\nmax_epsilon = 'loud'"))
-    assert "limits nothing" in refused(
-        "gate", run, "--policy", policy("max_epsilon = 8\n[levels]\nmax_epsilon = 'off'")
-    )
+    for text in (
+        "max_epsilon = 8",
+        "audited_epsilon_below_claimed = true",
+        "unit = 'person'",
+        "max_violated_bounds = 1",
+    ):
+        key = text.partition(" ")[0]
+        assert "limits nothing" in refused("gate", run, "--policy", policy(f"{text}\n[levels]\n{key} = 'off'"))
+    assert call("gate", run, "--policy", policy("unit = 'person'")).exit_code in (1, 3)
 
 
 def test_exit_codes_stand_in_one_table() -> None:
@@ -222,6 +228,7 @@ def test_several_runs_of_one_recipe(run: Path, policy: Any, tmp_path: Path) -> N
     assert "b.parquet" in line
     assert who.read_text().splitlines()[1:] == [f'"min_mse_bound","{i}"' for i in (26, 27, 28, 29)]
     assert "named twice" in refused("gate", run, run, "--policy", both)
+    assert "b.parquet" not in call("gate", run, other, "--policy", both, "--redacted").stdout, "it leaks more"
 
 
 @pytest.mark.parametrize(
@@ -406,6 +413,40 @@ def test_hidden_verdicts_end_as_the_others(tmp_path: Path) -> None:
 )
 def test_workflow_commands_are_escaped(text: str, data: str, own: str) -> None:
     assert (pipelines._escaped(text), pipelines._escaped(text, property=True)) == (data, own)
+
+
+def test_a_runner_of_github_reads_no_command_in_texts_of_a_run(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes ##[…] for one wherever it stands in a line."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    run = made_up()
+    run.questions[0] = dataclasses.replace(run.questions[0], name="##[error]pwned")
+    path, file = save(run, tmp_path / "run.parquet"), policy("max_gain_over_guessing = 0.01")
+    for options in ((), ("--redacted",), ("--json",)):
+        found = call("gate", path, "--policy", file, *options)
+        assert "pwned" in found.stdout
+        assert "##[" not in found.output
+    rules = json.loads(call("gate", path, "--policy", file, "--json").stdout)["rules"]
+    assert rules[0]["rule"] == "max_gain_over_guessing (##[error]pwned)"
+    assert "##[" not in refused("gate", path, "--policy", policy("max_epsilon = '##[error]x'"))
+
+
+def test_a_redacted_verdict_keeps_what_is_known_without_the_data(policy: Any, tmp_path: Path) -> None:
+    run = made_up()
+    run.columns["clip_weight"][0] = 0.5
+    about = run.about | {"delta": 1.0, "epsilon": math.inf}
+    path = save(dataclasses.replace(run, about=about), tmp_path / "run.parquet")
+    file = policy("max_epsilon = 8")
+    shown, hidden = (
+        call("gate", path, "--policy", file).stdout,
+        call("gate", path, "--policy", file, "--redacted").stdout,
+    )
+    assert "smaller weight" in shown
+    assert "smaller weight" not in hidden
+    assert "publishing one record" in hidden
+    (rule, *_) = json.loads(call("gate", path, "--policy", file, "--json").stdout)["rules"]
+    assert rule["found"] == "infinite"
 
 
 def test_no_name_ends_an_annotation_early(tmp_path: Path) -> None:

@@ -96,10 +96,45 @@ def test_the_margin_by_hand() -> None:
 def test_epsilon_and_questions_count_too() -> None:
     run = made_up()
     assert fails(run, replace(run, about=run.about | {"epsilon": 3.0}), 0.1)
-    assert not fails(run, replace(run, about=run.about | {"epsilon": 3.0, "delta": 1e-6}), 0.1)  # not the same thing
     asked = replace(run.questions[0], divergence=9 * np.asarray(run.questions[0].divergence))
     (found,) = [v for v in check(replace(run, questions=[asked]), Policy(max_worsening=0.1), run) if not v.passed]
     assert found.subject == "question “sex”"
+
+
+def test_nobody_passes_by_leaving_things_out() -> None:
+    """What the earlier run tells and the later one does not is unknown; so is all, where few examples are compared."""
+
+    def states(after: SavedRun, before: SavedRun) -> dict[str, str]:
+        verdicts = [each for each in check(after, Policy(max_worsening=0.1), before) if each.key == "max_worsening"]
+        return {each.subject: each.state for each in verdicts}
+
+    run = made_up()
+    known = states(run, run)
+    assert set(known.values()) == {"kept"}
+    for change in ({"epsilon": 20.0, "delta": 1e-4}, {"epsilon": None}):
+        assert states(replace(run, about=run.about | change), run) == known | {"ε for everybody": "unknown"}
+    found = states(replace(run, questions=[]), run)
+    assert found == {name: "unknown" if "question" in name else "kept" for name in known}
+    assert states(run, replace(run, questions=[], about=run.about | {"epsilon": None})).keys() < known.keys()
+    endless = replace(run, about=run.about | {"epsilon": math.inf})
+    assert states(endless, endless) == known
+    assert states(endless, run)["ε for everybody"] == "broken"
+
+    strangers = run.ids.copy()
+    strangers[:19] += 1000
+    assert set(states(replace(run, ids=strangers), run).values()) == {"kept"}
+    strangers[19:21] += 1000
+    assert states(replace(run, ids=strangers), run) == {"": "unknown"}
+
+
+@pytest.mark.parametrize("which", ["before", "after", "both"])
+def test_one_person_about_whom_nothing_leaked_decides_for_nobody_else(which: str) -> None:
+    before, after = repeated(1), repeated(101, times=2.0)
+    for name, run in (("before", before), ("after", after)):
+        if which in (name, "both"):
+            run.columns["fil"][7], run.columns["mse_bound"][7], run.columns["mse_bound_low"][7] = 0.0, math.inf, 5.0
+    assert 0.5 < worsening(before, after)[0]["all examples together"] < 1.1
+    assert worsening(after, before)[0]["all examples together"] < 0
 
 
 def test_without_an_earlier_run_it_cannot_be_answered() -> None:
@@ -108,7 +143,7 @@ def test_without_an_earlier_run_it_cannot_be_answered() -> None:
     assert "--baseline" in found.detail
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (
         save(repeated(seed, times=times), tmp_path / f"{seed}.parquet") for seed, times in ((1, 1.0), (2, 2.0))
     )
@@ -122,6 +157,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert "released" not in kept.stdout, "it says nothing about a release"
     assert call("gate", after, *options, "--tolerance", 3).exit_code == 0
 
+    strangers = save(replace(repeated(1), ids=np.arange(200) + 1000), tmp_path / "other.parquet")
+    assert "1000" not in refused("gate", strangers, *options), "errors name nobody"
+
     # beside a policy, whose own limit counts where no tolerance is given
     policy = tmp_path / "policy.toml"
     policy.write_text("max_epsilon = 8\nmax_worsening = 3.0")
@@ -129,6 +167,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert call("gate", after, "--policy", policy, *options).exit_code == 0
     assert call("gate", after, "--policy", policy, *options, "--tolerance", 0.1).exit_code == 1
     assert call("gate", after, "--policy", policy).exit_code == 3
+    monkeypatch.chdir(tmp_path)  # where it is found without being named
+    policy.write_text("max_epsilon = 1")
+    assert call("gate", before, "--baseline", after, "--fail-if-worse").exit_code == 1
     policy.write_text("max_epsilon = 8")
     for args, message in (
         (("--policy", policy, "--baseline", before), "no effect"),

@@ -41,12 +41,12 @@ def card(run: Path, into: Path | None, bom: Path | None, policy: Path | None, mi
         out.result(f"NOT WRITTEN: {error}", {"written": False, "reason": str(error)})
         raise click.exceptions.Exit(FAILED) from error
 
-    # everything is made before anything is written; an existing card keeps its permissions
+    # everything is made before anything is written; an existing card keeps its permissions, and is found behind a link
     before, mode = (into.read_bytes(), into.stat().st_mode) if into and into.exists() else (b"", 0o600)
     text = merged(before.decode("utf-8-sig"), made)
     if bom:
         write_bytes(bom, json.dumps(made.bom, indent=1, ensure_ascii=False).encode())
     if into:
-        write_bytes(into, text.encode())
+        write_bytes(into.resolve(), text.encode())
         into.chmod(mode)
     out.result(f"wrote {into}" if into else text, {"written": True, "metadata": made.metadata, "bom": made.bom})

@@ -12,7 +12,7 @@ import click
 import numpy as np
 from msgspec.structs import replace
 
-from torchfil.cli.output import FILE, Output, check_places, table, with_output
+from torchfil.cli.output import FILE, Output, check_places, printed, table, with_output
 from torchfil.gate import pipelines
 from torchfil.gate.gate import check, notes, outcome, public, worst_of
 from torchfil.gate.policy import PRESETS, Policy, load_policy, parse_policy, preset
@@ -75,13 +75,13 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     check_places(read, places)
 
     judged = _judge(runs, given, thresholds)
-    verdicts, remarks = judged[0][1], notes(judged[0][0])
+    verdicts, remarks = judged[0][1], notes(judged[0][0], redacted=redacted)
     if len(runs) > 1:
         verdicts = worst_of({str(path): own for path, (_, own) in zip(runs, judged, strict=True)})
         remarks.append(f"the worst of {len(runs)} runs decides each rule; other notes are about the first")
     predicted = [] if redacted or len(runs) > 1 else options_of(judged[0][0], thresholds, verdicts).rows[:1]
     if redacted:
-        verdicts, remarks = [public(verdict) for verdict in verdicts], []
+        verdicts = [public(verdict) for verdict in verdicts]
 
     end, about = outcome(verdicts), judged[0][0].about
     data = {"passed": end.code == 0, "outcome": end.word, "rules": [verdict.as_dict() for verdict in verdicts]}
@@ -89,7 +89,8 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if given["list_file"] is not None:
         _write_list(given["list_file"], judged)
     as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}
-    files = {name: json.dumps(json_ready(own), indent=1, ensure_ascii=False).encode() for name, own in as_json.items()}
+    ready = {name: json_ready(own, infinite=True) for name, own in as_json.items()}
+    files = {name: json.dumps(own, indent=1, ensure_ascii=False).encode() for name, own in ready.items()}
     for name, content in (files | {"junit": pipelines.junit(verdicts)}).items():
         if given[f"{name}_file"] is not None:
             write_bytes(given[f"{name}_file"], content)
@@ -104,7 +105,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     for best in predicted:
         kept = f"{best.rules - len(best.broken)} of {best.rules} rules, as predicted from this run"
         lines.append(f"{best.change} would keep {kept}; its cost: {best.cost}")
-    out.result("\n".join([*lines, pipelines.in_short(verdicts)]), data)
+    out.result("\n".join([*lines, pipelines.in_short(verdicts)]), ready["json"])
     ctx.exit(end.code)
 
 
@@ -117,7 +118,7 @@ def _thresholds(given: dict[str, Any]) -> tuple[Policy, Path | None]:
     require(given["baseline"] is not None or not worse, "--fail-if-worse needs --baseline, the file of an earlier run")
     if named is not None:
         policy = parse_policy({"extends": named, "name": named})
-    elif worse and source is None:  # then only the comparison counts
+    elif worse and source is None and not Path("policy.toml").exists():  # then only the comparison counts
         policy = Policy(levels=dict.fromkeys(RULES, "off"))
     else:
         policy = load_policy(source := source or Path("policy.toml"))
@@ -158,4 +159,4 @@ def _tell_github(summary: str, verdicts: Sequence[Verdict], policy: Path | None)
             file.write(summary)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in pipelines.github_annotations(verdicts, policy):
-            click.echo(line, err=True)
+            click.echo(printed(line), err=True)

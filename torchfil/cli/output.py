@@ -52,7 +52,7 @@ class OneLineGroup(click.Group):
         except click.ClickException as error:
             where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "torchfil"
             hint = f" (see {where} --help)" if isinstance(error, click.UsageError) else ""
-            click.echo(f"{where}: {visible(' '.join(error.format_message().split()))}{hint}", err=True)
+            click.echo(printed(f"{where}: {' '.join(error.format_message().split())}{hint}"), err=True)
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             click.echo("torchfil: stopped", err=True)
@@ -73,16 +73,22 @@ class Output:
         """An explanation: left out with --quiet and --json."""
         if not (self.quiet or self.as_json):
             with tqdm.external_write_mode():
-                click.echo(visible(text, keep="\n"))
+                click.echo(printed(text))
 
     def result(self, text: str, data: Any) -> None:
         """The result: as text, or its data as JSON."""
-        click.echo(json.dumps(json_ready(data), indent=1) if self.as_json else visible(text, keep="\n"))
+        as_json = json.dumps(json_ready(data), indent=1).replace("##[", r"\u0023#[")
+        click.echo(as_json if self.as_json else printed(text))
 
     def progress(self, items: Iterable[T], **options: Any) -> tqdm[T]:
         """A bar on standard error where that is a terminal."""
         hidden = self.quiet or self.as_json or not sys.stderr.isatty()
         return tqdm(items, disable=hidden, leave=False, **options)
+
+
+def printed(text: str) -> str:
+    """The text as a terminal may show it: GitHub's runner would read ##[…] as a command, wherever it stands."""
+    return visible(text, keep="\n").replace("##[", "# #[")
 
 
 def with_output(command: Callable[..., Any]) -> Callable[..., Any]:

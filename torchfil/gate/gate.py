@@ -87,7 +87,7 @@ def public(verdict: Verdict) -> Verdict:
     if verdict.found is None:
         return replace(verdict, rows=np.arange(0), hidden=True)
     subject, compared = verdict.asked_about, verdict.unit.say(RULES[verdict.key].compared)
-    bare: dict[str, Any] = {"found": math.nan, "rows": np.arange(0), "note": "", "hidden": True}
+    bare: dict[str, Any] = {"found": math.nan, "rows": np.arange(0), "note": "", "source": "", "hidden": True}
     return replace(verdict, subject=subject, detail=compared, **bare)
 
 
@@ -133,15 +133,17 @@ def template() -> str:
     return preset("default")
 
 
-def notes(run: SavedRun) -> list[str]:
+def notes(run: SavedRun, *, redacted: bool = False) -> list[str]:
     """What a reader of the verdicts should know and no rule judges: choices that bounds and ε take as given.
+
+    ``redacted`` leaves out how many examples had a smaller weight.
 
     Example:
         >>> weights = np.array([1.0, 0.5, 1.0])
         >>> notes(SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": weights}))
         ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
     """
-    found, count = [], int(is_spared(run).sum())
+    found, count = [], 0 if redacted else int(is_spared(run).sum())
     if delta := large_delta(run.about.get("delta"), len(run)):
         found.append(delta)
     if count:

@@ -88,6 +88,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise PolicyError("mse_bound_of_concern and max_share_of_concern belong together; give both or neither")
 
 
+# what limits nothing unless a policy sets it
+LIMITS = [
+    name
+    for name in Policy.__struct_fields__
+    if name.startswith(("min_", "max_", "unit", "audited_")) and isinstance(getattr(Policy(), name), bool | dict | None)
+]
+
+
 def kind_of(annotation: Any) -> str:
     """What a field of a policy takes, in words.
 
@@ -118,10 +126,8 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         raise PolicyError(f"{where}: {error}") from error
     except (OSError, ValueError) as error:  # a folder, no UTF-8, no TOML
         raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
-    defaults = msgspec.structs.asdict(Policy())
-    limits = [name for name in defaults if name.startswith(("min_", "max_")) and defaults[name] in (None, {})]
-    limits = [name for name in limits if policy.levels.get(name) != "off"]
-    if all(getattr(policy, name) in (None, {}) for name in limits) and not policy.audited_epsilon_below_claimed:
+    limits = [name for name in LIMITS if policy.levels.get(name) != "off"]
+    if all(getattr(policy, name) == getattr(Policy(), name) for name in limits):
         remedy = f"set at least one of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
         raise PolicyError(f"{where}: the policy limits nothing, so that every run would pass; {remedy}")
     return policy
@@ -144,5 +150,5 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
 def preset(name: str) -> str:
     """One of :data:`PRESETS`, a policy file with a reason for every threshold."""
     if name not in PRESETS:
-        raise PolicyError(f"no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise PolicyError(f"no preset {name!r}{nearest(name, PRESETS)}")
     return (resources.files("torchfil.gate") / "presets" / f"{name}.toml").read_text(encoding="utf-8")

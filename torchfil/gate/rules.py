@@ -407,11 +407,16 @@ def _max_worsening(asked: RuleCheck) -> Iterable[Verdict]:
     if asked.baseline is None:
         return [asked.unknown("no earlier run was given", "torchfil gate RUN --baseline EARLIER", "name it, or ")]
     (found, moved, count), limit = worsening(asked.baseline, asked.run), asked.limit
-    note = f"of {counted(count, asked.run.unit.one)}"
-    if not count:
-        return [asked.unknown("no example was drawn often enough in both runs")]
-    who = {True: moved[:0], False: moved}
-    return [asked.verdict(more <= limit, more, who[more <= limit], note, name) for name, more in found.items()]
+    known, compared = int(baselines.is_told(asked.baseline).sum()), counted(count, asked.run.unit.one)
+    if 2 * count < max(known, 1):
+        few = f"only {compared} could be compared, of {known:,} that the earlier run tells of"
+        return [asked.unknown(few, "save both runs with the same ids, after enough steps", "compare like runs, or ")]
+    verdicts, who = [], {True: moved[:0], False: moved}
+    for name, more in found.items():
+        missing = asked.unknown(f"the earlier run tells {name}, and this one does not at the same settings")
+        told = asked.verdict(more <= limit, more, who[more <= limit], f"of {compared}", name)
+        verdicts.append(told if more == more else replace(missing, subject=name))
+    return verdicts
 
 
 @_rule(

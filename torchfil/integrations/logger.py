@@ -126,7 +126,7 @@ def _withheld(summary: Summary, counts: Mapping[str, Mapping[int, int]]) -> Summ
         epsilon_histogram=None,
         attributes=[replace(each, exposed=each.exposed and _WITHHELD) for each in summary.attributes],
         attacks=[
-            replace(each, **{name: getattr(each, name) and _WITHHELD for name in ("violated", "below", "blind_below")})
+            replace(each, violated=each.violated and _WITHHELD, below=None, blind_below=None)
             for each in summary.attacks
         ],
         questions=[replace(each, above=question(each.name, each.above)) for each in summary.questions],

@@ -22,7 +22,8 @@ from typing import Any
 from markupsafe import Markup
 
 from torchfil.gate.gate import check, decision, large_delta
-from torchfil.gate.policy import Policy
+from torchfil.gate.policy import LIMITS, Policy
+from torchfil.gate.rules import RULES
 from torchfil.report import formats
 from torchfil.report.summary import Report, named_level, summarise
 from torchfil.run.baselines import CLASSES
@@ -34,6 +35,7 @@ from torchfil.utils.text import json_ready, marked, visible
 __all__ = ["Card", "NotReleasedError", "card_of", "merged"]
 
 BEGIN, END = "<!-- torchfil: begin -->", "<!-- torchfil: end -->"
+_NO_LIMITS = ("name", "extends", "aggregate", "levels", "declared")
 _PARTS = re.compile(r"\A(?:(\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z)))?(.*)\Z", re.DOTALL | re.MULTILINE)
 _BEHIND_VALUE = re.compile(r"\s*(^[ \t]*#.*\s*)*\Z", re.MULTILINE)  # white space and comments
 
@@ -73,7 +75,12 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     Raises:
         NotReleasedError: The policy's decision is another than "May be released".
     """
-    verdicts = [] if policy is None else check(run, policy)
+    verdicts, kept = ([] if policy is None else check(run, policy)), list[str]()
+    if policy is not None:
+        old = "the policy’s max_worsening needs an earlier run, which a card has not; take the rule out of its policy"
+        require("max_worsening" not in {verdict.key for verdict in verdicts}, old)
+        kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
+        require(any(key in LIMITS for key in kept), "the policy has no limit of its own at the level error; set one")
     if (word := decision(verdicts)) != "May be released":
         why = f"the policy’s decision is “{word}”, which may hang on a single example and stays out of public cards"
         raise NotReleasedError(f"{why}; leave the policy out for a card without a decision")
@@ -82,8 +89,9 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     report = Report(summarise(run, redacted=True, min_group=min_group), None, {}, {})
     numbers, points = list[dict[str, Any]](), list[tuple[str, str]]()
     context = {"report": report, "summary": report.summary, "numbers": numbers, "points": points, "policy": policy}
-    kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
-    context |= {"limits": {key: getattr(policy, key) for key in kept}, "classes": CLASSES}
+    settings = [name for name in Policy.__struct_fields__ if name not in RULES and name not in _NO_LIMITS]
+    chosen = [name for name in settings if policy and getattr(policy, name) != getattr(Policy(), name)]
+    context |= {"limits": {key: getattr(policy, key) for key in (*kept, *chosen)}, "classes": CLASSES}
     context |= {"unit": unit_of(report.about("mechanism") or {}), "title": _line(report.about("title") or "model")}
     context |= {"warned": large_delta(report.about("delta"), len(run)), "level": named_level, "root": math.sqrt}
 

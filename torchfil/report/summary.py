@@ -191,7 +191,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     smallest = min_group if redacted else 1
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
-    fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
+    fil, bound = (np.asarray(run.column(name), dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
     stated = None if policy is None else policy.blind_error

@@ -55,7 +55,7 @@ def range_error(about: Mapping[str, Any]) -> float | None:
         >>> range_error({"dataset": {"input_range": [0.0, 1.0]}})
         0.5
     """
-    ends = about.get("dataset", {}).get("input_range")
+    ends = (about.get("dataset") or {}).get("input_range")
     if not isinstance(ends, list | tuple) or len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
         return None
     return float(ends[1] - ends[0]) / 2

@@ -42,8 +42,8 @@ _ORDERS = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])  # Opacus
 def rdp_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> np.ndarray:
     """Rényi divergences at the orders of Opacus's accountant of trainings like the run, [151].
 
-    With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid. Where batches are
-    known, q = 1 and the most frequent example's participations count.
+    With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid, of some 10⁵/σ
+    numbers. Where batches are known, q = 1 and the most frequent example's participations count.
 
     Args:
         run: Whose sampling rate and steps are known.
@@ -179,7 +179,7 @@ def _epsilon(runs: Sequence[SavedRun]) -> tuple[float | None, float | None, str]
     plain, largest, rdp = (epsilon, delta, "sum of ε and of δ"), max(each for _, each in own), np.zeros(len(_ORDERS))
     for run, (spent, at) in zip(runs, own, strict=True):
         sigma, steps = (setting(run, f"mechanism.{name}") for name in ("noise_multiplier", "steps"))
-        told = sigma and steps and at > 0 and run.about.get("accountant") == "rdp"
+        told = sigma and sigma > 0.05 and steps and at > 0 and run.about.get("accountant") == "rdp"
         one = rdp_of(run, [sigma]) if told else rdp
         if not told or epsilon_at(one, at) < (1 - 1e-6) * spent:  # or its noise was not the same at all steps
             return plain

@@ -7,10 +7,10 @@ k = m (all), ⌈m/20⌉ and 1, let
     L = (1/k) Σ log η̄_i,        s² = (1/k²) Σ s_i²,        s_i = max(0, −log(η̄_i √low_i)) / 1.96,
 
 with low_i the lower end of the MSE bound, at 95 %. More beyond chance is exp(L_after − L_before − 3√(s²_after +
-s²_before)) − 1. Closed forms have s = 0. Examples share the course of the weights, which no interval has: hence 3, and
-not 1.96. Of 60 runs each of five small recipes, with their own first weights, at most 4.2 % of the pairs leaked more by
-any of the three, none by a tenth; and with half the noise, all did. Questions are compared by sqrt(D) at k = ⌈m/20⌉,
-and ε as it is.
+s²_before)) − 1. Closed forms have s = 0. An η̄ of 0 counts as the least that is not 0, and as exact. Examples share the
+course of the weights, which no interval has: hence 3, and not 1.96. Of 60 runs each of five small recipes, with their
+own first weights, at most 4.2 % of the pairs leaked more by any of the three, none by a tenth; and with half the noise,
+all did. Questions are compared by sqrt(D) at k = ⌈m/20⌉, and ε as it is.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
     names = [np.asarray(run.ids) for run in runs]
     if len({own.dtype.kind for own in names}) > 1:
         names = [own.astype(str) for own in names]
-    for own, which in zip(names, ("first", "second", *["next"] * len(runs)), strict=False):
-        values, counts = np.unique(own, return_counts=True)
-        often = f"the {which} run has the id {visible(str(values[counts.argmax()]))} {counts.max()} times"
-        require(len(values) == len(own), f"{often}, so that its examples cannot be matched; save every run with ids")
+    for own in names:
+        count = len(np.unique(own))
+        often = f"ids of a run repeat ({count:,} different ones for {len(own):,} examples), so that nothing is matched"
+        require(count == len(own), f"{often}; save every run with ids")
     return names
 
 
@@ -93,8 +93,7 @@ def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
     """Both runs with the examples alone that both have measured, in the order of their ids."""
     names = names_of([before, after])
     ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
-    unlike = " and ".join(f"{visible(str(own[0]))}, …" for own in names)
-    require(len(ids) > 0, f"the runs share no ids ({unlike}): examples are matched by id")
+    require(len(ids) > 0, "the runs share no ids, by which examples are matched; save them with the ids of one list")
     one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
     known = one[places[0]] & other[places[1]]
     require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
@@ -116,7 +115,8 @@ def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
 def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.ndarray, int]:
     """By which share a run leaks more for certain, by what is compared; whom that concerns; how many were compared.
 
-    The places in ``after.ids`` are of those who are clearly more exposed, each by itself (:func:`clearly_moved`).
+    It is NaN for what the earlier run tells and the later one does not: a question, or ε at the same δ. The places in
+    ``after.ids`` are of those who are clearly more exposed, each by itself (:func:`clearly_moved`).
 
     Raises:
         ValueError: The runs share no ids, have an id twice, or speak of other inputs.
@@ -130,15 +130,19 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
     errors = _errors(one), _errors(other)
     fil = numbers(one, "fil"), numbers(other, "fil")
     found = {name: clearly_more(fil, errors, share) for name, share in _EXPOSED.items()}
-    asked = {question.name: question for question in one.questions}
-    for question in (each for each in other.questions if each.name in asked):
-        roots = [np.sqrt(np.asarray(each.divergence).max(axis=1)) for each in (asked[question.name], question)]
-        found[f"question “{question.name}”"] = clearly_more(roots, errors, 0.05)
+    answered = {question.name: question for question in other.questions}
+    for question in one.questions:
+        both = [question, answered.get(question.name, question)]
+        roots = [np.sqrt(np.asarray(each.divergence).max(axis=1)) for each in both]
+        more = clearly_more(roots, errors, 0.05) if question.name in answered else math.nan
+        found[f"question “{question.name}”"] = more
 
-    # ε is exact, and compared where both are told at one δ
+    # ε is exact
     (spent, at), (now, there) = ((run.about.get("epsilon"), run.about.get("delta")) for run in (before, after))
-    if spent and now is not None and at == there:
-        found["ε for everybody"] = now / spent - 1
+    if spent is not None:
+        told = now is not None and at == there
+        more = 0.0 if now == spent else now / spent - 1 if told and spent else math.inf
+        found["ε for everybody"] = more if told else math.nan
     worse = np.asarray(other.ids)[clearly_moved(one, other) < 0].astype(str)
     return found, np.flatnonzero(np.isin(np.asarray(after.ids).astype(str), worse)), len(one)
 
@@ -157,18 +161,20 @@ def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], sha
         0.5
     """
     levels, square, count = [], 0.0, max(1, math.ceil(share * len(values[0])))
+    least = min(float(own[own > 0].min(initial=math.inf)) for own in values)
     for own, error in zip(values, errors, strict=True):
         most = np.argsort(-own, kind="stable")[:count]
-        with np.errstate(divide="ignore"):
-            levels.append(float(np.log(own[most]).mean()))
+        levels.append(float(np.log(np.maximum(own[most], least)).mean()))
         square += float((error[most] ** 2).sum()) / count**2
     change = 0.0 if levels[0] == levels[1] else levels[1] - levels[0]
     return math.expm1(min(change, 700.0) - CHANCE * math.sqrt(square))
 
 
 def _errors(run: SavedRun) -> np.ndarray:
+    fil = numbers(run, "fil")
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nan_to_num(np.maximum(0.0, -np.log(numbers(run, "fil") * np.sqrt(lower_ends(run)))) / 1.96)
+        errors = np.maximum(0.0, -np.log(fil * np.sqrt(lower_ends(run)))) / 1.96
+    return np.where(fil > 0, np.nan_to_num(errors), 0.0)
 
 
 # of repetitions: the data, where and how they ran, what chance chose

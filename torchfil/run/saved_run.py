@@ -370,7 +370,7 @@ class SavedRun(ArrowTable):
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
             if len(wrong):
                 row = int(wrong[0])
-                raise ValueError(f"column {name!r} is {values[row]} for {str(self.ids[row])!r}, which cannot be")
+                raise ValueError(f"column {name!r} is {values[row]} in row {row}, which cannot be")
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -87,9 +87,8 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, Any], *, index_nam
         import pandas
     except ImportError:
         return Columns({index_name: plain_names(names) if isinstance(names, range) else list(names), **columns})
-    if isinstance(names, range):  # as numbers, which pyarrow.table keeps
-        names = np.asarray(names)
-    return _frame()(columns, index=pandas.Index(names, name=index_name, tupleize_cols=False))
+    keys = np.asarray(names) if isinstance(names, range) else names  # pyarrow.table would drop a range
+    return _frame()(columns, index=pandas.Index(keys, name=index_name, tupleize_cols=False))
 
 
 def plain_names(keys: Any) -> Any:
