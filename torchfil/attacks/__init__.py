@@ -17,28 +17,9 @@ from torchfil.attacks.property import federated_gradients, property_inference
 from torchfil.attacks.transcripts import expected_information, informed_reconstruction, record_dpsgd
 from torchfil.glm.guesses import NominalAttribute
 
-__all__ = [
-    "AttackResult",
-    "BiasedBound",
-    "BlackBoxInversion",
-    "BoundComparison",
-    "GLMReconstruction",
-    "GuessAttack",
-    "NominalAttribute",
-    "WhiteBoxInversion",
-    "accuracy_by_part",
-    "best_guess",
-    "biased_bound",
-    "compare_with_bounds",
-    "expected_information",
-    "federated_gradients",
-    "ideal_inversion",
-    "informed_reconstruction",
-    "invert_gradients",
-    "membership_inference",
-    "observed_gradients",
-    "prior_inversion",
-    "property_inference",
-    "record_dpsgd",
-    "shadow_runs",
-]
+# on networks, on linear models, and what they return
+__all__ = ["federated_gradients", "informed_reconstruction", "invert_gradients", "membership_inference"]
+__all__ += ["expected_information", "observed_gradients", "property_inference", "record_dpsgd", "shadow_runs"]
+__all__ += ["BlackBoxInversion", "WhiteBoxInversion", "accuracy_by_part", "ideal_inversion", "prior_inversion"]
+__all__ += ["BiasedBound", "GLMReconstruction", "GuessAttack", "NominalAttribute", "best_guess", "biased_bound"]
+__all__ += ["AttackResult", "BoundComparison", "compare_with_bounds"]

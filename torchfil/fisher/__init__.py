@@ -24,29 +24,10 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.results import Estimate
 
-__all__ = [
-    "ClippedJacobian",
-    "Estimate",
-    "Estimator",
-    "ExampleGradients",
-    "Mechanism",
-    "NoAmplification",
-    "PoissonAmplification",
-    "StepSettings",
-    "Theorem4Amplification",
-    "analytic_gaussian_epsilon",
-    "available_amplifications",
-    "available_estimators",
-    "classical_gaussian_epsilon",
-    "exact_fim",
-    "fim_diagonal",
-    "fim_matrix",
-    "fim_spectral_norm",
-    "fim_trace",
-    "get_amplification",
-    "get_estimator",
-    "poisson_amplification",
-    "reference",
-    "register_amplification",
-    "register_estimator",
-]
+# Fisher information, its parts, amplification, estimators
+__all__ = ["Estimate", "StepSettings", "exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
+__all__ += ["ClippedJacobian", "ExampleGradients", "Mechanism", "reference"]
+__all__ += ["NoAmplification", "PoissonAmplification", "Theorem4Amplification", "get_amplification"]
+__all__ += ["available_amplifications", "poisson_amplification", "register_amplification"]
+__all__ += ["analytic_gaussian_epsilon", "classical_gaussian_epsilon"]
+__all__ += ["Estimator", "available_estimators", "get_estimator", "register_estimator"]

@@ -20,27 +20,11 @@ if TYPE_CHECKING:
         iteratively_reweighted_fil,
     )
 
-__all__ = [
-    "IRFIL",
-    "Absent",
-    "BestGuess",
-    "Composition",
-    "GeneralizedLinearModel",
-    "Label",
-    "LinearRegression",
-    "LogisticRegression",
-    "MarginLoss",
-    "NominalAttribute",
-    "NotConvergedError",
-    "PoissonRegression",
-    "Question",
-    "Sensitivity",
-    "Shift",
-    "SingularHessianError",
-    "SoftmaxRegression",
-    "guess",
-    "iteratively_reweighted_fil",
-]
+# models, what they leak, guesses, errors
+__all__ = ["GeneralizedLinearModel", "LinearRegression", "LogisticRegression", "PoissonRegression", "SoftmaxRegression"]
+__all__ += ["IRFIL", "Composition", "MarginLoss", "Sensitivity", "iteratively_reweighted_fil"]
+__all__ += ["Absent", "BestGuess", "Label", "NominalAttribute", "NotConvergedError", "Question", "Shift"]
+__all__ += ["SingularHessianError", "guess"]
 
 
 def __getattr__(name: str) -> Any:

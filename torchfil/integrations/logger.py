@@ -92,13 +92,10 @@ def point_of(
     inner = {EXPONENTS[level]: some for level, some in cumulative.items() if first <= level <= last}
     if not inner or told is None:
         return scalars, np.zeros(0), np.zeros(0)
-
-    def off(count: int) -> float:
-        """By how much a rounded count may be wrong."""
-        return multiple / 2 * (0 < count < n)
-
+    off = multiple / 2  # by which a rounded count may be wrong
     for level in QUANTILES:
-        below = [edge for edge, some in inner.items() if some + off(some) <= level * (told - off(told))]
+        least = told - off * (told < n)
+        below = [edge for edge, some in inner.items() if some + off * (some > 0) <= level * least]
         scalars |= {f"mse_bound_quantile/{level:g}": float(10 ** max(below))} if below else {}
     edges = np.asarray([min(inner) - 0.5, *inner, max(inner) + 0.5])
     return scalars, edges, np.maximum(np.diff([0, *inner.values(), told]), 0)
