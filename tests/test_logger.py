@@ -313,8 +313,8 @@ def test_a_logger_serves_one_run_and_says_what_it_needs() -> None:
         LeakageLogger(delta=1e-4, min_group=1)
     with pytest.raises(ValueError, match="delta=2"):
         LeakageLogger(delta=2)
-    with pytest.raises(TypeError, match="picures.*pictures"):
-        LeakageLogger(delta=1e-4, picures=0)
+    with pytest.raises(TypeError, match="titles.*title"):
+        LeakageLogger(delta=1e-4, titles="x")
     with pytest.raises(ValueError, match="steps=0"):
         LeakageLogger(print, delta=1e-4, every=0).attach(engine)
     logger.close()  # without a step there is nothing to report
