@@ -262,7 +262,7 @@ def test_the_loops_own_pass_keeps_to_the_memory(monkeypatch: pytest.MonkeyPatch)
         return forward_pass(gradients, *args, **kwargs)
 
     monkeypatch.setattr(executor, "forward_pass", noted)
-    for memory in (None, 4096):
+    for memory in (None, 1024):
         recorded.clear()
         options = {"sample_rate": 0.9, "max_memory": memory, "estimator": "weight-probes", "num_probes": 1}
         train(make(network(), visits(), batch_size=14, owner_of=OWNERS, **options), steps=4)
