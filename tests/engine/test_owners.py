@@ -125,7 +125,8 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"poisson_sampling": False}, {}, "auto"),
     ({"accumulation_steps": 2, "rows_per_owner": 2}, {"every": 2}, "auto"),
     ({"grad_sample_mode": "ghost", "clip": DEFAULT_CLIP, "loading": {"num_workers": 2}}, {}, "auto"),
-    ({"private": Private(shared={0: SHARED}), "max_memory": 4096}, {}, "auto"),  # rows of a person, a few at a time
+    # rows of a person, a few at a time
+    pytest.param({"private": Private(shared={0: SHARED}), "max_memory": 4096}, {}, "auto", marks=pytest.mark.slow),
 ]
 
 
