@@ -115,7 +115,7 @@ class Truth:
             self.sums.append(total)
 
 
-RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+RUNS: list[Any] = [
     ({}, {}, "auto"),
     ({"criterion": LOSS}, {}, "train_step"),
     ({"rows_per_owner": 2}, {}, "auto"),
