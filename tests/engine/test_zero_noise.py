@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.engine.loops import data, network
 from tests.engine.ways import LOSS, start, step, trained, weights_of
 from torchfil import FILPrivacyEngine
+from torchfil.run.baselines import HALF, UNTOLD, exposure_of, is_told
 from torchfil.run.file import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -39,7 +40,7 @@ def drawn(engine: FILPrivacyEngine) -> Tensor:
         ("train_step", {"num_probes": 1, "batch": 1}),
     ],
 )
-def test_what_it_says(way: str, options: dict[str, Any]) -> None:
+def test_what_it_says(way: str, options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no privacy"):
         parts = made(way, **options)
     engine = trained(*parts, way)
@@ -52,6 +53,11 @@ def test_what_it_says(way: str, options: dict[str, Any]) -> None:
     assert engine.get_epsilon(1e-5) == math.inf
     assert bool(individual[took_part.cpu()].isposinf().all())
     assert not bool(individual.isnan().any())
+
+    # which is told, of whoever took part
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, input_range=(0.0, 1.0), pictures=0))
+    assert (is_told(run) == took_part.cpu().numpy()).all()
+    assert (exposure_of(run) == np.where(took_part.cpu(), HALF, UNTOLD)).all()
 
 
 def test_it_is_plain_training_where_nothing_is_clipped() -> None:

@@ -209,6 +209,10 @@ def test_kinds_of_runs_say_who_is_bound_and_what_is_random() -> None:
     assert "the whole patient" in card_of(CASES["owner"]).section
     assert "not bound as a whole" in card_of(CASES["row"]).section
     assert "**Warning.** The audit refutes ε" in card_of(CASES["audit refutes"]).section
+    whole = dataclasses.replace(
+        CASES["owner"], columns=CASES["owner"].columns | {"clip_weight": np.ones(len(CASES["owner"]))}
+    )
+    assert "smaller weight" not in card_of(whole).section
 
 
 def test_the_guide_shows_a_card_as_it_is_written() -> None:
@@ -328,6 +332,13 @@ def test_an_existing_card_keeps_everything_else(line_end: str) -> None:
     assert [each["task"]["type"] for each in model["results"]] == ["image-classification", "privacy-leakage"]
     assert ("\r" in after) == (line_end == "\r\n")
     assert after.count("\r\n") in (0, after.count("\n"))
+
+    # an older result of torchfil goes, wherever it stands
+    old = f"- name: small{line_end}  results:{line_end}  - task: {{type: privacy-leakage, name: Privacy leakage}}"
+    again = merged(before.replace(f"datasets:{line_end}", f"{old}{line_end}datasets:{line_end}"), card)
+    digits, small = front_of(again)["model-index"]
+    assert [each["task"]["type"] for each in digits["results"]] == ["image-classification", "privacy-leakage"]
+    assert small == {"name": "small", "results": []}
 
     # once more nothing changes; another run's card replaces this one, and the first comes back as it was
     assert merged(after, card) == after

@@ -185,6 +185,17 @@ def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
     assert broken["max_share_spared"].offending == 6  # three of each
 
 
+def test_linear_runs_that_count_in_other_units_do_not_add() -> None:
+    """A column's standard deviation is another one in other data; the error names no deviation."""
+    model = LinearRegression(l2=0.1)
+    runs = [linear_run(model.fit(x, Y), x, Y, 0.5) for x in (X, X * [1.0, 1.001, 1.0], X * [1.0, 9.0, 1.0])]
+    compose(runs[:2])
+    with pytest.raises(ValueError, match=r"deviations that differ; save with scales=None$"):
+        compose([runs[0], runs[2]])
+    given = [linear_run(model.fit(x, Y), x, Y, 0.5, scales=[1.0, 2.0, 3.0, 4.0]) for x in (X, X * 9)]
+    assert compose(given).about["unit_of_inputs"] == "given units"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

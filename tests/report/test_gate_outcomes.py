@@ -24,9 +24,9 @@ from tests.test_cli import call, refused, run_file
 from torchfil.cli import output
 from torchfil.gate import pipelines
 from torchfil.gate.gate import OUTCOMES, check, decision, outcome, public, template, worst_of
-from torchfil.gate.policy import PRESETS, Policy, PolicyError, parse_policy, preset, tomllib
+from torchfil.gate.policy import PRESETS, Policy, PolicyError, load_policy, parse_policy, preset, tomllib
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.report import save, write_report
+from torchfil.report import load, save, write_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 BROKEN = {"min_mse_bound": 4.0}  # by two of the thirty patients of the run below
@@ -90,6 +90,10 @@ def test_off_is_not_measured_and_no_typing_error_switches_a_rule_off(run: Path, 
     file = policy("min_mse_bound = 4.0\nmax_epsilon = 8\n[levels]\nmin_mse_bound = 'off'\nmax_violated_bounds = 'off'")
     rules = {rule["rule"] for rule in json.loads(call("gate", run, "--policy", file, "--json").stdout)["rules"]}
     assert rules == {"max_epsilon", "max_share_too_few_draws", "max_examples_missed"}
+    with pytest.raises(PolicyError, match='"warn"'):
+        Policy(max_epsilon=8, levels={"max_epsilon": "error\n"})
+    with pytest.raises(PolicyError, match="finite"):  # which would limit nothing
+        Policy(max_epsilon=math.inf)
     for text, message in (("min_mse_bond = 'off'", "min_mse_bound"), ("min_group_size = 'off'", "no rule")):
         assert message in refused("gate", run, "--policy", policy(f"max_epsilon = 8\n[levels]\n{text}"))
     assert '"warn"' in refused("gate", run, "--policy", policy("max_epsilon = 8\n[levels]\nmax_epsilon = 'loud'"))
@@ -388,6 +392,24 @@ def test_logs_that_others_read_hold_nothing_that_was_measured(
     told = [line.split("::")[1].split(" ")[0] for line in found.stderr.splitlines()]
     assert sorted(told) == ["error", "error", "warning"]
     assert found.exit_code == 1
+
+    # neither what an audit showed nor how many could be compared with an earlier run
+    above = save(audited(REFUTED), tmp_path / "audited.parquet")
+    shown = f"{audited(REFUTED).about['audit']['epsilon']:.3g}"
+    assert shown in call("gate", above, "--preset", "research").stdout
+    assert shown not in call("gate", above, "--preset", "research", "--redacted").stdout
+    part = save(load(run).take(np.arange(3)), tmp_path / "part.parquet")
+    found = call("gate", part, "--baseline", run, "--fail-if-worse", "--sarif", files["sarif"], "--redacted")
+    assert found.exit_code == 3
+    assert "fewer than half" in found.stderr
+    assert str(len(load(run))) not in found.stdout + found.stderr.replace(str(tmp_path), "")
+
+
+def test_a_broken_rule_is_found_in_any_form_of_toml(run: Path, policy: Any) -> None:
+    for text in ("min_mse_bound = 9.0", '"min_mse_bound" = 9.0', "min_attribute_error.age = 99.0", '"max_epsilon"= 0'):
+        file = policy(f"# limits\nblind_error = 1.0\n{text}\n")
+        found = [verdict for verdict in check(load(run), load_policy(file)) if verdict.key in text]
+        assert [line for _, line in pipelines._located(found, file)] == [3]
 
 
 def test_hidden_verdicts_end_as_the_others(tmp_path: Path) -> None:

@@ -127,6 +127,18 @@ def test_nobody_passes_by_leaving_things_out() -> None:
     assert states(replace(run, ids=strangers), run) == {"": "unknown"}
 
 
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_who_was_measured_in_some_steps_alone_is_not_compared(which: str) -> None:
+    """They leak more than the run shows."""
+    before, after = repeated(1), repeated(1, times=0.5)
+    missed = {"before": before, "after": after}[which].columns["missed"]
+    for many, states in ((99, {"kept"}), (101, {"unknown"})):
+        missed[:many] = 3
+        found = [each for each in check(after, Policy(max_worsening=0.1), before) if each.key == "max_worsening"]
+        assert {each.state for each in found} == states
+        assert worsening(before, after)[2] == 200 - many
+
+
 @pytest.mark.parametrize("which", ["before", "after", "both"])
 def test_one_person_about_whom_nothing_leaked_decides_for_nobody_else(which: str) -> None:
     before, after = repeated(1), repeated(101, times=2.0)

@@ -136,7 +136,7 @@ def template() -> str:
 def notes(run: SavedRun, *, redacted: bool = False) -> list[str]:
     """What a reader of the verdicts should know and no rule judges: choices that bounds and ε take as given.
 
-    ``redacted`` leaves out how many examples had a smaller weight.
+    ``redacted`` leaves out how many examples had a smaller weight, and what an audit showed.
 
     Example:
         >>> weights = np.array([1.0, 0.5, 1.0])
@@ -161,7 +161,7 @@ def notes(run: SavedRun, *, redacted: bool = False) -> list[str]:
     if choice := run.about.get("noise_choice"):
         found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
     audit = run.about.get("audit")
-    if audit is not None and (audit["exceeds_claim"] or not audit["epsilon"] <= audit["claimed"]):
+    if audit is not None and not redacted and (audit["exceeds_claim"] or not audit["epsilon"] <= audit["claimed"]):
         found.append(audit_in_words(audit))
     return found
 

@@ -107,7 +107,8 @@ def _located(verdicts: Sequence[Verdict], policy: Path | None) -> Iterator[tuple
     """What is not kept, as others may read it, and the first line of the policy that has its key."""
     lines = policy.read_text(encoding="utf-8").splitlines() if policy else []
     for verdict in (public(verdict) for verdict in verdicts if not verdict.passed):
-        here = (number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[?\s*{verdict.key}\s*[]=]", line))
+        key = rf'\s*\[?\s*"?{verdict.key}"?\s*[].=]'
+        here = (number for number, line in enumerate(lines, 1) if re.match(key, line))
         yield verdict, next(here, 1)
 
 

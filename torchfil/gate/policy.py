@@ -22,12 +22,12 @@ else:
 __all__ = ["PRESETS", "Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "preset", "tomllib"]
 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1")]
-Number = Annotated[float, Meta(ge=0, description="a number, 0 or more")]
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a number, finite and 0 or more")]
 Error = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number, 0 or more")]
 Text = Annotated[str, Meta(max_length=2000, description="a text of up to 2,000 characters")]
-Level = Annotated[str, Meta(pattern="^(off|warn|error)$", description='"off", "warn" or "error"')]
-Worst = Annotated[str, Meta(pattern="^pessimistic$", description='"pessimistic", or left out')]
+Level = Annotated[str, Meta(pattern=r"^(off|warn|error)\Z", description='"off", "warn" or "error"')]
+Worst = Annotated[str, Meta(pattern=r"^pessimistic\Z", description='"pessimistic", or left out')]
 Flag = Annotated[bool, Meta(description="true or false")]
 
 PRESETS = ("default", "research", "clinical", "public-release")
@@ -54,7 +54,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     blind_error: Error | None = None
     min_attribute_error_share: Number | None = None
     max_gain_over_guessing: Share | None = None
-    unit: Annotated[str, Meta(pattern="^person$", description='"person", or left out')] | None = None
+    unit: Annotated[str, Meta(pattern=r"^person\Z", description='"person", or left out')] | None = None
     max_epsilon: Number | None = None
     max_individual_epsilon: Number | None = None
     audited_epsilon_below_claimed: Flag = False

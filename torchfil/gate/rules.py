@@ -4,7 +4,7 @@ A measuring function is named for its key. The first line of its docstring says 
 rest. They stand in the order of the template (``presets/default.toml``), which explains every key in the same words.
 Gate and page are made from :data:`RULES`.
 
-Rules on single examples take the conservative end of every 95 % interval, and what the run does not tell fails.
+Rules on single examples take the conservative end of every 95 % interval. What a run does not tell is unknown.
 Examples that were drawn too rarely to tell (:mod:`torchfil.run.baselines`) have a rule of their own and count in no
 other.
 
@@ -409,8 +409,9 @@ def _max_worsening(asked: RuleCheck) -> Iterable[Verdict]:
     (found, moved, count), limit = worsening(asked.baseline, asked.run), asked.limit
     known, compared = int(baselines.is_told(asked.baseline).sum()), counted(count, asked.run.unit.one)
     if 2 * count < max(known, 1):
-        few = f"only {compared} could be compared, of {known:,} that the earlier run tells of"
-        return [asked.unknown(few, "save both runs with the same ids, after enough steps", "compare like runs, or ")]
+        few = "fewer than half of what the earlier run tells of could be compared"
+        remedies = "save both with the same ids, after enough measured steps", "compare like runs, or "
+        return [asked.unknown(few, *remedies)]
     verdicts, who = [], {True: moved[:0], False: moved}
     for name, more in found.items():
         missing = asked.unknown(f"the earlier run tells {name}, and this one does not at the same settings")
@@ -427,7 +428,7 @@ def _max_worsening(asked: RuleCheck) -> Iterable[Verdict]:
 def _max_group_disparity(asked: RuleCheck) -> Iterable[Verdict]:
     """The typical FIL (geometric mean) of one group over that of another, in every grouping that was saved.
 
-    Fails where there is none, or where a grouping has fewer than two groups to compare.
+    It cannot be answered where there is none, or where a grouping has fewer than two groups to compare.
     """
     run, limit, size = asked.run, asked.limit, asked.policy.min_group_size
     if not run.groups:

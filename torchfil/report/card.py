@@ -12,6 +12,7 @@ with a known policy tells the same. What a rule found is never told.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -155,9 +156,10 @@ def _front_matter(text: str, metadata: dict[str, Any], line_end: str) -> str:
     try:
         old = yaml.safe_load(text) or {}
         require(isinstance(old.get("tags") or [], list), f"tags: {old.get('tags')} must be a list")
-        own, (first, *others) = metadata["model-index"][0], old.get("model-index") or [{}]
-        results = [each for each in first.get("results") or [] if each["task"] != own["results"][0]["task"]]
-        index = [{**own, **first, "results": results + own["results"]}, *others]
+        own, kept = metadata["model-index"][0], copy.deepcopy(old.get("model-index") or [{}])
+        for each in kept:
+            each["results"] = [one for one in each.get("results") or [] if one["task"] != own["results"][0]["task"]]
+        index = [{**own, **kept[0], "results": kept[0]["results"] + own["results"]}, *kept[1:]]
         new = {"tags": list(dict.fromkeys([*(old.get("tags") or []), *metadata["tags"]])), "model-index": index}
 
         # the lines of these two keys alone

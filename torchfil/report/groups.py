@@ -35,7 +35,7 @@ class GroupSummary:
 
     name: str
     examples: int
-    measured: int
+    measured: int | str
     fil: float
     low: float
     high: float
@@ -113,7 +113,7 @@ def _grouping(
     rows = []
     for code, group in enumerate(names):
         own = np.log(statistics.capped(fil[codes == code], smallest))
-        everyone = len(own) if merged and code == len(names) - 1 else sizes[group]
+        everyone = sizes[group] if code < len(split.names) else len(run) - sum(sizes[kept] for kept in split.names)
         row = _group(group, own, everyone, overall, len(names), smallest)
         rows.append(replace(row, fil_before=_typical(before[codes == code], smallest)))
     rows.sort(key=lambda row: -row.fil)

@@ -153,10 +153,13 @@ def linear_run(
     for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
         count = n if given is None else len(given)
         require(count == n, f"{what} has {count} entries for {n} rows; give one each, in order")
-    about = _about(releases, n, len(private), scaled=scales is not None, hashed=(X, y) if hash_data else None)
+    about = _about(releases, n, len(private), hashed=(X, y) if hash_data else None)
     about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
     known = {name: float(value) for name, value in (scores or {}).items()}
-    about["linear"] |= {"private": list(names), "reweighted": reweighted is not None, **known}
+    about["linear"] = {"private": list(names), "reweighted": reweighted is not None, **known}
+    if scales is not None:
+        about["linear"]["scales"] = spread[private].tolist()
+        about["unit_of_inputs"] = "standard deviations of the column" if isinstance(scales, str) else "given units"
     about["metrics"] = utility
     if len(releases) == 1:
         about["linear"] |= {"score_name": first.score_name, "score_by_noise": _score_by_noise(*releases[0], X, y)}
@@ -285,7 +288,7 @@ def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: A
 
 
 def _about(
-    releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, scaled: bool, hashed: tuple[Any, Any] | None
+    releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, hashed: tuple[Any, Any] | None
 ) -> dict[str, Any]:
     model, sigma = releases[0]
     sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
@@ -302,8 +305,7 @@ def _about(
             "releases": len(releases),
             "l2": float(model.l2) if alone else None,
         },
-        "linear": {"scaled": scaled},
-        "unit_of_inputs": "standard deviations of the column" if scaled else "",
+        "unit_of_inputs": "",
         **dict.fromkeys(("epsilon", "delta", "accountant")),
         "versions": {"torchfil": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

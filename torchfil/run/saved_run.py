@@ -481,7 +481,7 @@ def status_of(run: SavedRun) -> np.ndarray:
     if "participations" in columns:
         unknown |= np.asarray(columns["participations"]) - missed <= 0
     if "sampling_error" in columns:
-        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
+        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64)) & np.isfinite(fil)
     mechanism = run.about.get("mechanism") or {}
     rate = mechanism.get("fil_rate")
     if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
