@@ -21,18 +21,19 @@ from torchfil import FILPrivacyEngine, LeakageLogger
 from torchfil.engine.saving import build
 from torchfil.integrations.logger import EXPONENTS, levels_of, point_of
 from torchfil.questions import Absent
+from torchfil.report.summary import AttackSummary, AttributeSummary, summarise
 from torchfil.run import baselines
 from torchfil.run.series import CountSeries, Levels
 
 N, STEPS = 80, 24
 
 
-def private(batch_size: int = 20) -> tuple[FILPrivacyEngine, nn.Module, Any]:
+def private(batch_size: int = 20, question: str = "member?") -> tuple[FILPrivacyEngine, nn.Module, Any]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
     model = nn.Linear(3, 2)
     engine = FILPrivacyEngine(noise_seed=0)
-    options = {"noise_multiplier": 1.0, "criterion": nn.CrossEntropyLoss(), "questions": {"member?": Absent()}}
+    options = {"noise_multiplier": 1.0, "criterion": nn.CrossEntropyLoss(), "questions": {question: Absent()}}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     private_model, _, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=batch_size), **options)
     return engine, private_model, loader
@@ -61,6 +62,8 @@ class TestDashboards:
         reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         from torch.utils.tensorboard import SummaryWriter
 
+        (tmp_path / "leakage-report").mkdir()
+        (tmp_path / "leakage-report" / "leakage.csv").write_text("of an earlier, confidential log")
         with SummaryWriter(str(tmp_path)) as writer:
             _, numbers = logged(writer)
         found = reading.EventAccumulator(str(tmp_path), {"scalars": 0, "histograms": 0})
@@ -84,6 +87,7 @@ class TestDashboards:
             assert np.allclose(8 * edges[1:-1], np.rint(8 * edges[1:-1])), "edges of the fixed scale"
         page = tmp_path / "leakage-report" / "index.html"
         assert "Public version" in page.read_text(encoding="utf-8")
+        assert {each.name for each in page.parent.iterdir()} == {"index.html", "summary.json"}
 
     def test_mlflow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         mlflow = pytest.importorskip("mlflow")
@@ -106,8 +110,13 @@ class TestDashboards:
     def test_weights_and_biases(self, tmp_path: Path) -> None:
         wandb = pytest.importorskip("wandb")
         settings = wandb.Settings(console="off", silent=True)
+        numbers = list[tuple[int, dict[str, float]]]()
         with wandb.init(mode="offline", dir=str(tmp_path), project="leakage", settings=settings) as run:
-            _, numbers = logged(run)
+            engine, _, loader = private(question="3*4?")  # * stands for anything in W&B's names
+            engine.call_every(1, lambda step: run.log({"loss": step}, step=step))
+            logger = LeakageLogger(run, lambda told, step: numbers.append((step, told)), delta=1e-4, every=3)
+            with logger.attach(engine):
+                train(engine, loader)
         records, deadline = list[Any](), time.monotonic() + 30
         while not any(each.WhichOneof("record_type") == "exit" for each in records) and time.monotonic() < deadline:
             records = wandb_records(next(tmp_path.rglob("run-*.wandb")))  # another process writes it
@@ -119,6 +128,7 @@ class TestDashboards:
         written = [(row["private_steps"], row["privacy/epsilon"]) for row in rows if "privacy/epsilon" in row]
         assert written == [(step, pytest.approx(told["privacy/epsilon"])) for step, told in numbers]
         assert any(row.get("privacy/log10_mse_bound/_type") == "histogram" for row in rows)
+        assert [row["loss"] for row in rows if "loss" in row] == list(range(1, engine.ledger.steps + 1))
         (artifact,) = (each.artifact for each in records if each.WhichOneof("record_type") == "artifact")
         assert artifact.name == "leakage-report"
 
@@ -173,20 +183,25 @@ def wandb_records(path: Path) -> list[Any]:
 class TestNumbers:
     def test_redacted_counts_are_the_runs_rounded(self) -> None:
         engine, _, loader = private()
-        exact = dict[int, tuple[np.ndarray, np.ndarray]]()
+        exact, public = dict[int, tuple[np.ndarray, np.ndarray]](), dict[int, dict[str, int | str]]()
         numbers = list[tuple[int, dict[str, float]]]()
 
         def note(step: int) -> None:
             run = engine._saved_run("test", 1e-4, pictures=0, hash_data=False)
             assert run is not None
             exact[step] = baselines.exposure_of(run), np.asarray(run.columns["mse_bound_low"])
+            public[step] = summarise(run, redacted=True).questions[0].above
 
         engine.call_every(3, note)
         logger = LeakageLogger(lambda told, step: numbers.append((step, told)), delta=1e-4, every=3, prefix="")
         logger.attach(engine)
         train(engine, loader)
-        shares = 0
+        shares = answers = 0
         for step, told in numbers:
+            for rate, count in public[step].items():  # as on the page of that step
+                if (name := f"question/member?/share_above_{rate}") in told:
+                    answers += count > 0
+                    assert N * told[name] == pytest.approx(count)
             exposure, low = exact[step]
             for place, tone in enumerate(("half", "below", "beyond", "untold")):
                 if f"share/{tone}" in told:
@@ -199,6 +214,7 @@ class TestNumbers:
             assert "smallest_mse_bound" not in told
             assert told["epsilon"] <= engine.get_epsilon(1e-4) + 1e-9
         assert shares > 5
+        assert answers > 5
 
     @pytest.mark.parametrize(("multiple", "holds"), [(10, True), (0, False)])
     def test_a_quantile_holds_for_the_examples_themselves(self, multiple: int, holds: bool) -> None:
@@ -257,7 +273,6 @@ class TestNumbers:
     def test_the_report_holds_no_count_beside_the_series(self, tmp_path: Path) -> None:
         """Between the last point and the report, three examples moved: the page leaves out what would show them."""
         from torchfil.integrations.logger import _withheld
-        from torchfil.report.summary import AttackSummary, AttributeSummary, summarise
 
         engine, _, loader = private()
         logger = LeakageLogger(lambda *_: None, delta=1e-4).attach(engine)
@@ -273,7 +288,9 @@ class TestNumbers:
         assert summary.classes[2] == summary.classes[3] == "not told"
         attributes = [AttributeSummary("age", "years", {}, True, exposed=20)]
         attacks = [AttackSummary("guess", "", 80, violated=20, below=30), AttackSummary("other", "", 80, violated=0)]
-        found = _withheld(replace(summarise(run, redacted=True), attributes=attributes, attacks=attacks), counts)
+        grouped = replace(run, groups={"half": np.repeat(["a", "b"], N // 2)})
+        found = _withheld(replace(summarise(grouped, redacted=True), attributes=attributes, attacks=attacks), counts)
+        assert [(each.examples, each.measured) for each in found.groupings[0].groups] == 2 * [(N // 2, "not told")]
         assert found.mse_histogram is found.ratio_histogram is found.epsilon_histogram is None
         assert found.attributes[0].exposed == found.attacks[0].violated == "not told"
         assert found.attacks[0].below is None
@@ -307,7 +324,7 @@ def test_training_is_the_same_with_and_without_it() -> None:
 def test_a_logger_serves_one_run_and_says_what_it_needs() -> None:
     engine, _, _ = private()
     logger = LeakageLogger(lambda *_: None, delta=1e-4).attach(engine)
-    with pytest.raises(ValueError, match="attached"):
+    with pytest.raises(ValueError, match="belongs"):
         logger.attach(engine)
     with pytest.raises(ValueError, match="no writer"):
         LeakageLogger(delta=1e-4).attach(engine)
@@ -320,6 +337,12 @@ def test_a_logger_serves_one_run_and_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match="steps=0"):
         LeakageLogger(print, delta=1e-4, every=0).attach(engine)
     logger.close()  # without a step there is nothing to report
+    engine, _, loader = private()
+    logger.attach(engine)
+    train(engine, loader, 4)
+    logger.close()
+    with pytest.raises(ValueError, match="belongs"):  # with what the first run published
+        logger.attach(private()[0])
     with pytest.raises(RuntimeError, match="make_private"), warnings.catch_warnings():
         LeakageLogger(lambda *_: None, delta=1e-4).attach(FILPrivacyEngine())
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.engine.saving import build
@@ -268,6 +270,13 @@ def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch
     assert updates[-1]["data"]["text/html"].startswith("<iframe sandbox srcdoc=")
 
 
+class Endless(IterableDataset[int]):
+    """Whose loader has a length by its type, and none when it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 def test_the_bar_shows_the_runs_own_numbers() -> None:
     engine, loader, step = private()
     bar = engine.progress(loader, delta=1e-5, steps=4, share=1.0, desc="training")
@@ -279,6 +288,7 @@ def test_the_bar_shows_the_runs_own_numbers() -> None:
     assert bar.postfix == f"ε={epsilon}, smallest bound={bound}, at step=4"
     assert engine._training.optimizer.watchers == []
     assert len(list(bar)) == len(loader), "a second pass has batches, too"
+    assert engine.progress(DataLoader(Endless()), delta=1e-5).total is None
     for x, y in engine.progress(loader, steps=1, share=1.0):  # without δ, and left early
         step(x, y)
         break

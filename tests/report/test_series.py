@@ -125,3 +125,9 @@ def test_examples_of_a_stream_join() -> None:
     assert published[0] == 20
     assert len(published) > 1
     assert all(after // 2 - before // 2 >= M for before, after in itertools.pairwise(published))
+
+    # those above a level, too, of whom fewer than ten may have joined
+    series, codes = CountSeries(M), np.repeat([0, 1], [50, 50])
+    assert series.publish({"x": Levels(codes, 2)}) == {"x": {0: 50}}
+    for above, told in ((3, {}), (12, {0: 60})):
+        assert series.publish({"x": Levels(np.concatenate([codes, np.repeat([0, 1], [12, above])]), 2)}) == {"x": told}

@@ -78,10 +78,8 @@ class Sum(NamedTuple):
 
 
 ERROR = torch.float32
-OWN_SUMS = {
-    "squared_norm": Sum(),
-    **dict.fromkeys(("participations", "missed", "num_coordinates"), Sum(dtype=torch.int32)),
-}
+COUNT = Sum(dtype=torch.int32)
+OWN_SUMS = {"squared_norm": Sum(), "participations": COUNT, "missed": COUNT, "num_coordinates": COUNT}
 
 
 # ------------------------------------------------------------------ how far one run can be off

@@ -326,10 +326,8 @@ def _draw_faults(run: _Run) -> Findings:
         yield "claim", f"The accountant counts σ = {claimed:.4g}, the optimizer has {used:.4g}. Count the latter."
     total, mean, poisson = everybody.total(), rate * run.size * steps, 0 < rate < 1
     if poisson and stats.binom.sf(total - 1, run.size * steps, rate) < _LEVEL:
-        yield (
-            "rate",
-            f"{total} examples were drawn; the accountant's q = {rate:.4g} gives {mean:.0f}. Count the true q.",
-        )
+        expected = f"the accountant's q = {rate:.4g} gives {mean:.0f}"
+        yield "rate", f"{total} examples were drawn; {expected}. Count the true q."
     size, times = Counter(batch.total() for batch in batches).most_common(1)[0]
     chances = stats.binom.pmf(range(run.size + 1), run.size, rate)
     if poisson and stats.binom.sf(times - 1, steps, chances).sum() < _LEVEL:

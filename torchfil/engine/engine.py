@@ -309,10 +309,8 @@ class FILPrivacyEngine(PrivacyEngine):
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        accounting = replace(accounting, epochs=accounting.epochs or epochs)
-        return self.make_private(
-            module, optimizer, data_loader, noise_multiplier=sigma, accounting=accounting, **options
-        )
+        options |= {"noise_multiplier": sigma, "accounting": replace(accounting, epochs=accounting.epochs or epochs)}
+        return self.make_private(module, optimizer, data_loader, **options)
 
     def make_private_with_bound(
         self,

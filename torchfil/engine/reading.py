@@ -78,9 +78,8 @@ def fil_of_rows(training: PrivateTraining, leakage: Leakage, row_ids: Ids) -> Es
     diagonal = leakage.get_attribute_fil([run.owners.keys[owner] for owner in owners.tolist()]).source
     assert diagonal is not None  # it is the root of I_jj
     own = training.passes.examples(owners.tolist())[each].of_rows(run.owners.place[rows]).to(diagonal[0].value.device)
-    value, error = (
-        torch.where(own, part[each], 0.0).sum(dim=1) for part in (diagonal[0].value, diagonal[0].standard_error)
-    )
+    parts = diagonal[0].value, diagonal[0].standard_error
+    value, error = (torch.where(own, part[each], 0.0).sum(dim=1) for part in parts)
     return Estimate(value, error, diagonal[0].kind, positive=True).raised(0.5, own.sum(dim=1).clamp(min=1))
 
 

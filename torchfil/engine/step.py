@@ -350,9 +350,8 @@ class Step:
         examples, part, own_loss = pieces[0].examples, pieces[0].part, self.run.loss_of_examples(loss)
 
         # on a CPU the live model's own pass is recorded
-        gradients = self._in_precision(
-            self.replica.live_gradients(examples, own_loss), autocast_now(self.replica.device)
-        )
+        gradients = self.replica.live_gradients(examples, own_loss)
+        gradients = self._in_precision(gradients, autocast_now(self.replica.device))
         recorded = self.executor.begin_live(gradients)
         if recorded is not None:
             return examples, recorded, recorded.outputs if part is None else part.in_order(recorded.outputs)

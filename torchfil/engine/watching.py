@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def with_bar(engine: Any, loader: Any, every: dict[str, Any], options: dict[str,
     """A progress bar over the loader, with the numbers of :func:`show_every`, whose arguments are ``every``."""
     from tqdm.auto import tqdm
 
-    bar = tqdm(**{"total": len(loader) if hasattr(loader, "__len__") else None, **options})
+    bar = tqdm(**{"total": length_hint(loader) or None, **options})  # given the loader, it would start a pass
     weak = weakref.proxy(bar)  # so that a loop that is left ends it
 
     class Batches:

@@ -279,7 +279,9 @@ class _ReportTo(Calls):
     """A trainer's ``log``, and the dashboards of its callbacks, which open when training starts."""
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
+        before, self.writer.state.global_step = self.writer.state.global_step, step  # the trainer counts it later
         self.writer.log(numbers)
+        self.writer.state.global_step = before
 
     def histogram(self, *histogram: Any) -> None:
         for sink in self._dashboards():

@@ -47,8 +47,8 @@ def levels_of(run: SavedRun) -> dict[str, Levels]:
     """Every example's class of exposure, rates at questions and MSE bound (lower end), on fixed scales."""
     told, exposure, n = baselines.is_told(run), baselines.exposure_of(run), len(run)
     levels = {} if exposure is None else {_CLASSES: Levels(exposure, len(TONES))}
-    for question in run.questions:
-        rates = np.where(told, question.rate(FALSE_POSITIVE_RATE), 0.0)
+    for question in run.questions:  # of the measured ones, as on the page
+        rates = np.where(baselines.status_of(run) < baselines.NOT_MEASURED, question.rate(FALSE_POSITIVE_RATE), 0.0)
         levels[_QUESTION + question.name] = Levels(np.searchsorted(RATES, rates), len(RATES) + 1)
     low = np.asarray(run.columns.get("mse_bound_low", run.column("mse_bound")), dtype=np.float64)
     with np.errstate(divide="ignore"):
@@ -127,6 +127,10 @@ def _withheld(summary: Summary, counts: Mapping[str, Mapping[int, int]]) -> Summ
             for each in summary.attacks
         ],
         questions=[replace(each, above=question(each.name, each.above)) for each in summary.questions],
+        groupings=[
+            replace(each, groups=[replace(group, measured=_WITHHELD) for group in each.groups])
+            for each in summary.groupings
+        ],
         spared=summary.spared and replace(summary.spared, examples=summary.spared.examples and _WITHHELD, rounds={}),
     )
 
@@ -169,21 +173,22 @@ class _TensorBoard(Calls):
 
     def folder(self, path: Path) -> None:
         target = Path(self.writer.log_dir) / _NAME
-        shutil.copytree(path, target, dirs_exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)  # an earlier one may be confidential
+        shutil.copytree(path, target)
         self.writer.add_text(_NAME, f"The report is {target / 'index.html'}.")
 
 
 class _WandB(Calls):
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         for name in numbers:  # with steps of their own: those of the run belong to whoever logs the loss
-            self.writer.define_metric(name, step_metric="private_steps")
+            self.writer.define_metric(re.sub(r"\*.+", "*", name), step_metric="private_steps")  # * ends a pattern
         self.writer.log({**numbers, "private_steps": step})
 
     def histogram(self, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
         import wandb
 
         bins: Any = (counts.tolist(), edges.tolist())
-        self.writer.log({name: wandb.Histogram(np_histogram=bins), "private_steps": step})
+        self.writer.log({name: wandb.Histogram(np_histogram=bins)}, commit=False)  # its row is that of the numbers
 
     def folder(self, path: Path) -> None:
         import wandb
@@ -202,8 +207,7 @@ class _MLflow(Calls):
             self.writer.log_metric(*self.first, plain, value, step=step)
 
     def histogram(self, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
-        bins = {"edges": edges.tolist(), "counts": counts.tolist()}
-        self.writer.log_dict(*self.first, bins, f"{name}/{step}.json")
+        self.writer.log_dict(*self.first, {"edges": edges.tolist(), "counts": counts.tolist()}, f"{name}/{step}.json")
 
     def folder(self, path: Path) -> None:
         self.writer.log_artifacts(*self.first, str(path), _NAME)
@@ -308,7 +312,7 @@ class LeakageLogger:
             engine: The run's engine; on all ranks, of which rank 0 logs.
             *writers: More of them.
         """
-        require(self._engine is None, "this LeakageLogger is attached to a run already; make one for each run")
+        require(self._engine is None and not self._kept, "this logger belongs to a run already; make one for each run")
         self.sinks += [sink for writer in writers for sink in sinks_of(writer)]
         require(bool(self.sinks), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
@@ -337,9 +341,9 @@ class LeakageLogger:
         scalars, edges, heights = point_of(counts, len(run), 0 if self.confidential else self.min_group)
         numbers = {"epsilon": run.about["epsilon"], **own, **scalars}
         for sink in self.sinks:
-            sink.scalars({f"{self.prefix}{name}": float(value) for name, value in numbers.items()}, step)
             if len(heights):
                 sink.histogram(f"{self.prefix}log10_mse_bound", edges, heights, step)
+            sink.scalars({f"{self.prefix}{name}": float(value) for name, value in numbers.items()}, step)
         return run, counts
 
     def close(self) -> None:

@@ -81,8 +81,7 @@ class _PrivateEstimator(BaseEstimator):
         """Train a module on X [n, d] and the targets of the criterion, [n] or [n, outputs]."""
         chosen = [name for name in ("noise_multiplier", "target_epsilon") if getattr(self, name) is not None]
         require(len(chosen) < 2, "noise_multiplier and target_epsilon both choose the noise; keep one of them")
-        whole = isinstance(self.epochs, Integral) and self.epochs >= 1
-        require(whole, f"epochs={self.epochs} must be a whole number of at least 1")
+        require(isinstance(self.epochs, Integral) and self.epochs >= 1, f"epochs={self.epochs} must be 1, 2, 3, …")
         check_delta(self.delta, type(self).__name__)
         wrong = "is a module; pass a function of the numbers of features and outputs that returns a new one"
         require(not isinstance(self.module, nn.Module), f"module={type(self.module).__name__}(…) {wrong}")

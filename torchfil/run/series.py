@@ -107,7 +107,7 @@ class CountSeries:
                 ends, last = [*ends, level], level
         # a set that was counted already forbids nothing more
         ends.sort()
-        sets = {*((0, end) for end in ends), *pairwise([0, *ends])}
+        sets = {*((0, end) for end in ends), *((end, count) for end in ends), *pairwise([0, *ends])}
         if new := [each for each in sorted(sets) if apart(*each).all()]:
             self.kept.append((codes, np.asarray(new)))
         return {end - 1: min(rounded_count(int(counts[end]), self.smallest), n) for end in ends}
