@@ -38,6 +38,8 @@ def started(profile: Path) -> Any:
 
 
 def opened(browser: Any, page: Path) -> Any:
+    browser.get("about:blank")
+    browser.get_log("browser")  # what pages of other tests said, such as that their server has ended
     browser.get(page.as_uri())
     WebDriverWait(browser, 30).until(
         lambda d: d.execute_script("const g = document.getElementById('grid'); return !g || g.dataset.ready === 'true'")

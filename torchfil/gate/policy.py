@@ -22,7 +22,7 @@ else:
 __all__ = ["PRESETS", "Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "preset", "tomllib"]
 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1")]
-Number = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a number, finite and 0 or more")]
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a number, 0 or more and finite")]
 Error = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number, 0 or more")]
 Text = Annotated[str, Meta(max_length=2000, description="a text of up to 2,000 characters")]
@@ -101,7 +101,7 @@ def kind_of(annotation: Any) -> str:
 
     Example:
         >>> kind_of(Share | None), kind_of(dict[str, Number])
-        ('a share, between 0 and 1', 'a table by name, each a number, 0 or more')
+        ('a share, between 0 and 1', 'a table by name, each a number, 0 or more and finite')
     """
     if get_origin(annotation) is dict:
         return f"a table by name, each {kind_of(get_args(annotation)[1])}"
