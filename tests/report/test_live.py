@@ -271,8 +271,12 @@ def test_numbers_change_between_two_saves_of_a_run_that_trains(browser: Any, tmp
         for _ in range(4):
             for x, y in loader:
                 step(x, y)
-        watch._page._free_at = 0.0  # the page may take 2 % of the time only, and the test does not wait
-        waited(browser, lambda _: "step 20 of this run" in text_of(browser, "#live"))
+
+        def arrived(_: Any) -> bool:
+            watch._page._free_at = 0.0  # the page may take 2 % of the time only, and the test does not wait
+            return "step 20 of this run" in text_of(browser, "#live")
+
+        waited(browser, arrived)
         assert text_of(browser, ".facts") != facts
         assert text_of(browser, "#most-exposed") != bounds
 
