@@ -159,6 +159,15 @@ class Observer:
         self.accumulates = True
         self._steps = 0  # private steps when the last pass over the loader began
 
+    def noting(self, name: str) -> Callable[[Tensor], None]:
+        """A hook that notes a gradient at this parameter.
+
+        It holds only the set. torch keeps a parameter's hooks where the garbage collector cannot look, so a hook that
+        holds the parameter, or a run that does, would never be freed.
+        """
+        touched = self.touched
+        return lambda _: touched.add(name)
+
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
         self.pending = list(filterfalse(_went_backward, self.pending))
@@ -414,7 +423,7 @@ class LoopForward:
         if result is not None:
             examples, forward, outputs = result
             if isinstance(forward, RecordedForward):
-                forward.z.register_hook(lambda _: self.observer.touched.add("a layer inside the model"))
+                forward.z.register_hook(self.observer.noting("a layer inside the model"))
         else:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)
@@ -503,7 +512,7 @@ class RecordedModule(AbstractGradSampleModule):
         self._run = torch.compiler.disable(loop_forward.__call__)  # a compiled call must not trace the engine's passes
         in_training.add(m)
         self._handles = [
-            p.register_post_accumulate_grad_hook(lambda _, name=name: self._observer.touched.add(name))
+            p.register_post_accumulate_grad_hook(self._observer.noting(name))
             for part in {m, loop_forward.replica.live}  # two if the module is sharded
             for name, p in part.named_parameters()
             if p.requires_grad

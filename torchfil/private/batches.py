@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +70,6 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Mod
     return named
 
 
-@lru_cache(maxsize=64)
 def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     try:
         parameters = list(inspect.signature(forward).parameters.values())[1:]

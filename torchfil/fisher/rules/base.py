@@ -349,7 +349,7 @@ def rule_for(module: nn.Module) -> LayerRule:
 
     A module whose weight is a function of other parameters (weight normalisation, pruning) gets the generic rule.
     """
-    rule = _RULES.find(type(module))  # type: ignore[arg-type]
+    rule = _RULES.find(type(module))
     assert rule is not None  # at least that of nn.Module
     if rule.parameter_names is not None:
         for name, value in module._parameters.items():

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class Registry(Generic[Entry]):
     def __init__(self, what: str) -> None:
         self.what = what
         self.entries: dict[type[nn.Module] | str, Entry] = {}
-        self.find = functools.cache(self._find)
+        self._found: WeakKeyDictionary[type[nn.Module], Entry | None] = WeakKeyDictionary()  # a run may make classes
 
     def add(self, kind: type[nn.Module] | str, entry: Entry, *, overwrite: bool) -> None:
         """Enter something for a class; ValueError if that has an entry, and ``overwrite`` is False."""
@@ -83,10 +84,15 @@ class Registry(Generic[Entry]):
             name = kind if isinstance(kind, str) else kind.__name__
             raise ValueError(f"{name} already has a {self.what}; pass overwrite=True to replace it")
         self.entries[kind] = entry
-        self.find.cache_clear()
+        self._found.clear()
+
+    def find(self, kind: type[nn.Module]) -> Entry | None:
+        """The entry of a class, or of the base class whose forward pass it keeps."""
+        if kind not in self._found:
+            self._found[kind] = self._find(kind)
+        return self._found[kind]
 
     def _find(self, kind: type[nn.Module]) -> Entry | None:
-        """The entry of a class, or of the base class whose forward pass it keeps."""
         for base in kind.__mro__:
             entry = self.entries.get(base) or self.entries.get(f"{base.__module__}.{base.__qualname__}")
             if entry is not None and keeps_forward(kind, base):
@@ -132,7 +138,7 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
     changed: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
+            found = _SUBSTITUTES.find(type(module))
             if found is None or found.device not in (None, device):
                 continue
             if found.method not in vars(module) and module not in but:
@@ -203,7 +209,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 def reports_uses(module: nn.Module) -> bool:
     """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
-    found = _SUBSTITUTES.find(type(module))  # type: ignore[arg-type]
+    found = _SUBSTITUTES.find(type(module))
     return found is not None and found.reports_uses
 
 
