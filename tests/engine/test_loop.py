@@ -267,6 +267,40 @@ class TestAccumulation:
             with pytest.raises(ValueError, match="accumulation_steps"):
                 begun(**{"poisson_sampling": True, "accumulation_steps": 2, **options})
 
+    @pytest.mark.parametrize(("mode", "at_once"), [("auto", False), ("auto", True), ("hooks", False)])
+    def test_no_micro_batch_of_many_is_dropped(self, mode: str, at_once: bool) -> None:
+        """80 of two examples are one batch of 160, also if their losses are added up for one backward pass."""
+        runs = []
+        for size in (2, 160):
+            module, engine, model, optimizer, batches = begun(batches=loader(data(160), size), grad_sample_mode=mode)
+            optimizer.zero_grad()
+            losses = [LOSS(model(x.to(DEVICE)), y.to(DEVICE)) for x, y in batches] if at_once else []
+            for batch in () if at_once else batches:
+                backward(model, batch)
+            if at_once:
+                torch.stack(losses).sum().backward()
+            optimizer.step()
+            assert taken(engine) == [1] * 160
+            runs.append(weights_of(module))
+        assert relative_error(*runs) < 1e-12
+
+    def test_a_draw_may_have_many_parts(self) -> None:
+        given = {"batches": loader(data(140), 2), "accumulation_steps": 70, "poisson_sampling": True}
+        _, engine, model, optimizer, batches = begun(**given)
+        for batch in batches:
+            backward(model, batch)
+        optimizer.step()
+        assert taken(engine) == [1] * 140
+
+    def test_passes_that_only_log_are_not_kept(self) -> None:
+        *_, model, _optimizer, batches = begun()
+        x, _ = next(iter(batches))
+        passes = []
+        for _ in range(3):
+            model(x.to(DEVICE))
+            passes.append(len(model._observer.waiting))
+        assert passes == [0, 0, 0]
+
     def test_the_noise_for_an_epsilon_is_that_of_whole_draws(self) -> None:
         found = []
         for steps, size in ((3, 16), (1, 48)):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -39,8 +39,6 @@ in_training: WeakSet[nn.Module] = WeakSet()  # modules that a RecordedModule is 
 _FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
 _HOW_TO_DROP = "optimizer.zero_grad() drops these passes. This step was not taken."
 _SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
-_went_backward = attrgetter("output_grads")
-_MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class StartedGraph:
     outputs: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class ForwardPass:
     """One call of the model in training mode, with the batch at that time.
 
@@ -78,6 +76,7 @@ class ForwardPass:
             has reached it.
         loss_grads: For the place of a loss that is made from the rest, ∂loss/∂output by these outputs' places.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
+        number: Its place among the passes of the loop.
     """
 
     ids: list[int] | None
@@ -93,6 +92,7 @@ class ForwardPass:
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     whole: tuple[dict[str, Any], Any] | None = None
+    number: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -147,14 +147,16 @@ class Observer:
         tracker: Knows the current batch.
 
     Attributes:
-        pending: Forward passes that have not been used yet.
+        waiting: Forward passes whose backward pass can still come: the graph that the loop holds keeps them alive.
         touched: The names of parameters that received a gradient other than through the outputs.
         accumulates: Whether several backward passes may go before a step.
     """
 
     def __init__(self, tracker: BatchTracker) -> None:
         self.tracker = tracker
-        self.pending: list[ForwardPass] = []
+        self.waiting: WeakSet[ForwardPass] = WeakSet()
+        self._finished: list[ForwardPass] = []
+        self._numbers = itertools.count()
         self.touched: set[str] = set()
         self.accumulates = True
         self._steps = 0  # private steps when the last pass over the loader began
@@ -170,12 +172,12 @@ class Observer:
 
     def forget_finished(self) -> None:
         """Drop the forward passes whose gradients have been used or discarded."""
-        self.pending = list(filterfalse(_went_backward, self.pending))
+        self._finished.clear()
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
-        """The forward passes that went backward and are still kept."""
-        return list(filter(_went_backward, self.pending))
+        """The forward passes that went backward since the last step, in the order of the calls."""
+        return sorted(self._finished, key=attrgetter("number"))
 
     def check_stepped(self, steps: int) -> None:
         """At the start of a pass over the loader: raise if the loop went backward in the last, but took no step."""
@@ -228,14 +230,21 @@ class Observer:
         """Note a forward pass, and watch for gradients that arrive at its outputs, as the loop receives them."""
         watched = [(k, leaf) for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad]
         for k, leaf in watched:
-            leaf.register_hook(partial(forward.add_gradient, k))
+            leaf.register_hook(partial(self._add_gradient, forward, k))
         if not watched:
             return
 
         # Only one recorded graph is kept: a loop that calls the model again before a step would pile them up.
-        for earlier in self.pending:
+        for earlier in (*self.waiting, *self._finished):
             earlier.recorded = None
-        self.pending = [*self.pending[-_MOST_PENDING:], forward]
+        forward.number = next(self._numbers)
+        self.waiting.add(forward)
+
+    def _add_gradient(self, forward: ForwardPass, k: int, gradient: Tensor) -> None:
+        if forward in self.waiting:
+            self.waiting.discard(forward)
+            self._finished.append(forward)
+        forward.add_gradient(k, gradient)
 
 
 class LossInside:
@@ -463,13 +472,13 @@ class HookedForward:
         """Stop watching."""
         for handle in self._handles:
             handle.remove()
-        self.observer.pending.clear()
+        self.observer.forget_finished()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
-        if all(map(_went_backward, self.observer.pending)):
+        if not self.observer.waiting:
             _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
         self._open.enter_context(models.without_checkpoints())  # Opacus's hooks would see a layer twice

@@ -458,7 +458,7 @@ class Step:
     def close(self) -> None:
         """Take no further steps."""
         self._closed = True
-        self.observer.pending.clear()
+        self.observer.forget_finished()
 
 
 def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
