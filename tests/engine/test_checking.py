@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchfil
+from tests.engine.architectures import Checkpointed
 from tests.engine.loops import make
 from torchfil import Private
 
@@ -77,6 +78,13 @@ def test_a_network_that_runs() -> None:
     assert json.loads(json.dumps(found.to_dict()))["layers"][0]["kind"] == "Linear"
     assert [line.split(":")[0] for line in found.not_smooth] == ["1 (ReLU)"]
     assert any("SmoothnessValidator.fix" in line for line in found.advice)
+
+
+@pytest.mark.filterwarnings("ignore:activation checkpoints are skipped")
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_activation_checkpoints_are_no_reason_to_refuse(kind: str) -> None:
+    batch = torch.randn(6, 1, 4, 4), Y
+    assert torchfil.check(Checkpointed(kind), batch, LOSS).verdict == "recorded"
 
 
 def test_layers_without_a_rule_are_told_and_the_model_is_left_as_it_is() -> None:

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import assert_same_run, data, network
 from tests.engine.ways import LOSS, Calling, examples, start, step, taken, trained, weights_of
 from torchfil import FILPrivacyEngine
 from torchfil.engine import LossMismatchError
-from torchfil.fisher import reference
+from torchfil.fisher import models, reference
 
 BCE = F.binary_cross_entropy_with_logits
 X, Y = data(24).tensors
@@ -254,6 +255,48 @@ def test_a_loss_of_the_logits_is_identified() -> None:
     engine = by_itself(*parts, loss=lambda o, y: loss_of("next", o.logits, y))
     assert engine._training.run.loss.name == "CrossEntropyLoss(reduction='mean') of the next token"
     assert bool((engine.get_fil().value > 0).all())
+
+
+@dataclass
+class WithHidden(Output):
+    hidden: Tensor | None = None
+
+
+class CheckpointedOwn(nn.Module):
+    """A block with dropout, and the model's own loss, each under a checkpoint; the block's input is an output, too."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.block, self.last = network(), nn.Sequential(network(3), nn.Dropout(0.3)), network(3, seed=2)
+        self.around = None if reentrant is None else partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        around: Any = self.around or (lambda part, *inputs: part(*inputs))
+        hidden = self.first(x)
+        logits = self.last(around(self.block, hidden))
+        loss = None if labels is None else around(partial(loss_of, "next"), logits, labels)
+        return WithHidden(logits, loss, hidden)
+
+
+@pytest.mark.filterwarnings("ignore:activation checkpoints are skipped")
+@pytest.mark.filterwarnings("ignore:the loss is a mean over all targets")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
+def test_checkpoints_in_a_model_with_its_own_loss_change_nothing(way: str, reentrant: bool) -> None:
+    def run(reentrant: bool | None) -> tuple[FILPrivacyEngine, nn.Module]:
+        torch.manual_seed(0)
+        module, mode = CheckpointedOwn(reentrant).double(), "hooks" if way == "hooks" else "auto"
+        options = {"lr": 0.3, "seed": 3, "noise_generator": torch.Generator(DEVICE).manual_seed(5), "criterion": None}
+        return by_itself(*start(module, items(), mode, **options), way), module
+
+    assert_same_run(run(reentrant), run(None), 1e-9)
+
+
+def test_a_warning_says_that_checkpoints_are_skipped_and_what_limits_memory() -> None:
+    models.warn_of_skipped_checkpoints.cache_clear()
+    parts = start(CheckpointedOwn(reentrant=False).double(), items(), "auto", criterion=None)
+    with pytest.warns(UserWarning, match=r"checkpoints are skipped .*Execution\(max_memory="):
+        by_itself(*parts)
 
 
 TERMS: dict[str, Any] = {  # that do not go through the logits

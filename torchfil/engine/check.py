@@ -30,7 +30,7 @@ from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.models import autocast_now, check_modules, check_unweighted_mean
+from torchfil.fisher.models import autocast_now, check_modules, check_unweighted_mean, without_checkpoints
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
@@ -268,7 +268,7 @@ def _examined(
 
     def plain_pass() -> None:
         trainable = [value for value in replica.live.parameters() if value.requires_grad]
-        with torch.enable_grad(), buffers_kept(replica.live), replica.random_state_kept():
+        with torch.enable_grad(), buffers_kept(replica.live), replica.random_state_kept(), without_checkpoints():
             losses = loss(replica.live(*forward.args, **forward.kwargs), targets)
             torch.autograd.grad(losses.sum(), trainable, allow_unused=True)
 

@@ -6,6 +6,7 @@ CUDA graphs. Passes that run out of memory are repeated in pieces of half the si
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import warnings
@@ -385,8 +386,9 @@ def values_of(
     mask: Tensor | None = None,
 ) -> StepValues:
     """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
-    parts, needs = [], needs_of(wanted.track)
-    for rows, jacobian in chunks:
+    needs = needs_of(wanted.track)
+
+    def of_chunk(rows: slice, jacobian: Jacobian) -> StepValues:
         added = None
         if wanted.seeds:
             own, omega = replace(draws, rows=rows), wanted.test_matrix
@@ -396,8 +398,9 @@ def values_of(
             added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
         sums = jacobian.clipped_sum(mask) if wanted.summed else {}
         norms = jacobian.norm, jacobian.clipped_norm
-        parts.append(StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients))
-    return joined(parts)
+        return StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients)
+
+    return joined(itertools.starmap(of_chunk, chunks))  # a loop would keep each Jacobian until the next is made
 
 
 def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
@@ -417,17 +420,28 @@ def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: 
     return {**added, PRODUCTS: torch.stack(every).permute(2, 0, 1) / mechanism.max_grad_norm**2}
 
 
-def joined(parts: Sequence[StepValues]) -> StepValues:
-    """Several passes as one: their examples concatenated, their sums added."""
-    if len(parts) == 1:
-        return parts[0]
-    sums = {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums}
-    names = list(parts[0].additions or ())  # a mapped pass has them in another order than a recorded one
-    added = [None if part.additions is None else {name: part.additions[name] for name in names} for part in parts]
-    parts = [replace(part, sums={}, additions=each) for part, each in zip(parts, added, strict=True)]
-    if any(part.output_gradients is None for part in parts):
-        parts = [replace(part, output_gradients=None) for part in parts]
-    return replace(concatenated(parts), sums=sums)
+def joined(parts: Iterable[StepValues]) -> StepValues:
+    """Several passes as one: their examples concatenated, their sums added as they come."""
+    first: dict[str, Tensor] = {}  # may share memory with other tensors
+    total: dict[str, Tensor] = {}
+
+    def take(part: StepValues) -> StepValues:
+        for name, value in part.sums.items():
+            if name in total:
+                total[name] += value
+            elif name in first:
+                total[name] = first.pop(name) + value
+            else:
+                first[name] = value
+        return replace(part, sums={})
+
+    found = list(map(take, parts))  # a loop would keep each part's sums during the next pass
+    names = list(found[0].additions or ())  # a mapped pass has them in another order than a recorded one
+    added = [None if part.additions is None else {name: part.additions[name] for name in names} for part in found]
+    found = [replace(part, additions=each) for part, each in zip(found, added, strict=True)]
+    if any(part.output_gradients is None for part in found):
+        found = [replace(part, output_gradients=None) for part in found]
+    return replace(concatenated(found), sums=first | total)
 
 
 class CapturedPasses:
@@ -503,15 +517,17 @@ class CapturedPasses:
         if count <= room:
             return self._run(batch, wanted, self.size_for(count, room), mode, begun)
         at_once = -(-count // -(-count // room))
-        parts = []
+        total: StepValues | None = None
         for start in range(0, count, at_once):
             examples = batch.gradients.examples[slice(start, start + at_once)]
             piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
             values = self._run(piece, wanted, self.size_for(at_once, room), mode)
             if values is None:
                 return None
-            parts.append(values.kept(sums=True))  # the next replay overwrites them
-        return joined(parts)
+            total = (
+                values.kept(sums=True) if total is None else joined((total, values))
+            )  # the next replay overwrites it
+        return total
 
     def _run(
         self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, begun: StartedGraph | None = None

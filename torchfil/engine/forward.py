@@ -272,7 +272,8 @@ class LossInside:
         """The model's outputs, with their graph, and the masks that it drew; buffers and random state are kept."""
 
         def run() -> Any:
-            with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
+            kept, checkpoints = buffers_kept(self.replica.live), models.without_checkpoints()
+            with torch.enable_grad(), differentiable_twice(), kept, checkpoints:
                 return self.replica.live(*args, **kwargs)
 
         with self.replica.random_state_kept():
@@ -328,7 +329,8 @@ class LossInside:
         trainable, constant = models.trainable_and_constant(self.replica.live)
         weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
         weights |= {name: value.clone() for name, value in constant.items()}
-        with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
+        alone = self.replica.random_state_kept()
+        with torch.enable_grad(), differentiable_twice(), models.without_checkpoints(), alone:
             outputs = models.call_with(self.replica.template, weights, args, kwargs)
         return tensors_of(outputs), [weights[name] for name in trainable]
 
@@ -421,7 +423,9 @@ class LoopForward:
         def plainly() -> Any:
             # casts of weights must not outlive an update
             autocast = models.autocast_as(models.autocast_now(device), device)
-            with torch.set_grad_enabled(with_graph), autocast, differentiable_twice():
+            differentiated = with_graph and any(map(is_target_name, kwargs))  # from the loss to the other outputs
+            checkpoints = models.without_checkpoints() if differentiated else contextlib.nullcontext()
+            with torch.set_grad_enabled(with_graph), autocast, differentiable_twice(), checkpoints:
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:

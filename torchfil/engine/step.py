@@ -179,11 +179,7 @@ class Step:
                 accounting, omega = self.options.accounting, test_matrix if measures else None
                 track, rate = tuple(accounting.track), run.pace.rate
                 wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
-                mechanism, on_gpu, found = self._mechanism_with(*noise), self.replica.device.type == "cuda", []
-                for piece in pieces:
-                    each = self._values(piece, loss, mechanism, wanted, measures)
-                    found.append(each.kept(sums=len(pieces) > 1) if on_gpu else each)  # from the next replay
-                values = joined(found)
+                values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
             elif loss is not None and not run.paused:
                 for call in calls:
                     guard.check_loss(call, loss, by_opacus=True)
@@ -232,6 +228,18 @@ class Step:
         if loss is not None and calls[0].outputs is None:
             guard.add(guard.check_weights(loss, self._targets(calls[0])))
         return pieces, loss
+
+    def _values_of_all(
+        self, pieces: Sequence[_Piece], loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool
+    ) -> StepValues:
+        """The values of all pieces together; on a GPU, copies that later replays do not overwrite."""
+        on_gpu, several = self.replica.device.type == "cuda", len(pieces) > 1
+
+        def of_piece(piece: _Piece) -> StepValues:
+            found = self._values(piece, loss, mechanism, wanted, measures)
+            return found.kept(sums=several) if on_gpu else found
+
+        return joined(map(of_piece, pieces))
 
     def _values(
         self, piece: _Piece, row_loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool

@@ -9,8 +9,8 @@ Activation checkpointing is switched off in recorded passes. ``torch.utils.check
 in the backward pass. By then the weights that the pass was called with are gone, and its layers are no longer watched.
 A recorded pass needs all activations anyway, as the start of a second derivative. Inside such passes, the part
 therefore runs as if it were not checkpointed; ``max_memory`` bounds the memory of a pass by cutting the batch into
-pieces. The training loop's own forward pass keeps its checkpoints, except under Opacus's hooks, which would see a layer
-twice.
+pieces. The training loop's own forward pass keeps its checkpoints, with two exceptions: Opacus's hooks would see a
+layer twice, and the loss that a model returns is differentiated with respect to its other outputs.
 
 A training loop under ``torch.autocast`` computes layers in bfloat16 and keeps float32 weights. Its gradients belong to
 that computation, so every pass over its batch runs under the same autocast. Norms, inner products and sums of these
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -37,8 +37,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
-
-logger = logging.getLogger(__name__)
 
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
 PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
@@ -207,22 +205,22 @@ class _PlainCall:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        _log_skipped_checkpoints()
+        warn_of_skipped_checkpoints()
         return function(*args)
 
 
 def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Replaces what checkpoints with ``use_reentrant=False`` do before and after the function."""
-    _log_skipped_checkpoints()
+    warn_of_skipped_checkpoints()
     yield
 
 
 @cache
-def _log_skipped_checkpoints() -> None:
-    logger.info(
-        "activation checkpoints are skipped in the accounting's passes, which keep what each layer saw; "
-        "Execution(max_memory=…) limits their memory"
-    )
+def warn_of_skipped_checkpoints() -> None:
+    """Warn once."""
+    own = "in its own passes, whose memory Execution(max_memory=…) limits in bytes"
+    live = "and in forward passes from which a model returns its loss, whose memory smaller batches limit"
+    warnings.warn(f"activation checkpoints are skipped where torchfil differentiates: {own}, {live}", stacklevel=2)
 
 
 def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
