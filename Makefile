@@ -51,7 +51,8 @@ $(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.
 $(INTEGRATIONS_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface,peft]'
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface,peft]' \
+		'trl; python_version >= "3.11"'
 	@touch $@
 
 $(AUDIT_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt

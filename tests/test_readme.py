@@ -18,7 +18,7 @@ BLOCKS = [
     for page in PAGES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 ]
-OPTIONAL = ("lightning", "transformers")
+OPTIONAL = ("lightning", "transformers", "trl")
 
 
 @pytest.mark.usefixtures("noise_of_users")

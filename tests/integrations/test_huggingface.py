@@ -143,11 +143,32 @@ class OwnLoss(FILTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class Weighted(transformers.Trainer):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Stepping(transformers.Trainer):  # type: ignore[misc]
+    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Beside(FILTrainer, Weighted): ...
+
+
+class Before(Weighted, FILTrainer): ...
+
+
+class StepBeside(FILTrainer, Stepping): ...
+
+
 BY_CLASS = nn.CrossEntropyLoss(weight=torch.ones(3))
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "batch size found": ({"auto_find_batch_size": True}, ValueError, "auto_find_batch_size"),
     "set elsewhere": ({"given": {"privacy": privacy(max_grad_norm=1.0)}}, TypeError, "max_grad_norm"),
-    "own loss": ({"kind": OwnLoss}, ValueError, "not called in training"),
+    "own loss": ({"kind": OwnLoss}, ValueError, "OwnLoss.compute_loss would never be called.*criterion="),
+    "another trainer's loss": ({"kind": Beside}, ValueError, r"Weighted.compute_loss .*model=other.model"),
+    "another trainer's loss, first": ({"kind": Before}, ValueError, "Weighted.compute_loss would never"),
+    "another trainer's step": ({"kind": StepBeside}, ValueError, "Stepping.training_step would never be called"),
+    "loss function": ({"given": {"compute_loss_func": print}}, ValueError, "not called in training"),
     "smoothed": (
         {"label_smoothing_factor": 0.1, "given": {"criterion": nn.CrossEntropyLoss()}},
         ValueError,
@@ -165,6 +186,24 @@ def test_what_cannot_be_accounted_for_is_refused(name: str, tmp_path: Path) -> N
             made(tmp_path, **options)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Plain(FILTrainer):
+    """Trains by itself, as the Trainer does."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = model(**self._prepare_inputs(inputs)).loss
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_training_step_without_a_private_one_is_refused_at_once(tmp_path: Path) -> None:
+    trainer = made(tmp_path, kind=Plain)
+    with pytest.raises(ValueError, match=r"took no private step: let it call super\(\).training_step\(model, inputs\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert trainer.engine.accountant.history == []
+    assert all(torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
 
 
 def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:

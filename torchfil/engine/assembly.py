@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,16 +28,18 @@ from torchfil.engine.guard import Guard
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
-from torchfil.engine.replica import Replica
+from torchfil.engine.replica import Replica, is_plain
 from torchfil.engine.rows import many_rows, rows_by_owner
 from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples, as_call
-from torchfil.utils.errors import require
+from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 256  # examples of a pass over the data set
 
@@ -84,6 +89,21 @@ class DatasetPasses:
         first = rows if owners is None else [owners.rows([row])[0] for row in rows]
         args, kwargs = as_call(self._batch(first)[0])
         return {**dict(enumerate(args)), **kwargs}
+
+    def check_copy(self) -> None:
+        """If functions were set on modules, raise now if the first example shows that the copy needs the live model."""
+        values = [value for module in self.replica.template.modules() for value in vars(module).values()]
+        functions = [value for value in values if isinstance(value, FunctionType | MethodType | partial)]
+        if self.dataset is None or all(map(is_plain, functions)):
+            return
+        try:
+            with preserve_rng():
+                given = map_tensors(lambda leaf: leaf.to(self.replica.device), as_call(self._batch([0])[0]))
+            self.replica.check_own_weights(*self.replica.examples_first(given))
+        except UnsupportedModuleError:
+            raise
+        except Exception as error:  # the loop may call the model otherwise; its first step checks once more
+            logger.info("make_private cannot call the model on the first example: %s", error)
 
     def _batch(self, rows: Sequence[int]) -> tuple[Any, Any]:
         items = [self.dataset[row] for row in rows]
@@ -206,6 +226,9 @@ class PrivateTraining:
         executor = Executor(self.replica, size, options.max_memory, cuda_graphs=graphs, recorded=recorded)
         guard = Guard(self.replica, options, self._tracker)
         self.step = Step(self.run, self.replica, executor, guard, self._observer, self.passes.refresh_norms)
+
+        if not sharded:
+            self.passes.check_copy()
 
         # The model comes last, after everything that could be refused: from here on it has hooks.
         self._watcher: HookedForward | None = None

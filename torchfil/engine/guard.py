@@ -275,6 +275,8 @@ class Guard:
             if len(args) + len(kwargs) != len(call.args) + len(call.kwargs):
                 unlike = f"{len(args)} positional, {sorted(kwargs)} by name), unlike the loop: pass batch_to_inputs="
                 raise ValueError(f"norm_refresh={every} calls the model with a batch without its targets ({unlike}")
+        with autocast_as(call.autocast, self.replica.device):
+            self.replica.check_own_weights(call.args, call.kwargs)
         with self.replica.random_state_kept(), buffers_kept(self.replica.live):
             operators = non_smooth_operators(self.replica.live, call.args, call.kwargs)
         if operators:

@@ -1,8 +1,9 @@
 """The weightless copy of the user's model that is differentiated, kept in step with the live one.
 
 ``torch.func`` fails on modules with Opacus's hooks, and the engine's passes are not the loop's: they must not count,
-log or write. So they run on a copy without weights, hooks or memory, called with the live weights. Before each pass,
-the copy takes over training flags and plain attributes (numbers, flags, texts, functions) of the live modules.
+log or write. So they run on a copy without weights, hooks or memory, called with the live weights. A function that was
+set on a live module (``layer.forward = …``) calls the copy's modules there. Before each pass, the copy takes over
+training flags and plain attributes (numbers, flags, texts, functions) of the live modules.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
 from torchfil.private.batches import ROWS, as_rows, named_inputs
 from torchfil.private.choice import floating_inputs
+from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
 _CHANGES_OF_INTEGERS = 8  # changes that rebuild a recorded pass; an attribute that changes more often is a counter
+_USES_LIVE = (
+    "the model reaches {} other than through its own modules: a function that was set on a module "
+    "(layer.forward = …) or is called by it holds the module where the engine's copy cannot follow it, so these "
+    "weights would be trained on noise alone. Set it as a method, layer.forward = types.MethodType(lambda self, x: "
+    "type(self).forward(self, x) * 0.5, layer), or write a module. Nothing was trained."
+)
 _PLAIN = (int, float, bool, str, type(None))
 _PLAIN_OR_FUNCTION = frozenset((*_PLAIN, FunctionType, partial))
 
@@ -232,6 +240,19 @@ class Replica:
             if name in constants:
                 constants[name] = constants[name].clone()
         return ExampleGradients(self.template, loss, examples, parameters, constants)
+
+    def check_own_weights(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise if a pass of the copy over these inputs uses the live model's trainable weights instead of its own."""
+        trainable, constant = self.weights()
+        buffers = {name: constant[name].clone() for name in self._buffers if name in constant}
+        used = {name: value for name, value in self.live.named_parameters() if value.requires_grad}
+        with torch.enable_grad(), differentiable_twice(), self.random_state_kept():
+            outputs = tensors_of(models.call_with(self.template, {**trainable, **constant, **buffers}, args, kwargs))
+            ends = [leaf.abs().sum() for leaf in outputs if leaf.requires_grad]
+            found = torch.autograd.grad(ends, list(used.values()), allow_unused=True) if ends else ()
+        names = [name for name, gradient in zip(used, found, strict=False) if gradient is not None]
+        if names:
+            raise UnsupportedModuleError(_USES_LIVE.format(", ".join(names[:5])))
 
     def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The same by the live module itself, for the loop's own pass."""

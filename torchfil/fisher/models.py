@@ -23,9 +23,10 @@ import contextlib
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal, get_args
 
 import torch
@@ -83,7 +84,10 @@ def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[s
 
 
 def copy_without_weights(module: nn.Module) -> nn.Module:
-    """A copy of the module's structure on the meta device, free of memory and of all hooks."""
+    """A copy of the module's structure on the meta device, free of memory and of all hooks.
+
+    Functions that were set on a module, and hold the module or a method of it, hold the copy's instead.
+    """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -101,9 +105,89 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
             f"the model cannot be copied ({first_line(error)}): it holds a tensor computed from parameters. Use "
             "torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm; compute others in forward()."
         ) from error
+    copies = {id(live): own for live, own in zip(module.modules(), copied.modules(), strict=True)}
     for part in copied.modules():
         vars(part).pop(HOOKS_INSTALLED, None)
+        vars(part).update({name: _followed(value, copies) for name, value in vars(part).items()})
     return copied
+
+
+class _Globals(dict[str, Any]):
+    """Some of a function's globals, replaced; the others are read where the function read them."""
+
+    def __init__(self, replaced: dict[str, Any], outside: dict[str, Any]) -> None:
+        super().__init__(replaced)
+        self.outside = outside
+
+    def __missing__(self, name: str) -> Any:
+        return self.outside[name]
+
+
+def _followed(value: Any, copies: dict[int, Any]) -> Any:
+    """The same value with the copies of the modules that it holds; itself if it holds none.
+
+    A deep copy shares functions. So what functions, methods, partials and callable objects hold is followed; the copy's
+    first pass shows if there is more.
+
+    Args:
+        value: An attribute of a copied module.
+        copies: The copies by the id of the original; those made here are added.
+    """
+    if id(value) not in copies:
+        copies[id(value)] = value  # a cycle ends here
+        parts, made_of = _parts_of(value)
+        own = [_followed(part, copies) for part in parts]
+        if any(new is not part for new, part in zip(own, parts, strict=True)):
+            copies[id(value)] = made_of(*own)
+    return copies[id(value)]
+
+
+def _parts_of(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
+    """What a value holds, and what makes the same value of other parts."""
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__), MethodType
+    if isinstance(value, CellType):  # a variable around a function; a new one is empty
+        return () if value == CellType() else (value.cell_contents,), CellType
+    if isinstance(value, partial):
+        names, count = list(value.keywords), 1 + len(value.args)
+        parts = (value.func, *value.args, *value.keywords.values())
+        return parts, lambda *new: partial(*new[:count], **dict(zip(names, new[count:], strict=True)))
+    called = isinstance(vars(type(value)).get("__call__"), FunctionType) and hasattr(value, "__dict__")
+    if isinstance(value, nn.Module | type) or not called:
+        return (), type
+
+    def changed(*new: Any) -> Any:
+        other = copy.copy(value)
+        vars(other).update(zip(vars(value), new, strict=True))
+        return other
+
+    return list(vars(value).values()), changed
+
+
+def _parts_of_function(function: FunctionType) -> tuple[Sequence[Any], Callable[..., Any]]:
+    """Its cells and defaults, and the globals that it names, except functions from elsewhere."""
+    code, outside, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
+    cells = function.__closure__ or ()
+    first, last = len(defaults), len(defaults) + len(cells)
+    found = {name: outside[name] for name in _names_in(code) & outside.keys()}
+    named = {k: v for k, v in found.items() if not isinstance(v, FunctionType) or v.__globals__ is outside}
+
+    def changed(*new: Any) -> FunctionType:
+        read = zip(named, new[last:], strict=True)
+        own = {name: value for name, value in read if value is not named[name]}
+        other = FunctionType(code, _Globals(own, outside), function.__name__, new[:first], new[first:last])
+        other.__kwdefaults__ = function.__kwdefaults__
+        return other
+
+    return (*defaults, *cells, *named.values()), changed
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names that a function and those defined inside it look up."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def turned(tree: Any) -> Any:

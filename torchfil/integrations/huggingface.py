@@ -72,8 +72,9 @@ class FILTrainer(Trainer):
         * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A resumed run
           continues weights, ε and ledger, with new noise and new batches; if noise and draws are seeded, in one
           process, it equals an uninterrupted run. A checkpoint without the accounting is refused.
-        * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``
-          and an overridden ``compute_loss`` raise at construction.
+        * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``,
+          and a ``compute_loss`` of a subclass or of another trainer beside it raise at construction. A
+          ``training_step`` of a subclass that does not call this one raises at its first step.
         * After ``train()`` the model is a plain module again.
 
     Args:
@@ -101,6 +102,7 @@ class FILTrainer(Trainer):
         logger: LeakageLogger | None = None,
         **options: Any,
     ) -> None:
+        _check_class(type(self))
         super().__init__(*args, **options)
         self.privacy = dict(privacy or {})
         _check_trainer(self)
@@ -179,6 +181,7 @@ class FILTrainer(Trainer):
         Poisson sampling can draw an empty batch: such a step releases only noise, and its loss is 0.
         """
         model.train()
+        self._pass.stepped = True
         batch, labels = self._split(self._prepare_inputs(inputs))
         if len(labels if isinstance(labels, Tensor) else next(iter(labels.values()))) == 0:
             self.engine.train_step(batch, labels)
@@ -252,6 +255,7 @@ class _PassOverData(TrainerCallback):
         loader: The private loader.
         start: The state of its generator at the start of the current pass.
         resumed: The same for a checkpoint's pass, until it starts again.
+        stepped: Whether a private step was taken since the trainer's last one.
         logger: What logs the run.
     """
 
@@ -259,6 +263,13 @@ class _PassOverData(TrainerCallback):
     loader: Any = None
     start: Tensor | None = None
     resumed: Tensor | None = None
+    stepped = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raise if an overridden ``training_step`` has taken no private step; nothing was trained by then."""
+        overridden = "training_step was overridden and took no private step"
+        require(self.stepped, f"{overridden}: let it call super().training_step(model, inputs), without a backward()")
+        self.stepped = False
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the generator's state, or restore it if a pass was interrupted."""
@@ -351,6 +362,18 @@ def _one_batch_a_step(trainer: Any) -> Iterator[None]:
         yield
 
 
+def _check_class(kind: type[FILTrainer]) -> None:
+    """Raise for methods of other trainers that would never be called; ``training_step`` may extend FILTrainer's."""
+    others = [each for each in kind.__mro__ if each not in FILTrainer.__mro__]
+    behind = [each for each in others if not issubclass(each, FILTrainer)]
+    dropped = [f"{each.__name__}.compute_loss" for each in others if "compute_loss" in vars(each)]
+    dropped += [f"{each.__name__}.training_step" for each in behind if "training_step" in vars(each)]
+    never = f"{' and '.join(dropped)} would never be called, because the engine computes the loss and takes the step"
+    prepared = "What another trainer prepares (TRL's SFTTrainer), take from it: FILTrainer(model=other.model, "
+    parts = "args=other.args, train_dataset=other.train_dataset, data_collator=other.data_collator, …)."
+    require(not dropped, f"{never}. Pass another loss of (logits, labels) as criterion=. {prepared}{parts}")
+
+
 def _check_trainer(trainer: Any) -> None:
     """Raise an error for runs whose steps the accounting would not describe, and for options that are set elsewhere."""
     args, accelerator = trainer.args, trainer.accelerator
@@ -368,6 +391,5 @@ def _check_trainer(trainer: Any) -> None:
         raise ValueError(f"{kind} cannot be accounted for. Use torchrun, or one device (CUDA_VISIBLE_DEVICES=0).")
     if args.torch_compile or args.auto_find_batch_size:
         raise ValueError("torch_compile=True and auto_find_batch_size=True cannot be accounted for; leave them out")
-    if trainer.compute_loss_func is not None or type(trainer).compute_loss is not FILTrainer.compute_loss:
-        loss = "compute_loss_func and compute_loss of a subclass are not called in training, which the engine does"
-        raise ValueError(f"{loss}; pass the loss of (logits, labels) as criterion=")
+    unused = "compute_loss_func is not called in training, which the engine does"
+    require(trainer.compute_loss_func is None, f"{unused}; pass the loss of (logits, labels) as criterion=")
