@@ -94,13 +94,8 @@ class SmoothnessValidator:
         Raises:
             NonSmoothModuleError: If ``strict`` and something is non-smooth; the text names every layer.
         """
-        errors = []
-        for name, module in model.named_modules():
-            reason = _reason(module)
-            if reason is not None:
-                where = f"{name or type(model).__name__} ({type(module).__name__})"
-                remedy = "Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
-                errors.append(NonSmoothModuleError(f"{where}: {reason}. {remedy}"))
+        remedy = "Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
+        errors = [NonSmoothModuleError(f"{w}: {why}. {remedy}") for w, why in non_smooth_layers(model).items()]
 
         # Layers are named above; in a copy without them, only the forward pass can still call something non-smooth.
         if example_inputs is not None:
@@ -135,6 +130,16 @@ class SmoothnessValidator:
         """
         require(activation in ACTIVATIONS, f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         return _fixed(copy.deepcopy(model), activation, {})
+
+
+def non_smooth_layers(model: nn.Module) -> dict[str, str]:
+    """Why each layer that is not smooth is none, by its name and type, as in "1 (ReLU)"."""
+    found = {}
+    for name, module in model.named_modules():
+        reason = _reason(module)
+        if reason is not None:
+            found[f"{name or type(model).__name__} ({type(module).__name__})"] = reason
+    return found
 
 
 def _reason(module: nn.Module) -> str | None:

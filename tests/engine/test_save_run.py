@@ -49,7 +49,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     np.testing.assert_array_equal(run.columns["epsilon"], table["individual_epsilon"])
     about = run.about
     assert (about["title"], about["epsilon"], about["probe_seed"]) == ("a trial", engine.get_epsilon(DELTA), 3)
-    assert about["model"] == {"name": "Sequential", "num_parameters": 57}
+    assert about["model"] == {"name": "Sequential", "num_parameters": 57, "not_smooth": []}
     assert (about["dataset"]["input_shape"], about["dataset"]["input_range"]) == ([5], [-5, 5])
     assert about["dataset"]["data_sha256"] == data_sha256(data(60))
     assert [about["mechanism"][name] for name in ("steps", "num_probes", "fil_rate", "rel_error")] == [12, 3, 1.0, None]

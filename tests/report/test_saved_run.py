@@ -102,7 +102,7 @@ def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: An
     run = RUNS[name]
     path = save(run, tmp_path / "run.parquet", rows_at_once=25)
     table, facts = read(path), facts_of(path)
-    assert (facts["format"], facts["version"], facts["about"]["title"]) == ("torchfil-run", 1, "a made-up run")
+    assert (facts["format"], facts["version"], facts["about"]["title"]) == ("torchfil-run", 2, "a made-up run")
     assert list(parquet.read_metadata(path).metadata) == [b"torchfil"], "no copy of the schema"
     assert table["id"].tolist() == run.ids.tolist()
     for column, values in run.columns.items():
@@ -235,7 +235,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("facts", "columns", "expected"),
         [
-            ({"version": 2}, {}, "is of run format 2"),
+            ({"version": 1}, {}, "is of run format 1"),
             (b"{", {}, "is damaged (JSONDecodeError"),
             ({"columns": {"fil": "none"}}, {}, "Column none does not exist"),
             ({"columns": {"fil": "group_sex"}}, {}, "hold no numbers"),

@@ -21,7 +21,7 @@ from torchfil.report.options import options_of
 from torchfil.run.composed import compose
 from torchfil.run.file import load
 from torchfil.run.matching import check_same_recipe
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, value_at
 from torchfil.utils.errors import require
 from torchfil.utils.files import write_bytes
 from torchfil.utils.text import json_ready, visible, write_csv
@@ -86,6 +86,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     end, about = outcome(verdicts), judged[0][0].about
     data = {"passed": end.code == 0, "outcome": end.word, "rules": [verdict.as_dict() for verdict in verdicts]}
     data |= {"notes": remarks, "audit": None if redacted else about.get("audit")}
+    data["not_smooth"] = value_at(about, "model.not_smooth")
     if given["list_file"] is not None:
         _write_list(given["list_file"], judged)
     as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}

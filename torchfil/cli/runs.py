@@ -22,7 +22,7 @@ from torchfil.report.page import render_comparison, write_report
 from torchfil.run import baselines
 from torchfil.run.baselines import CLASSES, LOWER_BOUND, NOT_MEASURED
 from torchfil.run.file import load
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.statistics import is_spared
 from torchfil.utils.errors import require
 from torchfil.utils.files import file_sha256, write_bytes
@@ -115,6 +115,7 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
         ],
     }
     words = {"blind": baselines.typical_blind_error(run), "in_digits": number, "audit_in_words": audit_in_words}
+    words["jumps"] = jumps_of(run.about)
     lines = [line.split("\t") for line in lines_of("inspect.txt", run=run, data=data, **words)]
     text = table(lines[0], lines[1:], left=2)
     if data["most_exposed"]:

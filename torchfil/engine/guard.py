@@ -32,7 +32,7 @@ from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import REDUCED, autocast_as
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
-from torchfil.smoothness import non_smooth_operators
+from torchfil.smoothness import non_smooth_layers, non_smooth_operators
 from torchfil.utils.trees import map_tensors, read_later, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -267,8 +267,12 @@ class Guard:
         if self._row_looks == 1 and _with_rows(call.batch) and not same:
             logger.info("the model's inputs are not the loader's rows: the numbers are about the views that it saw")
 
-    def look_at_first_call(self, call: ForwardPass) -> None:
-        """Before the first step: warn about operators whose derivative jumps; raise if norms cannot be refreshed."""
+    def look_at_first_call(self, call: ForwardPass) -> list[str]:
+        """Before the first step: warn about operators whose derivative jumps; raise if norms cannot be refreshed.
+
+        Returns:
+            The layers that are not smooth, or the operators that the model calls without such layers.
+        """
         every = self.options.accounting.norm_refresh
         if every is not None:
             args, kwargs = as_call(split_batch(call.batch, self.options.batch_to_inputs)[0])
@@ -283,6 +287,8 @@ class Guard:
             jumps = f"the model calls {', '.join(sorted(operators))}, whose derivative jumps: bounds are not guarantees"
             remedy = "torchfil.SmoothnessValidator.fix(model) replaces layers; replace calls (F.relu) yourself."
             warnings.warn(f"{jumps}. {remedy}", stacklevel=2)
+        layers = [f"layer {where}" for where in non_smooth_layers(self.replica.live)]
+        return layers or [f"a call of {name}" for name in sorted(operators)]
 
     # ------------------------------------------------------------------ the loss
 

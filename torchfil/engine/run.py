@@ -118,6 +118,7 @@ class Run:
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
         self.history = self._empty_history()
         self.ledger: Ledger | None = None
+        self.not_smooth: list[str] = []
         self._whole: Whole | None = None  # what all ranks had booked when they were last combined
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
@@ -474,6 +475,7 @@ class Run:
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
+            "not_smooth": list(self.not_smooth),
             "ranks": None if self._whole is None else dict(self._whole.parts),
             "coordinates_of_rows": self._coordinates_of_rows.clone(),
             "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
@@ -498,6 +500,7 @@ class Run:
         if self.ranks is not None:
             take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
+        self.not_smooth = list(state["not_smooth"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline = timeline
         if self.persons is not None:

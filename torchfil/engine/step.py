@@ -164,7 +164,7 @@ class Step:
             pieces, loss = self._batches_and_loss(calls, loss, summed=norms is None)
             calls, examples = [piece.call for piece in pieces], [piece.examples for piece in pieces]
             if run.ledger is None:
-                guard.look_at_first_call(calls[0])
+                run.not_smooth = guard.look_at_first_call(calls[0])
             ledger, test_matrix = run.ledger_for(examples)
 
             # what the batches show is read before the costly part, or meanwhile

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchfil.gate.policy import Policy, PolicyError, nearest, parse_policy, preset
 from torchfil.gate.rules import RULES, Verdict, audit_in_words
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.statistics import is_spared
 from torchfil.run.unit import counted
 from torchfil.utils.errors import RunFileError
@@ -144,6 +144,8 @@ def notes(run: SavedRun, *, redacted: bool = False) -> list[str]:
         ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
     """
     found, count = [], 0 if redacted else int(is_spared(run).sum())
+    if jumps := jumps_of(run.about):
+        found.append(f"the model is not smooth ({jumps}): its error bounds are no guarantees; ε and questions hold")
     if delta := large_delta(run.about.get("delta"), len(run)):
         found.append(delta)
     if count:

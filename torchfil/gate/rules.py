@@ -8,11 +8,16 @@ Rules on single examples take the conservative end of every 95 % interval. What 
 Examples that were drawn too rarely to tell (:mod:`torchfil.run.baselines`) have a rule of their own and count in no
 other.
 
+Rules that rest on Fisher information (``fisher``) cannot be answered if the model is not smooth: the gradient jumps,
+its Jacobian misses the jumps, and the Cramér–Rao bound can fail (:mod:`torchfil.smoothness`). Those on ε, D and draws
+are judged all the same; ``min_attacks`` and ``max_violated_bounds`` count what attacks did.
+
 What would keep a broken rule is found by the same rules, from a prediction (:mod:`torchfil.report.options`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,8 +29,8 @@ import numpy as np
 
 from torchfil.gate.policy import Policy, PolicyError
 from torchfil.run import baselines
-from torchfil.run.matching import worsening
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.matching import EXPOSED, worsening
+from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.run.unit import Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
@@ -142,6 +147,12 @@ class RuleCheck:
         detail, note = f"{missing}: {how}" if how else missing, f"{missing}: {remedy}take the rule out of the policy."
         return Verdict(self.rule.key, False, self.limit, None, np.arange(len(self.run)), detail, self.subject, note)
 
+    def not_smooth(self, jumps: str) -> Verdict:
+        """Of what rests on Fisher information, which misses where the gradient jumps."""
+        remedy = f"replace {jumps} by something smooth (softplus, GELU, tanh, average pooling)"
+        note = f"{remedy} and train again, or take the rule out of the policy."
+        return replace(self.unknown("the model is not smooth", remedy), note=note)
+
     def verdict(self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "") -> Verdict:
         """Any other."""
         detail = self.run.unit.say(self.rule.compared) + f"; {note}" * bool(note)
@@ -165,6 +176,7 @@ class Rule:
         above: What limit and value are told above of.
         baseline: What needs no model and the value is measured against, in words; "" where it is a number by itself.
         advice: What helps where neither more noise nor more steps do, in a sentence.
+        fisher: Whether it rests on Fisher information, so that it cannot be answered if the model is not smooth.
     """
 
     key: str
@@ -175,6 +187,7 @@ class Rule:
     above: float = 0.0
     baseline: str = ""
     advice: str = "More noise than any prediction was tested for, or another model: only a trial tells."
+    fisher: bool = False
 
     def measure(self, run: SavedRun, policy: Policy, baseline: SavedRun | None = None) -> list[Verdict]:
         """What the rule finds, for every attribute or question that the policy names; nothing where it asks nothing."""
@@ -182,8 +195,14 @@ class Rule:
         if limit is None or level == "off":
             return []
         limits = limit if isinstance(limit, dict) else {"": limit}
-        asked = [RuleCheck(self, run, policy, each, name, baseline) for name, each in limits.items()]
-        return [replace(verdict, unit=run.unit, level=level) for each in asked for verdict in self.find(each)]
+        jumps, verdicts = jumps_of(run.about), list[Verdict]()
+        for name, each in limits.items():
+            asked = RuleCheck(self, run, policy, each, name, baseline)
+            found = self.find(asked)
+            if self.fisher and jumps:
+                found = [replace(asked.not_smooth(jumps), subject=verdict.asked_about) for verdict in found]
+            verdicts += [replace(verdict, unit=run.unit, level=level) for verdict in found]
+        return verdicts
 
     def named(self, verdict: Verdict, who: str = "") -> str:
         """Its title; without a subject, of a rule by name that found none."""
@@ -236,6 +255,7 @@ def _rule(title: str, found: str, **more: Any) -> Callable[[Measuring], Rule]:
     return register
 
 
+_fisher_rule = functools.partial(_rule, fisher=True)
 _BLIND_ERROR = "the error of a blind guess"
 _NO_BLIND_ERROR = "what a blind guess errs by is not known", "save_run(input_range=…) or the policy’s blind_error tells"
 
@@ -250,7 +270,7 @@ def _by_ratio(asked: RuleCheck, judge: Callable[[np.ndarray, str], Verdict]) -> 
     return [judge(ratios, f"a blind guess errs by {blind:.3g}")]
 
 
-@_rule("Least error of an unbiased estimate{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR)
+@_fisher_rule("Least error of an unbiased estimate{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR)
 def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess (lower end) over that of a blind guess.
 
@@ -261,7 +281,7 @@ def _min_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     return _by_ratio(asked, asked.smallest)
 
 
-@_rule("Exposed examples", "{value} %", baseline=_BLIND_ERROR)
+@_fisher_rule("Exposed examples", "{value} %", baseline=_BLIND_ERROR)
 def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose least error (lower end) is under a blind guess's.
 
@@ -270,7 +290,9 @@ def _max_share_exposed(asked: RuleCheck) -> Iterable[Verdict]:
     return _by_ratio(asked, lambda ratios, note: asked.share(ratios < 1, note))
 
 
-@_rule("Least error for one attribute, {subject}{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR)
+@_fisher_rule(
+    "Least error for one attribute, {subject}{who}", "{value} of a blind guess’s error", baseline=_BLIND_ERROR
+)
 def _min_attribute_error_share(asked: RuleCheck) -> Iterable[Verdict]:
     """The least error of an unbiased guess of an attribute (lower end) over that of a blind guess.
 
@@ -378,7 +400,7 @@ def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
     return [found] * (asked.limit or refuted)
 
 
-@_rule("Smallest MSE bound of an unbiased estimate{who}", "{value}")
+@_fisher_rule("Smallest MSE bound of an unbiased estimate{who}", "{value}")
 def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest MSE bound of unbiased attackers, lower end of its interval.
 
@@ -388,7 +410,7 @@ def _min_mse_bound(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.smallest(asked.run.column("mse_bound_low"))]
 
 
-@_rule("Examples with an MSE bound of concern", "{value} %{note}")
+@_fisher_rule("Examples with an MSE bound of concern", "{value} %{note}")
 def _max_share_of_concern(asked: RuleCheck) -> Iterable[Verdict]:
     """The share of the examples whose MSE bound (lower end) is under mse_bound_of_concern."""
     bound = asked.policy.mse_bound_of_concern
@@ -413,14 +435,18 @@ def _max_worsening(asked: RuleCheck) -> Iterable[Verdict]:
         remedies = "save both with the same ids, after enough measured steps", "compare like runs, or "
         return [asked.unknown(few, *remedies)]
     verdicts, who = [], {True: moved[:0], False: moved}
+    jumps = jumps_of(asked.run.about) or jumps_of(asked.baseline.about)
     for name, more in found.items():
+        if name in EXPOSED and jumps:
+            verdicts.append(replace(asked.not_smooth(jumps), subject=name))
+            continue
         missing = asked.unknown(f"the earlier run tells {name}, and this one does not at the same settings")
         told = asked.verdict(more <= limit, more, who[more <= limit], f"of {compared}", name)
         verdicts.append(told if more == more else replace(missing, subject=name))
     return verdicts
 
 
-@_rule(
+@_fisher_rule(
     "Typical leakage of groups by {subject}",
     "{value} times{note}",
     advice="More noise does not make groups alike: train again with smaller weights for the group that leaks more.",
@@ -518,7 +544,7 @@ def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     return [replace(found, limit=int(asked.limit))]
 
 
-@_rule("Least error of an unbiased estimate of “{subject}”{who}", "± {value}{unit}")
+@_fisher_rule("Least error of an unbiased estimate of “{subject}”{who}", "± {value}{unit}")
 def _min_attribute_error(asked: RuleCheck) -> Iterable[Verdict]:
     """The smallest average error (root mean square) of unbiased guesses of an attribute, lower end of its interval.
 

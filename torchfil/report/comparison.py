@@ -28,7 +28,7 @@ from torchfil.report.summary import class_counts
 from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, UNTOLD
 from torchfil.run.matching import check_alike, clearly_moved, lower_ends, matched, numbers, setting
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.run.unit import Unit
 from torchfil.utils.errors import require
@@ -207,7 +207,9 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
     bounds = numbers(before, "mse_bound"), numbers(after, "mse_bound")
     moves = Moves(np.asarray(before.ids), *bounds, clearly_moved(before, after), newly)
-    notes: list[str] = []
+    models = zip(("first", "second"), map(jumps_of, (before.about, after.about)), strict=True)
+    no_bound = "run’s model is not smooth, so its error bounds are no guarantees"
+    notes = [f"The {which} {no_bound}: {jumps}." for which, jumps in models if jumps]
     return Comparison(
         redacted=redacted,
         smallest=smallest,

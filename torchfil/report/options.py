@@ -40,7 +40,7 @@ from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.baselines import error_ratios, is_told
 from torchfil.run.composed import epsilon_at, rdp_of
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import SavedRun, jumps_of
 
 MARGIN = 1.5  # on σ'
 LARGEST = 5.0  # times σ: as far as it was tried
@@ -100,7 +100,8 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
         return Options(others=[RULES[_AUDITED].advice])
 
     # one with more steps only where fresh draws would leave too many examples untold
-    if sigma and is_told(run).any():
+    no_noise_helps = jumps_of(run.about) and any(RULES[verdict.key].fisher for verdict in broken)
+    if sigma and is_told(run).any() and not no_noise_helps:
         for steps in dict.fromkeys((run.about["mechanism"].get("steps") or None, _enough_steps(run, policy))):
             found += _option(run, policy, verdicts, sigma, steps)
     found.sort(key=lambda each: len(each[2].broken))
@@ -110,7 +111,7 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
         others.append("Individual ε is not predicted: the options leave its rule out.")
 
     ratios, curve = error_ratios(run, policy.blind_error), list[tuple[float, float, bool]]()
-    if sigma and ratios is not None and not np.isnan(ratios).all():
+    if sigma and ratios is not None and not np.isnan(ratios).all() and not jumps_of(run.about):
         noises = np.geomspace(sigma, max([4 * sigma, *(noise for noise, *_ in found)]), 7).tolist()
         curve = [(noise, float(np.nanmin(ratios)) * noise / sigma, noise == sigma) for noise in noises]
     return Options([option for *_, option in found], curve, policy.min_error_share, list(dict.fromkeys(others)))

@@ -15,7 +15,7 @@ from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, value_at
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, jumps_of, value_at
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -24,7 +24,7 @@ _MECHANISM = """unit unit_names row_reduction rows_per_owner
     stream amplification estimator num_probes probe_precision fil_rate rel_error steps_paused loss"""
 PUBLIC = {
     **dict.fromkeys(("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")),
-    "model": ("class", "name", "num_parameters"),
+    "model": ("class", "name", "num_parameters", "not_smooth"),
     "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
     "mechanism": tuple(_MECHANISM.split()),
     "versions": ("torchfil", "torch", "opacus", "python"),
@@ -402,6 +402,11 @@ class Report:
     def is_linear(self) -> bool:
         """Whether the page is about a linear model's release."""
         return bool(self.about("kind") == "linear")
+
+    @property
+    def jumps(self) -> str:
+        """What of the model is not smooth, in words; "": nothing is."""
+        return jumps_of(self.summary.about)
 
     @property
     def runs(self) -> int:

@@ -17,7 +17,7 @@ from torchfil.run import saved_run as saved
 from torchfil.run.stored import StoredArray, StoredColumns
 from torchfil.utils.errors import RunFileError
 
-FORMAT, VERSION = "torchfil-run", 1
+FORMAT, VERSION = "torchfil-run", 2
 KEY = b"torchfil"  # of the facts in the file's metadata
 ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
 _LARGEST_FACTS = 2**22  # bytes

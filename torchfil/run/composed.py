@@ -163,7 +163,9 @@ def _about(runs: Sequence[SavedRun]) -> dict[str, Any]:
     speaks = bool(audits) and (audits[0]["exceeds_claim"] or len(audits) == len(runs))
     epsilon, delta, how = _epsilon(runs)
 
-    about: dict[str, Any] = {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
+    jumps = dict.fromkeys(name for run in runs for name in setting(run, "model.not_smooth") or [])
+    about: dict[str, Any] = {"model": {"not_smooth": list(jumps)}}
+    about |= {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
     about |= {"kind": "linear" * all(each.get("kind") == "linear" for each in abouts), "mechanism": mechanism}
     about |= {"unit_of_inputs": abouts[0].get("unit_of_inputs", ""), "dataset": {"input_range": common}}
     about |= {"epsilon": epsilon, "delta": delta, "accountant": how, "audit": audits[0] if speaks else None}

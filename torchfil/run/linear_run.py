@@ -297,7 +297,11 @@ def _about(
     # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
     return {
         "kind": "linear",
-        "model": {"name": ", ".join(type(each).__name__ for each, _ in releases), "num_parameters": sum(sizes)},
+        "model": {
+            "name": ", ".join(type(each).__name__ for each, _ in releases),
+            "num_parameters": sum(sizes),
+            "not_smooth": [],  # the loss is a smooth function of the linear predictor
+        },
         "dataset": {"num_examples": n, "num_coordinates": coordinates, "data_sha256": digest},
         "mechanism": {
             "sigma": sigma if alone else None,

@@ -29,7 +29,7 @@ from torchfil.utils.errors import require
 from torchfil.utils.text import visible
 
 CHANCE = 3.0  # standard errors
-_EXPOSED = {"all examples together": 1.0, "the 5 % most exposed": 0.05, "the most exposed": 0.0}
+EXPOSED = {"all examples together": 1.0, "the 5 % most exposed": 0.05, "the most exposed": 0.0}
 _SAME = 1e-9  # relative difference up to which closed forms are the same
 
 
@@ -132,7 +132,7 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
         return {}, np.arange(0), 0
     errors = _errors(one), _errors(other)
     fil = numbers(one, "fil"), numbers(other, "fil")
-    found = {name: clearly_more(fil, errors, share) for name, share in _EXPOSED.items()}
+    found = {name: clearly_more(fil, errors, share) for name, share in EXPOSED.items()}
     answered = {question.name: question for question in other.questions}
     for question in one.questions:
         both = [question, answered.get(question.name, question)]

@@ -256,11 +256,12 @@ class SavedRun(ArrowTable):
     report's leakage.csv: :meth:`to_pandas`, :meth:`to_polars`, :meth:`to_arrow`, ``__arrow_c_stream__``.
 
     Attributes:
-        about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
-            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.run.linear_run`); merged
-            for the mean over several runs; metrics, by name {value, on}: what the model is good for, and on what;
-            noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights; audit, what
-            canaries showed beside the claimed ε (``engine.audit(delta=…).as_dict()``), None without canaries.
+        about: JSON values: title, model (with not_smooth: the layers or calls whose derivative jumps), dataset,
+            mechanism, epsilon, delta, accountant, versions, probe_seed, created, exact; kind "linear" and linear for a
+            linear model's release (:mod:`torchfil.run.linear_run`); merged for the mean over several runs; metrics, by
+            name {value, on}: what the model is good for, and on what; noise_choice where pilots chose σ, equalised
+            where torchfil.equalise chose the clip weights; audit, what canaries showed beside the claimed ε
+            (``engine.audit(delta=…).as_dict()``), None without canaries.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
             squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
@@ -545,7 +546,9 @@ _Rate = msgspec.defstruct("_Rate", [("fpr", _Share), ("tpr", _Share), ("bound", 
 _AUDIT: Any = dict.fromkeys(("epsilon", "claimed", "ceiling", "num_canaries"), _Positive)
 _AUDIT |= dict.fromkeys(("delta", "confidence", "p_value"), _Share) | {"kind": str, "exceeds_claim": bool}
 _AUDIT |= {"by_method": dict[str, _Positive], "rates": list[_Rate]}  # type: ignore[valid-type]
-_About: Any = msgspec.defstruct("_About", [("audit", msgspec.defstruct("_Audit", _AUDIT.items()) | None, None)])
+_Model: Any = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
+_Audit: Any = msgspec.defstruct("_Audit", _AUDIT.items())
+_About: Any = msgspec.defstruct("_About", [("audit", _Audit | None, None), ("model", _Model | None, None)])
 
 
 def value_at(values: Any, path: str) -> Any:
@@ -558,6 +561,17 @@ def value_at(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
+
+
+def jumps_of(about: Mapping[str, Any]) -> str:
+    """What of a run's model is not smooth, in words; "": nothing is.
+
+    Example:
+        >>> jumps_of({"model": {"not_smooth": ["layer 1 (ReLU)"]}}), jumps_of({"model": {"not_smooth": []}})
+        ('layer 1 (ReLU)', '')
+    """
+    names = value_at(about, "model.not_smooth") or []
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_kinds(about: Mapping[str, Any]) -> None:

@@ -210,7 +210,11 @@ def _about(
     versions = {"torchfil": __version__, "torch": str(torch.__version__), "opacus": metadata.version("opacus")}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
-        "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
+        "model": {
+            "name": type(module).__name__,
+            "num_parameters": sum(p.numel() for p in module.parameters()),
+            "not_smooth": training.run.not_smooth,
+        },
         "dataset": {
             "num_examples": leakage.ids.num_examples,
             # the length of the longest text belongs to one example, so a redacted report must not show it
