@@ -393,7 +393,8 @@ class FILPrivacyEngine(PrivacyEngine):
 
         # the run is only aimed at its target, so it says when it misses it
         self._choice = choice
-        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
+        look = calibration.warn_when_missed(target, lambda: None if self.ledger is None else self.totals)
+        self.call_every(max(1, len(data_loader) // 4), look)
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
@@ -712,7 +713,10 @@ class FILPrivacyEngine(PrivacyEngine):
         self._training.detach()
 
     def refresh_norms(self) -> None:
-        """Compute every example's gradient norm at the current weights, for :meth:`get_individual_epsilon`."""
+        """Compute every example's gradient norm for :meth:`get_individual_epsilon`, at the current weights.
+
+        Dropout is off, as it is for :meth:`plis`.
+        """
         training = self._training
         with training.replica.gathered():
             training.passes.refresh_norms(training.optimizer)

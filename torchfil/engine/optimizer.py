@@ -135,11 +135,12 @@ class FILOptimizer(DPOptimizer):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Call the watchers at the end if a private step was taken inside."""
+        """At the end, if a private step was taken inside, refresh norms and call the watchers."""
         history = self._step.run.history
         before = history.steps
         yield
         if history.steps > before:
+            self._step.end(self)
             for watcher in list(self.watchers):
                 watcher(history.steps)
 

@@ -432,12 +432,16 @@ class Step:
     # ------------------------------------------------------------------ what the optimizer tells and asks
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch, and refresh all norms if that is due."""
+        """Book the released logical batch. Nothing that can fail comes between the noise and the update."""
         self.run.book(optimizer)
+        self.replica.free_weights()
+
+    def end(self, optimizer: FILOptimizer) -> None:
+        """After the update, refresh all norms if that is due (collective then)."""
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
-            self._refresh_norms(optimizer)
-        self.replica.free_weights()
+            with self.replica.gathered():
+                self._refresh_norms(optimizer)
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
         """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
