@@ -48,7 +48,6 @@ from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run, check_options
 from torchfil.engine.watching import TimeShare, Watch, with_bar
-from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
@@ -591,10 +590,7 @@ class FILPrivacyEngine(PrivacyEngine):
         Returns:
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
         """
-        training = self._training
-        # all passes of the step run the same kernels, and draw the same masks; watchers come after them
-        with training.optimizer.watched(), differentiable_twice(), training.optimizer.refuse_on_all_ranks():
-            return training.step.train_step(training.optimizer, inputs, targets)
+        return self._training.step.train_step(self._training.optimizer, inputs, targets)
 
     def call_every(self, steps: int, function: Callable[[int], Any], *, share: float = 1.0) -> Callable[[], None]:
         """Call a function with the number of private steps so far, whenever that is a multiple of ``steps``.
