@@ -555,7 +555,7 @@ class FILPrivacyEngine(PrivacyEngine):
                 ``restore_random_state=False`` leaves torch's own random state alone.
 
         Returns:
-            The rest of the checkpoint, with what ``checkpoint_dict`` held.
+            The rest of the checkpoint, with what ``checkpoint_dict`` held; its tensors are on the CPU.
 
         Raises:
             ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
