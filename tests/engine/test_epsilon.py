@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -17,11 +19,13 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy import stats
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, TensorDataset
+from torch.utils.data import Dataset, RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
-from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, step, train
-from torchfil import FILPrivacyEngine, Private, bounds
+from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, make, network, step, train
+from tests.engine.test_augmentation import flips
+from tests.engine.ways import LOSS, Calling
+from torchfil import PLIS, FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
 from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness
@@ -48,6 +52,26 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
             step(model, optimizer, batch)
         spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
     assert spent[0] == spent[1]
+
+
+def with_layer(layer: nn.Module) -> nn.Module:
+    module = network()
+    module.insert(2, layer)
+    return module
+
+
+class Unreadable(Dataset[Any]):
+    """Rows that may fail to be read."""
+
+    fails, plain = False, data(40)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, row: int) -> Any:
+        if self.fails:
+            raise OSError("gone")
+        return self.plain[row]
 
 
 def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **options: Any) -> Trained:
@@ -167,6 +191,55 @@ class TestOfRuns:
         gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
         want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
         assert torch.allclose(fresh._training.run.history.ratio.double(), want, rtol=1e-5)
+
+    @pytest.mark.parametrize("options", [{}, {"grad_sample_mode": "hooks"}, {"criterion": LOSS}], ids=str)
+    @pytest.mark.parametrize("layer", [nn.Dropout(0.5), Calling(lambda m, h: F.dropout(h, 0.5, m.training))], ids=str)
+    def test_norms_and_plis_are_those_without_dropout(self, layer: nn.Module, options: dict[str, Any]) -> None:
+        """Masks and random states stay those of training."""
+        module, dataset = with_layer(layer), data(40)
+        engine = train(dataset, steps=4, module=module, clip="gelu", norm_refresh=4, **options).engine
+        state = torch.get_rng_state()
+        plis = engine.plis()
+        engine.refresh_norms()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(part.training for part in module.modules())
+        plain = copy.deepcopy(module).eval()
+        gradients = ExampleGradients.build(plain, LOSS, *(t.to(DEVICE) for t in dataset.tensors))
+        want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
+        assert torch.allclose(engine._training.run.history.ratio.double(), want, rtol=1e-5)
+        own = PLIS(plain, LOSS, noise_std=SIGMA * C, max_grad_norm=C, clip="gelu")
+        maps = own.attribute(*(t.to(DEVICE) for t in dataset.tensors))
+        assert torch.allclose(plis, maps, rtol=1e-5, atol=1e-8)
+
+    def test_norms_are_known_of_a_model_that_always_draws(self) -> None:
+        """A flip inside the model is drawn in a refresh, too; without it the norm is one of the other flip."""
+        module, dataset = Calling(flips, network=network()), data(40)
+        engine = train(dataset, steps=2, module=module, clip="gelu", norm_refresh=2, criterion=LOSS).engine
+        x, y = (t.to(DEVICE) for t in dataset.tensors)
+        both = []
+        for inputs in (x, x.flip(-1)):
+            gradients = ExampleGradients.build(module.network, LOSS, inputs, y)
+            both.append(ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C)
+        found = engine._training.run.history.ratio.double()
+        near = [torch.isclose(found, want, rtol=1e-5) for want in both]
+        assert (near[0] | near[1]).all()
+        assert min(int(each.sum()) for each in near) > 5
+
+    @pytest.mark.parametrize("way", ["loop", "train_step"])
+    def test_a_refresh_that_fails_leaves_a_whole_step(self, way: str) -> None:
+        """Weights, ledger and accountant have all taken it, and the next one works."""
+        rows = Unreadable()
+        engine, module, model, optimizer, private = make(rows, norm_refresh=1, criterion=LOSS)
+        batches, before = list(private)[:2], copy.deepcopy(module.state_dict())
+        for steps, (x, y) in enumerate(batches, 1):
+            rows.fails = steps == 1
+            with pytest.raises(OSError, match="gone") if rows.fails else contextlib.nullcontext():
+                if way == "loop":
+                    step(model, optimizer, (x, y))
+                else:
+                    engine.train_step(x.to(DEVICE), y.to(DEVICE))
+            assert engine.ledger.steps == engine.accountant.history[0][2] == steps
+            assert not torch.equal(module[0].weight, before["0.weight"])
 
     def test_rdp_bound_from_the_accountants_history(self) -> None:
         engine = train(data(40), steps=7).engine

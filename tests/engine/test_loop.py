@@ -312,6 +312,29 @@ class TestAccumulation:
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_schedulers_and_hooks_see_every_step(way: str) -> None:
+    """A scheduler over the private optimizer counts its steps, and torch's hooks run around each update."""
+    engine, model, optimizer, batches = start(mlp(), examples(), way, lr=0.8)
+    seen: list[str] = []
+    plain, inner = optimizer.original_optimizer, optimizer.step
+    plain.register_step_pre_hook(lambda *_: seen.append("before"))
+    plain.register_step_post_hook(lambda *_: seen.append("after"))
+    accountant = optimizer.step_hook
+    optimizer.attach_step_hook(lambda stepped: (seen.append("released"), accountant(stepped)))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert optimizer.step is not inner  # by which it counts
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler")
+        for x, y in batches:
+            step(engine, model, optimizer, x, y, way)
+            scheduler.step()
+    assert seen == ["released", "before", "after"] * len(batches)
+    assert plain.param_groups[0]["lr"] == 0.8 * 0.5 ** len(batches)
+    assert engine.ledger is not None
+    assert engine.ledger.steps == len(batches)
+
+
 def test_a_deep_copy_is_a_plain_model() -> None:
     """As torch's averages have it: nothing of the run is copied, and passes over it are none of the run's."""
     module, engine, model, optimizer, batches = begun()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,6 +35,8 @@ from torchfil.engine.run import Run
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.masks import call_and_record_masks
+from torchfil.fisher.models import call_with, with_attributes
 from torchfil.private import Examples, as_call
 from torchfil.utils.errors import UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, preserve_rng
@@ -62,21 +65,23 @@ class DatasetPasses:
         """Compute every example's clipped gradient norm, for individual ε; several ranks share the work."""
         options, limit, ranks = self.run.options, float(optimizer.max_grad_norm), self.run.ranks
         first, apart = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        for rows, gradients in self._batches(range(first, self.run.ids.num_examples, apart)):
-            chunks = PrivateBatch(gradients, options.mechanism(1.0, limit)).chunks(options.max_memory, 4)
-            ratio = torch.cat([jacobian.clipped_norm for _, jacobian in chunks]) / limit
-            self.run.history.set_ratios(torch.tensor(rows), ratio)
+        with self._without_dropout():
+            for rows, gradients in self._batches(range(first, self.run.ids.num_examples, apart)):
+                chunks = PrivateBatch(gradients, options.mechanism(1.0, limit)).chunks(options.max_memory, 4)
+                ratio = torch.cat([jacobian.clipped_norm for _, jacobian in chunks]) / limit
+                self.run.history.set_ratios(torch.tensor(rows), ratio)
 
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
         """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""
         options, limit = self.run.options, float(optimizer.max_grad_norm)
         parts, place = dict[Hashable, list[Tensor]](), dict[int, int]()
-        for found, gradients in self._batches(list(dict.fromkeys(rows))):  # owners come in another order
-            place |= {row: len(place) + k for k, row in enumerate(found)}
-            mechanism = options.mechanism(float(optimizer.noise_multiplier), limit) if private else None
-            slopes = susceptibility(gradients, mechanism, max_memory=options.max_memory).gradient
-            for key, part in gradients.examples.maps(slopes).items():
-                parts.setdefault(key, []).append(part)
+        with self._without_dropout():
+            for found, gradients in self._batches(list(dict.fromkeys(rows))):  # owners come in another order
+                place |= {row: len(place) + k for k, row in enumerate(found)}
+                mechanism = options.mechanism(float(optimizer.noise_multiplier), limit) if private else None
+                slopes = susceptibility(gradients, mechanism, max_memory=options.max_memory).gradient
+                for key, part in gradients.examples.maps(slopes).items():
+                    parts.setdefault(key, []).append(part)
         return {key: _joined(pieces)[[place[row] for row in rows]] for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int]) -> Examples:
@@ -138,7 +143,30 @@ class DatasetPasses:
         for start in range(0, len(rows), _BATCH):
             for part, examples in self._pieces(rows[start : start + _BATCH], together=False):
                 weighted = replace(examples, clip_weights=self.run.weights_of(part))
-                yield part, self.replica.gradients(weighted, self.run.loss_of_examples(loss))
+                yield part, self._with_masks(self.replica.gradients(weighted, self.run.loss_of_examples(loss)))
+
+    @contextlib.contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """Inside, the copy drops nothing (where it makes views, it still does), and no random state moves."""
+        whole, *parts = self.replica.template.modules()
+        views = self.run.options.accounting.views is not None
+        with preserve_rng(), self.replica.random_state_kept(), contextlib.ExitStack() as stack:
+            for module in parts if views else (whole, *parts):
+                stack.enter_context(with_attributes(module, training=False))
+            stack.enter_context(with_attributes(self.replica, key=(self.replica.key, "without dropout")))
+            yield
+
+    def _with_masks(self, gradients: ExampleGradients) -> ExampleGradients:
+        """The same for random numbers that the model draws all the same, for views or inside itself."""
+        args, kwargs, _ = gradients.examples.public
+
+        def run() -> None:
+            with torch.no_grad(), gradients.forward_state():
+                call_with(gradients.model, {**gradients.parameters, **gradients.own_constants()}, args, kwargs)
+
+        masks = call_and_record_masks(run, self.replica.device, expected=False)[1]
+        own = self.replica.masks_by_example(masks, args, kwargs)
+        return replace(gradients, examples=replace(gradients.examples, masks=own)) if masks else gradients
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -48,7 +48,6 @@ from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run, check_options
 from torchfil.engine.watching import TimeShare, Watch, with_bar
-from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
@@ -393,7 +392,8 @@ class FILPrivacyEngine(PrivacyEngine):
 
         # the run is only aimed at its target, so it says when it misses it
         self._choice = choice
-        calibration.warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
+        look = calibration.warn_when_missed(target, lambda: None if self.ledger is None else self.totals)
+        self.call_every(max(1, len(data_loader) // 4), look)
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
@@ -555,7 +555,7 @@ class FILPrivacyEngine(PrivacyEngine):
                 ``restore_random_state=False`` leaves torch's own random state alone.
 
         Returns:
-            The rest of the checkpoint, with what ``checkpoint_dict`` held.
+            The rest of the checkpoint, with what ``checkpoint_dict`` held; its tensors are on the CPU.
 
         Raises:
             ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
@@ -590,10 +590,7 @@ class FILPrivacyEngine(PrivacyEngine):
         Returns:
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
         """
-        training = self._training
-        # all passes of the step run the same kernels, and draw the same masks; watchers come after them
-        with training.optimizer.watched(), differentiable_twice(), training.optimizer.refuse_on_all_ranks():
-            return training.step.train_step(training.optimizer, inputs, targets)
+        return self._training.step.train_step(self._training.optimizer, inputs, targets)
 
     def call_every(self, steps: int, function: Callable[[int], Any], *, share: float = 1.0) -> Callable[[], None]:
         """Call a function with the number of private steps so far, whenever that is a multiple of ``steps``.
@@ -712,7 +709,10 @@ class FILPrivacyEngine(PrivacyEngine):
         self._training.detach()
 
     def refresh_norms(self) -> None:
-        """Compute every example's gradient norm at the current weights, for :meth:`get_individual_epsilon`."""
+        """Compute every example's gradient norm for :meth:`get_individual_epsilon`, at the current weights.
+
+        Dropout is off, as it is for :meth:`plis`.
+        """
         training = self._training
         with training.replica.gathered():
             training.passes.refresh_norms(training.optimizer)

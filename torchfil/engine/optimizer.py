@@ -1,7 +1,7 @@
 """Opacus's optimizer with any clip function; it reports clipping and each release to the engine.
 
-Noise is added only here: ``step()`` is clip and accumulate → noise → scale → update, and :meth:`FILOptimizer.release`
-does the same from given sums.
+Noise is added only here: ``step()`` is clip and accumulate → noise → scale → update. :meth:`FILOptimizer.release` is
+such a step with sums that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class FILOptimizer(DPOptimizer):
         super().__init__(optimizer, **settings)
         self.clip, self.noise, self.initial_noise = clip, noise, self._noise_now()
         self._step, self._ranks, self._names, self._shares = step, ranks, names, shares
+        self._measure: Callable[[], Mapping[str, Tensor] | None] | None = None  # gives the sums of the current step
         self._answered = False  # whether the other ranks know if this one takes the current step
         self.canaries: CanaryScores | None = None
         self.watchers: list[Callable[[int], None]] = []
@@ -102,8 +103,15 @@ class FILOptimizer(DPOptimizer):
         """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
         step = self._step
-        values = step.measure(self, step.finished_calls(self), step.run.loss)
-        for p, summed in zip(self.params, self._by_parameter(None if values is None else values.sums), strict=True):
+        if self._measure is None:
+            values = step.measure(self, step.finished_calls(self), step.run.loss)
+            sums = None if values is None else values.sums
+        else:
+            sums = self._measure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = p.summed_grad = None
+        for p, summed in zip(self.params, self._by_parameter(sums), strict=True):
             if p.summed_grad is not None:
                 summed = p.summed_grad + summed
             elif self._check_skip_next_step(pop_next=False):
@@ -135,11 +143,12 @@ class FILOptimizer(DPOptimizer):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Call the watchers at the end if a private step was taken inside."""
+        """At the end, if a private step was taken inside, refresh norms and call the watchers."""
         history = self._step.run.history
         before = history.steps
         yield
         if history.steps > before:
+            self._step.end(self)
             for watcher in list(self.watchers):
                 watcher(history.steps)
 
@@ -221,19 +230,17 @@ class FILOptimizer(DPOptimizer):
             return [torch.zeros(p.shape, dtype=wide_dtype(p.dtype), device=p.device) for p in self.params]
         return [sums[name].view(p.shape) for name, p in zip(self.parameter_names, self.params, strict=True)]
 
-    def release(self, sums: Mapping[str, Tensor] | None) -> None:
-        """Take a whole step from given sums of clipped gradients by parameter name: noise, scale, update."""
-        for group in self.original_optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-        for p, summed in zip(self.params, self._by_parameter(sums), strict=True):
-            p.summed_grad = summed
-        self.add_noise()
-        self.scale_grad()
-        if self.step_hook is not None:
-            self.step_hook(self)
-        self._step.book(self)
-        self.original_optimizer.step()
+    def release(self, measure: Callable[[], Mapping[str, Tensor] | None]) -> None:
+        """Take a whole step from sums of clipped gradients instead of a loop's backward passes.
+
+        Args:
+            measure: Returns the sums by parameter name; None: of no example. It is called within the step.
+        """
+        self._measure = measure
+        try:
+            self.step()  # as others call it: schedulers replace it to count steps
+        finally:
+            self._measure = None
         for p in self.params:
             p.summed_grad = None
 
@@ -266,11 +273,14 @@ class GradSampleOptimizer(FILOptimizer):
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """As in Opacus."""
-        return [self._get_flat_grad_sample(p) for p in self.params]
+        """As in Opacus; none are needed for a step from given sums."""
+        return [self._get_flat_grad_sample(p) for p in self.params] if self._measure is None else super().grad_samples
 
     def clip_and_accumulate(self) -> None:
         """Clip every example's gradient and add it to ``p.summed_grad``, once the engine has measured and checked."""
+        if self._measure is not None:
+            super().clip_and_accumulate()
+            return
         self.drop_released_sums()
         for p in self.params:
             _check_processed_flag(p.grad_sample)

@@ -128,7 +128,7 @@ class Accounting:
         sketch_rank: Columns of the sketch.
         norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
-            example's own steps count); costs one pass over the data each time.
+            example's own steps count); costs one pass over the data each time, after the update and without dropout.
         seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
         rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:

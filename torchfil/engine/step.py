@@ -94,17 +94,25 @@ class Step:
 
     def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
-        self.replica.gather()
-        self.replica.follow()
-        if self._closed:
-            raise RuntimeError("the engine was detached from the model, so no further step can be taken")
-        if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
-            raise RuntimeError("train_step takes whole draws: leave out accumulation_steps, and multiply batch_size")
-        self.guard.check_optimizer(optimizer.parameter_names)
-        self.run.clear_batch()
-        call, loss = self._call_without_loop(inputs, targets)
-        values = self.measure(optimizer, [call], loss)
-        optimizer.release(None if values is None else values.sums)
+        found: list[StepValues | None] = []
+
+        def measure() -> Mapping[str, Tensor] | None:
+            self.replica.gather()
+            self.replica.follow()
+            if self._closed:
+                raise RuntimeError("the engine was detached from the model, so no further step can be taken")
+            if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
+                whole = "train_step takes whole draws: leave out accumulation_steps, and multiply batch_size"
+                raise RuntimeError(whole)
+            self.run.clear_batch()
+            with differentiable_twice():  # all passes run the same kernels, and draw the same masks
+                call, loss = self._call_without_loop(inputs, targets)
+                values = self.measure(optimizer, [call], loss)
+            found.append(values)
+            return None if values is None else values.sums
+
+        optimizer.release(measure)
+        values = found[0]
         empty = torch.zeros(0, device=self.replica.device)
         losses = empty if values is None or values.losses is None else values.losses
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
@@ -440,12 +448,16 @@ class Step:
     # ------------------------------------------------------------------ what the optimizer tells and asks
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch, and refresh all norms if that is due."""
+        """Book the released logical batch. Nothing that can fail comes between the noise and the update."""
         self.run.book(optimizer)
+        self.replica.free_weights()
+
+    def end(self, optimizer: FILOptimizer) -> None:
+        """After the update, refresh all norms if that is due (collective then)."""
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
-            self._refresh_norms(optimizer)
-        self.replica.free_weights()
+            with self.replica.gathered():
+                self._refresh_norms(optimizer)
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
         """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""

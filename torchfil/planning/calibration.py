@@ -444,28 +444,23 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
     return NoiseChoice(chosen, target, search, tuple(ran))
 
 
-def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[], Leakage], every: int) -> None:
-    """Make the optimizer warn, once, when the estimate so far is already worse than the target.
+def warn_when_missed(target: LeakageTarget, totals: Callable[[], Leakage | None]) -> Callable[[int], None]:
+    """A function of the number of steps that warns, once, when the estimate so far is already worse than the target.
 
     Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
     Args:
-        optimizer: The private optimizer; its step hook is called as before.
         target: The run's target.
-        totals: Returns the leakage so far.
-        every: The number of steps between checks.
+        totals: Returns the leakage so far; None: there is none yet.
     """
-    before, steps, warned = optimizer.step_hook, 0, False
+    warned = False
 
-    def hook(stepped: Any) -> None:
-        nonlocal steps, warned
-        before(stepped)
-        steps += 1
-        if warned or steps % every or steps == 1:  # the hook comes before the step is booked
-            return
-        warned = target.is_missed_by(totals())
-        if warned:
-            what = f"after {steps - 1} steps the run has already missed its target, {target.wanted}"
-            warnings.warn(f"{what}: {target.check(totals()).measured}. Leakage cannot be undone.", stacklevel=2)
+    def look(steps: int) -> None:
+        nonlocal warned
+        so_far = None if warned else totals()
+        if so_far is not None and target.is_missed_by(so_far):
+            warned = True
+            what = f"after {steps} steps the run has already missed its target, {target.wanted}"
+            warnings.warn(f"{what}: {target.check(so_far).measured}. Leakage cannot be undone.", stacklevel=2)
 
-    optimizer.attach_step_hook(hook)
+    return look

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchfil.utils.trees import tensors_of
+
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -69,8 +71,15 @@ def installed_by(extra: str, needs: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
-    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state."""
-    before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
+    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state.
+
+    Tensors are kept in main memory until then: a GPU need not hold two copies.
+    """
+    before: list[tuple[Callable[[Any], Any], Any]] = []
+    for read, set_state in parts:
+        state = read()
+        copies = {id(leaf): leaf.detach().to("cpu", copy=True) for leaf in tensors_of(state)}
+        before.append((set_state, copy.deepcopy(state, copies)))  # deepcopy takes these, and copies the rest
     try:
         yield
     except BaseException:

@@ -464,7 +464,7 @@ class Checkpoints:
             return part_like(leaf, like.get(name, like.get(name.rpartition("[")[0])))
 
         if not is_folder(path):
-            saved = read_file(path, **for_file)
+            saved = read_file(path, **{"map_location": "cpu", **for_file})
             return pytree.tree_map_with_path(lambda place, leaf: keep(pytree.keystr(place), leaf), saved)
         require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
         self._wait_for_saving()

@@ -15,7 +15,6 @@ off by sqrt( Σ_j p_j(1 − p_j) / m ). A plain attribute is the case m = r = 1 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import inspect
@@ -41,7 +40,6 @@ from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases
 from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.fisher.models import with_attributes
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
 from torchfil.run.baselines import level_shares
@@ -96,12 +94,9 @@ def build_saved_run(
     labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
     columns = _columns(training, accountant, leakage, delta, equalised)
 
-    # all of these read the data set, whose augmentation would advance the generators of a continuing run; and PLIS is
-    # that of the weights, without dropout
+    # all of these read the data set, whose augmentation would advance the generators of a continuing run
     shown = words = people = None
-    with preserve_rng(), contextlib.ExitStack() as dropout_off:
-        for module in training.replica.template.modules():
-            dropout_off.enter_context(with_attributes(module, training=False))
+    with preserve_rng():
         if hash_data and passes.dataset is not None and "data" not in kept:
             kept["data"] = data_sha256(passes.dataset)
         about = _about(training, accountant, leakage, delta, kept.get("data"))
