@@ -170,6 +170,22 @@ class Checkpointed(nn.Module):
         return self.last(h)
 
 
+class Shared(nn.Module):
+    """A layer without a rule, one of whose arguments all examples share; it has as many rows as a batch of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        product = "bi,ij,kj->bj"
+        self.layer = Calling(
+            lambda m, x, rows: torch.einsum(product, x, m.mix, rows), mix=nn.Parameter(torch.rand(5, 3))
+        )
+        self.head = nn.Linear(3, 3)
+        self.register_buffer("rows", torch.rand(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x, self.rows)))
+
+
 def beside(base: nn.Linear) -> nn.Module:
     """A trained product of two small layers beside a frozen one."""
     down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)

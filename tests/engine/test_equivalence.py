@@ -160,10 +160,12 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (arch.Recurrent, "texts", "loop"),
     (partial(arch.Recurrent, DPLSTM), "texts", "train_step"),
     (arch.Experts, "rows", "loop", "train_step"),
+    (arch.Shared, "rows", "not sampled", "not sampled, train_step"),
     (by_halves, "rows", "not sampled"),
     (positions, "sequences", "not sampled", "not sampled, train_step"),
     (scaled, "rows", "loop", "hooks", "train_step"),
 ]
+SIZES: dict[Any, int] = {by_halves: 8, arch.Shared: 4}  # of batches
 EACH = [(*model[:2], way) for model in MODELS for way in model[2:]]
 
 
@@ -174,8 +176,9 @@ def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixtur
         pytest.skip("a GPU draws by other operations where no gradient is wanted, and so in this loop's passes")
     options = {"private": EMBEDDING if kind == "texts" else None, "noise_multiplier": SIGMA, "amplification": None}
     torch.manual_seed(0)
-    batch_size = 8 if build is by_halves else 3
-    run = trained(way, build(), DATA[kind](8), steps=1 if "chunks" in way else 2, batch_size=batch_size, **options)
+    run = trained(
+        way, build(), DATA[kind](8), steps=1 if "chunks" in way else 2, batch_size=SIZES.get(build, 3), **options
+    )
     run.plain.around = None  # brute force knows no checkpoints
     assert_true(run)
     mapped = build in (arch.behind, by_halves, arch.Experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.cases import DEVICE, relative_error
 from tests.fisher.recorded_cases import BATCH, Model
 from torchfil import PLIS, fisher
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.recording import plan
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.recording import RecordedJacobian, plan
 from torchfil.fisher.rules import register_rule
 from torchfil.fisher.rules.linear import LinearRule
 
@@ -30,6 +32,11 @@ def reason(model: nn.Module, x: Tensor, y: Tensor, loss: Any = None) -> str | No
     return plan(ExampleGradients.build(*given)).reason
 
 
+def doubles() -> int:
+    """How many tensors of float64 are in memory."""
+    return sum(isinstance(value, Tensor) and value.dtype == torch.float64 for value in gc.get_objects())
+
+
 def two_layers(width: int = 4) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     return {"body": nn.Linear(3, width), "head": nn.Linear(width, 2)}
@@ -40,15 +47,14 @@ def test_a_trial_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(5), nn.Linear(5, 2))
     gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), torch.randn(3, 4), torch.tensor([0, 1, 0]))
 
-    def doubles() -> int:
+    def left() -> tuple[int, int]:
         gc.collect()
-        return sum(isinstance(value, Tensor) and value.dtype == torch.float64 for value in gc.get_objects())
+        return doubles(), sum(isinstance(value, nn.Module) for value in gc.get_objects())
 
-    assert plan(gradients).fits
-    before = doubles()
+    before = left()
     for _ in range(3):
         assert plan(gradients).fits
-    assert doubles() == before
+    assert left() == before
 
 
 def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
@@ -168,3 +174,105 @@ def test_what_one_pass_does_not_serve_is_mapped(case: str) -> None:
     if case == "in halves":
         whole, parts = (PLIS(each, loss).attribute(x, y) for each in (model, model.inner))
         assert relative_error(whole, parts) < 1e-12
+
+
+class Caching(nn.Module):
+    """Keeps a tensor of its first call, of that call's dtype."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where, self.kept = nn.Linear(3, 2), where, None
+        self.by_size: dict[int, Tensor] = {}
+        self.holder = SimpleNamespace(kept=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, size = torch.linspace(0, 1, x.shape[-1], dtype=x.dtype, device=x.device), x.shape[-1]
+        if self.where == "dict":
+            return self.inner(x + self.by_size.setdefault(size, made))
+        holder: Any = self if self.where == "attribute" else self.holder
+        holder.kept = made if holder.kept is None else holder.kept
+        return self.inner(x + holder.kept)
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "object"])
+def test_a_trial_leaves_no_tensor_in_the_model(where: str) -> None:
+    x, y, model = torch.randn(3, 3), torch.tensor([0, 1, 0]), Caching(where)
+    assert reason(model, x, y) is None
+    assert model(x.to(DEVICE)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_trial_without_float64_keeps_nothing_in_it(error: Exception) -> None:
+    """The second trial, in float32, begins when the memory of the first is free again."""
+    calls: list[torch.dtype] = []
+    left: list[int] = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        calls.append(x.dtype)
+        if x.dtype == torch.float64 and calls.count(x.dtype) > 2:
+            raise error
+        if x.dtype == torch.float32:
+            error.__traceback__ = None  # this test holds the error, and so would hold what its frames hold
+            left.append(doubles())
+        return torch.tanh(m.inner(x))
+
+    gc.collect()
+    before = doubles()
+    assert reason(Model(forward, inner=nn.Linear(3, 2)), torch.randn(3, 3), torch.tensor([0, 1, 0])) is None
+    assert left[0] == before
+
+
+def test_a_trial_in_float64_shows_which_arguments_are_shared() -> None:
+    """A layer without a rule is given rows that all examples share, in a later batch as many as it has examples."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.layer(x, m.rows))
+
+    product = "bi,ij,kj->bj"
+    layer = Model(lambda m, x, rows: torch.einsum(product, x, m.mix, rows), mix=nn.Parameter(torch.rand(4, 4)))
+    model = Model(forward, layer=layer, head=nn.Linear(4, 2)).to(DEVICE)
+    model.rows = torch.rand(5, 4, device=DEVICE)
+    x, y = torch.randn(5, 4, device=DEVICE), torch.randint(2, (5,), device=DEVICE)
+    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y)
+    found = plan(gradients)
+    assert found.generic == ("layer (Model)",)
+    recorded = RecordedJacobian(replace(gradients, facts=found.facts), Mechanism.build(**SETTINGS))
+    assert relative_error(recorded.norm, gradients.gradients().norm(dim=1)) < 1e-5
+
+
+def without_float64(patch: pytest.MonkeyPatch) -> None:
+    def double(_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    patch.setattr(ExampleGradients, "double", double)
+
+
+@pytest.mark.parametrize("rule", [LinearRule(), _WrongInner()])
+def test_rounding_is_no_wrong_rule(rule: LinearRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 a trial differs by more than in float32, even if every rule is right."""
+    register_rule(_Doubled, rule, overwrite=True)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (_Doubled(8, 8), nn.LayerNorm(8), nn.GELU())]
+    model = nn.Sequential(nn.Linear(3, 8), *layers, nn.Linear(8, 2)).bfloat16()
+    given = model, torch.randn(BATCH, 3).bfloat16(), torch.randint(2, (BATCH,))
+    assert (reason(*given) is None) == (type(rule) is LinearRule)
+    without_float64(monkeypatch)
+    said = str(reason(*given))
+    assert ("rounding alone can explain" in said) == (type(rule) is LinearRule)
+    assert ("rule is wrong" in said) == (type(rule) is _WrongInner)
+
+
+def test_a_trial_follows_hooks_and_passes_over_what_a_model_remembers(caplog: pytest.LogCaptureFixture) -> None:
+    """The copy that it runs on has the model's hooks, and can be made even if the model keeps a tensor with a graph."""
+    caplog.set_level("INFO", "torchfil")
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.seen = m.inner(x)
+        return torch.tanh(m.seen)
+
+    x, y, model = torch.randn(3, 3), torch.tensor([0, 1, 0]), Model(forward, inner=nn.Linear(3, 2))
+    model(x)
+    assert reason(model, x, y) is None
+    assert "does not run in float64" not in caplog.text
+    model.inner.register_forward_hook(lambda _module, _inputs, output: output - output.mean(dim=0))
+    assert reason(model, x, y) is not None

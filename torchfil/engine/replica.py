@@ -25,6 +25,7 @@ from torchfil.engine.rows import OwnedRows
 from torchfil.fisher import models
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
+from torchfil.fisher.rules.parameters import share_roles
 from torchfil.fisher.rules.recurrent import run_recurrent
 from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.private import Examples, Layout, Private, check_finite, embeddings_to_protect, num_examples
@@ -68,6 +69,7 @@ class Replica:
         self.batch_first = batch_first
         self.live = module = module if batch_first else models.with_examples_first(module)
         self.template = models.copy_without_weights(module)
+        share_roles(module, self.template)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
         self.changes = self.opaque_changes = self._changed_integers = 0

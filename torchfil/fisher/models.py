@@ -83,10 +83,11 @@ def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[s
     return trainable, constant | {k: v.detach() for k, v in module.named_buffers()}
 
 
-def copy_without_weights(module: nn.Module) -> nn.Module:
+def copy_without_weights(module: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     """A copy of the module's structure on the meta device, free of memory and of all hooks.
 
-    Functions that were set on a module, and hold the module or a method of it, hold the copy's instead.
+    Functions that were set on a module, and hold the module or a method of it, hold the copy's instead. With
+    ``keep_hooks`` it has the module's hooks, and detached copies of tensors that the module kept from its passes.
     """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     memo: dict[int, Any] = {}
@@ -94,7 +95,10 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         empty = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     for part in module.modules():
-        memo |= {id(getattr(part, name)): OrderedDict() for name in hooks}
+        memo |= {id(own := getattr(part, name)): own.copy() if keep_hooks else OrderedDict() for name in hooks}
+        if keep_hooks:
+            kept = [value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf]
+            memo |= {id(value): value.detach() for value in kept}
         memo[id(part.__dict__.get("autograd_grad_sample_hooks"))] = []
         memo[id(part.__dict__.get("activations"))] = []
     memo.pop(id(None), None)

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchfil.fisher import models
 from torchfil.fisher.gradients import ExampleGradients, ModelFacts, flatten
+from torchfil.fisher.recording.graphs import release_memory
 from torchfil.fisher.recording.jacobian import Cotangents, cut, term_of, weighted_sum
 from torchfil.fisher.recording.record import Recording, learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
-from torchfil.fisher.rules.parameters import GenericRule, ParameterRule
+from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, share_roles
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,11 @@ _MOST_NAMES = 4
 _FAR_ENOUGH = 0.1  # of a parameter's size
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+_ROUNDING = 1e-2  # a tolerance that rounding in bfloat16 and float16 keeps
+_ROUNDED = (
+    "the trial did not run in float64, and in the model's own bfloat16 or float16 rounding alone can explain what it "
+    "found: weights in float32, or more memory at the first step, show whether the recorded pass fits"
+)
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,21 @@ def plan(gradients: ExampleGradients) -> Plan:
     """
     if gradients.dtype != torch.float64:
         try:
-            with _in_double(gradients) as doubled:
-                return _tried(doubled, gradients.dtype)
+            return _tried_in_double(gradients)
         except Exception as error:  # a kernel without float64, or too little memory: use the model's own dtype
             logger.info("the trial does not run in float64: %s", error)
+        release_memory()  # only here is the error gone, whose traceback held the float64 copy
     try:
         return _tried(gradients, gradients.dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # mapping over examples may still work, or will report the error
         return Plan(str(error) or type(error).__name__, 0, facts=gradients.facts)
+
+
+def _tried_in_double(gradients: ExampleGradients) -> Plan:
+    with _in_double(gradients) as doubled:
+        return _tried(doubled, gradients.dtype)
 
 
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
@@ -128,7 +140,10 @@ class _Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], its calls and the bytes it held."""
+    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], its calls and the bytes it held.
+
+    ``narrow`` says whether it computed with fewer digits than float32 has.
+    """
 
     squares: Tensor
     slopes: Tensor
@@ -136,6 +151,7 @@ class _Recorded:
     summed: Tensor
     calls: tuple[Call, ...]
     held: int
+    narrow: bool
 
 
 def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], bool]) -> list[int]:
@@ -175,7 +191,17 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
 
 def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> tuple[str | None, list[str]]:
     """What the recorded pass and plain backward passes disagree on (None: nothing), and the parameters it misses."""
-    tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
+    found = _apart(part, recorded, plain, _TOLERANCE.get(plain.gradients.dtype, 1e-3))
+    if found[0] is None or not recorded.narrow:
+        return found
+    beyond_rounding = _apart(part, recorded, plain, _ROUNDING)
+    return (_ROUNDED, []) if beyond_rounding[0] is None else beyond_rounding
+
+
+def _apart(
+    part: ExampleGradients, recorded: _Recorded, plain: _Plain, tolerance: float
+) -> tuple[str | None, list[str]]:
+    """:func:`_difference`, by more than this tolerance."""
     squares, summed = plain.gradients.square().sum(dim=1), plain.gradients.sum(dim=0)
     if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
         apart = part.unflatten(recorded.summed - summed)
@@ -214,7 +240,7 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
         sums = weighted_sum(recording, torch.ones(len(part), dtype=part.dtype, device=part.device))
 
     summed = flatten({name: sums.get(name, torch.zeros_like(value)) for name, value in part.parameters.items()})
-    return _Recorded(square.total, slopes, products, summed, recording.calls, held.total)
+    return _Recorded(square.total, slopes, products, summed, recording.calls, held.total, recording.narrow)
 
 
 class _Held:
@@ -277,13 +303,17 @@ class _CastsToDouble(TorchFunctionMode):
 def _in_double(gradients: ExampleGradients) -> Iterator[ExampleGradients]:
     """The same examples and weights in float64, whatever casts the model contains: rounding errors are not compared.
 
-    Changes that the model makes to its buffers are copied to the original buffers.
+    The model is a throw-away copy: a module may keep a tensor of its first call. Changes that it makes to its buffers
+    are copied to the original buffers.
     """
-    doubled = gradients.double()
+    model = models.copy_without_weights(gradients.model, keep_hooks=True)
+    share_roles(gradients.model, model)
+    doubled = replace(gradients.double(), model=model)
     try:
         with _CastsToDouble():
             yield doubled
     finally:
+        gradients.facts.layers.pop(model, None)
         for name, value in gradients.constants.items():
             copy = doubled.constants[name]
             if copy is not value and copy._version > 0:

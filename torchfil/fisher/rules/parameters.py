@@ -26,6 +26,12 @@ from torchfil.fisher.rules.normalisation import group_norm, layer_norm
 _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 
 
+def share_roles(model: nn.Module, copied: nn.Module) -> None:
+    """Whatever calls of a copy's modules show about their arguments holds for the model's modules as well."""
+    for own, other in zip(model.modules(), copied.modules(), strict=True):
+        _roles[other] = _roles.setdefault(own, {})
+
+
 class GenericRule(LayerRule):
     """Any module: its own vector-Jacobian product, example by example (vmapped).
 
