@@ -267,10 +267,10 @@ class Step:
             guard.add(guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed))
         elif from_loop:
             guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
-            guard.add(guard.compare_losses(call, row_loss, values.losses, part))
+            guard.add(guard.compare_losses(call, row_loss, gradients, values.losses, part))
         else:
             guard.raise_if_any()
-            guard.check_live_model(call, row_loss, values.losses, part, now=mapped)
+            guard.check_live_model(call, row_loss, gradients, values.losses, part, now=mapped)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses)
         if not from_loop and self.replica.written and piece.is_first:
