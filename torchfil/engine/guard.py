@@ -70,7 +70,7 @@ OTHER_OWN_LOSS = (
     f"Leave criterion= out, and give every term a weight that is not 0 from the start. {_NOT_TAKEN}"
 )
 _MIXED = (
-    "the model's own loss mixes the examples of a batch: its gradient is no weighted sum of those on its examples alone. "
+    "the model's own loss mixes the examples of a batch: its gradient is no weighted sum of those of its examples. "
     "Contrastive losses, such as CLIP's and SigLIP's, compare each example with the others, so no part belongs to one. "
     "Train with a loss of one example: let the model return what it is made from, and pass criterion= to make_private. "
     f"{_NOT_TAKEN}"
