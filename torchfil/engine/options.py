@@ -396,9 +396,7 @@ def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_l
     if made and not isinstance(data_loader, DataLoader):
         got = f"Got {type(data_loader).__name__}"
         if isinstance(data_loader, IterableDataset) or not hasattr(type(data_loader), "__getitem__"):
-            plain = (
-                "Pass the plain DataLoader(dataset, batch_size=64), from before a library (Fabric, WebDataset) wraps it"
-            )
+            plain = "Pass the plain DataLoader(dataset, batch_size=64), before Fabric or WebDataset wraps it"
             raise TypeError(f"data_loader must be torch's own DataLoader. {got}. {plain}.")
         wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. {got}."
         raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
