@@ -104,9 +104,7 @@ class WebLoader(IterableDataset[Any]):
 
 @pytest.mark.parametrize("given", [_FabricDataLoader(loader(data(24))), WebLoader(), map(tuple, ())])
 def test_a_loader_that_a_library_wraps_is_no_loader(given: Any) -> None:
-    remedy = (
-        r"Got (.*)\. Pass the plain DataLoader\(dataset, batch_size=64\), before Fabric or WebDataset wraps it"
-    )
+    remedy = r"Got (.*)\. Pass the plain DataLoader\(dataset, batch_size=64\), before Fabric or WebDataset wraps it"
     with pytest.raises(TypeError, match=f"^data_loader must be torch's own DataLoader. {remedy}") as no:
         private("make_private", given)
     assert type(given).__name__ in str(no.value)

@@ -347,3 +347,38 @@ def test_a_models_own_loss_that_weights_examples_is_told_and_trained_without_wei
     assert sum("own loss on this batch" in str(warning.message) for warning in told) == 1
     even = by_itself(*own(lambda self, x, o, y: F.cross_entropy(o, y) + self.inner[:2](x).square().sum(1).mean()), way)
     assert relative_error(engine.totals.get_trace().value, even.totals.get_trace().value) < 1e-9
+
+
+class Both(Own):
+    """(loss, logits) with labels, (logits,) without, as Hugging Face's models return tuples."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out = super().forward(x, labels)
+        return (out.logits,) if out.loss is None else (out.loss, out.logits)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("mode", ["ghost", "auto"])
+def test_a_criterion_of_one_output_of_several(mode: str, labelled: bool) -> None:
+    """Opacus's tutorial on BERT: ``criterion(outputs[1], batch[3])``, where the model also computes its loss."""
+
+    def run(module: Any, call: Any) -> tuple[FILPrivacyEngine, nn.Module]:
+        options = {"grad_sample_mode": mode, "lr": 0.3, "noise_generator": torch.Generator(DEVICE).manual_seed(5)}
+        engine, model, optimizer, *more = start(module, (X, X, X, Y), seed=3, criterion=LOSS, **options)
+        for batch in more[-1]:
+            x, *_, y = [leaf.to(DEVICE) for leaf in batch]
+            optimizer.zero_grad()
+            (more[0] if mode == "ghost" else LOSS)(call(model, x, y), y).backward()
+            optimizer.step()
+        return engine, getattr(module, "inner", module)
+
+    both = Both(lambda _self, _x, logits, labels: F.cross_entropy(logits, labels))
+    ours = run(both, lambda model, x, y: model(x, labels=y)[1] if labelled else model(x)[0])
+    assert_same_run(ours, run(network(), lambda model, x, _: model(x)), 1e-9)
+
+
+def test_a_criterion_that_does_not_take_the_outputs_says_what_they_are() -> None:
+    """The loop adds two of them up."""
+    parts = start(copy.deepcopy(TWO_HEADS), (X, Y), "auto", criterion=LOSS)
+    with pytest.raises(LossMismatchError, match="Outputs are the model's, here a tuple; targets are the batch's last"):
+        trained(*parts, loss=lambda outputs, y: LOSS(outputs[0] + outputs[1], y))
