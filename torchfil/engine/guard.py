@@ -119,7 +119,7 @@ class Guard:
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._before: dict[str, Tensor] = {}  # some numbers of each weight when the current look began
         self._next_look, self._end_of_look, self._largest = 0, 0, torch.zeros(())  # and its largest gradients
-        self._warned: set[str] = set()  # the beginnings of warnings that appear only once
+        self._warned: set[str] = set()  # warnings appear only once
         self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
         self._reading: list[tuple[list[Flag], Callable[[], Tensor]]] = []
         self._late: list[Flag] = []  # read at the next step, because a GPU is still computing
@@ -161,8 +161,8 @@ class Guard:
         self._late = late  # of a step that is not refused
 
     def _warn_once(self, text: str) -> None:
-        if text[:20] not in self._warned:  # the rest may have numbers
-            self._warned.add(text[:20])
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
     def _tolerance(self, values: Tensor, call: ForwardPass) -> float:
@@ -362,7 +362,7 @@ class Guard:
     def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
         function = loss.function
-        if WEIGHTED_BY_TOKENS[:20] in self._warned or not (isinstance(function, TokenMean) and function.mean):
+        if WEIGHTED_BY_TOKENS in self._warned or not (isinstance(function, TokenMean) and function.mean):
             return None
         weights = loss.weightings(targets)[-1]
         if not isinstance(weights, Tensor):
@@ -420,7 +420,7 @@ class Guard:
                 theirs = theirs if part is None else part.over_rows(theirs, self.options.accounting.row_reduction)
         distance = _distance(ours, theirs)
 
-        def error() -> Exception:
+        def error() -> Exception | None:
             apart, size = distance.tolist()
             if not math.isfinite(apart + size):
                 finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
@@ -430,6 +430,8 @@ class Guard:
                 looks = self._uneven & (self._uneven - 1) == 0
                 if looks and _share_mixed(call, loss, gradients) > self._tolerance(theirs, call):
                     return LossMismatchError(_MIXED)
+                if self._uneven > 1:  # other numbers of the same
+                    return None
                 return UserWarning(
                     f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
                     "the model weights examples by others of the batch. Training and accounting use its loss on each "
