@@ -11,6 +11,7 @@ import pytest
 import torch
 from opacus.validators import errors
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from tests.engine.loops import data, loader, make, network, step, train
 from tests.test_cli import call, refused, run_file
@@ -79,6 +80,35 @@ def test_arrays_are_no_loader(given: Any) -> None:
     for called, options in methods.items():
         with pytest.raises(TypeError, match=f"^{sentence} Got {type(given).__name__}"):
             private(called, given, **options)
+
+
+class _FabricDataLoader:
+    """As Fabric's, which holds the loader and its attributes, and is none."""
+
+    def __init__(self, dataloader: Any) -> None:
+        self.__dict__.update(vars(dataloader))
+        self._dataloader = dataloader
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Any:
+        return iter(self._dataloader)
+
+
+class WebLoader(IterableDataset[Any]):
+    """As WebDataset's, which is a data set."""
+
+    def __iter__(self) -> Any: ...
+
+
+@pytest.mark.parametrize("given", [_FabricDataLoader(loader(data(24))), WebLoader(), map(tuple, ())])
+def test_a_loader_that_a_library_wraps_is_no_loader(given: Any) -> None:
+    remedy = r"Got (.*)\. Pass the plain DataLoader\(dataset, batch_size=64\), before Fabric or WebDataset wraps it"
+    with pytest.raises(TypeError, match=f"^data_loader must be torch's own DataLoader. {remedy}") as no:
+        private("make_private", given)
+    assert type(given).__name__ in str(no.value)
+    assert "TensorDataset" not in str(no.value)
 
 
 def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:

@@ -344,3 +344,84 @@ def test_a_term_that_is_added_during_training_is_refused(way: str, monkeypatch: 
 def test_a_criterion_without_the_models_term_is_refused() -> None:
     with pytest.raises(LossMismatchError, match="another term"):
         by_itself(*with_term("weights", criterion=lambda outputs, y: F.cross_entropy(outputs.logits, y))[1])
+
+
+def pairs(self: Any, x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """SigLIP's: each row's view against every row's label."""
+    views = nn.functional.normalize(logits, dim=-1) @ nn.functional.normalize(F.one_hot(labels, 3).to(x), dim=-1).mT
+    return -F.logsigmoid((4 * views - 1) * (2 * torch.eye(len(x)).to(x) - 1)).sum(dim=-1).mean()
+
+
+class LossAlone(Own):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return Output(torch.zeros(len(x), 1), super().forward(x, labels).loss)
+
+
+@pytest.mark.parametrize("kind", [Own, LossAlone])
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
+def test_a_models_own_loss_that_mixes_examples_is_refused(way: str, kind: Any) -> None:
+    module = kind(pairs)
+    before = [value.clone() for value in module.parameters()]
+    engine, *parts = start(module, ROWS, "hooks" if way == "hooks" else "auto", batch=8, criterion=None, lr=0.3)
+    with pytest.raises(LossMismatchError, match="own loss mixes the examples of a batch.*CLIP.*criterion="):
+        by_itself(engine, *parts, way)
+    assert engine.ledger is None
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+
+
+def uneven(self: Any, x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean with a weight for each example, and a term that does not go through the logits."""
+    weights = x[:, 0].exp()
+    losses = F.cross_entropy(logits, labels, reduction="none") + self.inner[:2](x).square().sum(dim=1)
+    return (weights * losses).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_a_models_own_loss_that_weights_examples_is_told_and_trained_without_weights(way: str, drops: bool) -> None:
+    def own(kind: Any) -> Any:
+        module = Own(kind)
+        module.inner.insert(2, nn.Dropout(0.5 if drops else 0.0))
+        torch.manual_seed(3)  # of the masks
+        return start(module, ROWS, "auto", batch=8, criterion=None, estimator="exact", amplification="none")
+
+    with pytest.warns(UserWarning, match="the model weights examples by others of the batch") as told:
+        engine = by_itself(*own(uneven), way)
+    assert sum("own loss on this batch" in str(warning.message) for warning in told) == 1
+    even = by_itself(*own(lambda self, x, o, y: F.cross_entropy(o, y) + self.inner[:2](x).square().sum(1).mean()), way)
+    assert relative_error(engine.totals.get_trace().value, even.totals.get_trace().value) < 1e-9
+
+
+class Both(Own):
+    """(loss, logits) with labels, (logits,) without, as Hugging Face's models return tuples."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out = super().forward(x, labels)
+        return (out.logits,) if out.loss is None else (out.loss, out.logits)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("mode", ["ghost", "auto"])
+def test_a_criterion_of_one_output_of_several(mode: str, labelled: bool) -> None:
+    """Opacus's tutorial on BERT: ``criterion(outputs[1], batch[3])``, where the model also computes its loss."""
+
+    def run(module: Any, call: Any) -> tuple[FILPrivacyEngine, nn.Module]:
+        options = {"grad_sample_mode": mode, "lr": 0.3, "noise_generator": torch.Generator(DEVICE).manual_seed(5)}
+        engine, model, optimizer, *more = start(module, (X, X, X, Y), seed=3, criterion=LOSS, **options)
+        for batch in more[-1]:
+            x, *_, y = [leaf.to(DEVICE) for leaf in batch]
+            optimizer.zero_grad()
+            (more[0] if mode == "ghost" else LOSS)(call(model, x, y), y).backward()
+            optimizer.step()
+        return engine, getattr(module, "inner", module)
+
+    both = Both(lambda _self, _x, logits, labels: F.cross_entropy(logits, labels))
+    ours = run(both, lambda model, x, y: model(x, labels=y)[1] if labelled else model(x)[0])
+    assert_same_run(ours, run(network(), lambda model, x, _: model(x)), 1e-9)
+
+
+def test_a_criterion_that_does_not_take_the_outputs_says_what_they_are() -> None:
+    """The loop adds two of them up."""
+    parts = start(copy.deepcopy(TWO_HEADS), (X, Y), "auto", criterion=LOSS)
+    with pytest.raises(LossMismatchError, match="Outputs are the model's, here a tuple; targets are the batch's last"):
+        trained(*parts, loss=lambda outputs, y: LOSS(outputs[0] + outputs[1], y))

@@ -163,6 +163,22 @@ def test_weights_that_do_not_move_are_named_once(mode: str) -> None:
     assert not warned(adapted(), grad_sample_mode=mode)  # the first factor has no gradient at first
 
 
+def test_others_that_do_not_move_later_are_named_as_well() -> None:
+    """Each set once, however often it is looked at."""
+    module = network()
+    groups = [{"params": module[0].parameters(), "lr": 0.0}, {"params": module[2].parameters(), "lr": 0.1}]
+    given = module, torch.optim.SGD(groups), loader(data(40))
+    model, optimizer, private = FILPrivacyEngine().make_private(*given, noise_multiplier=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, batch in enumerate(batch for _ in range(14) for batch in private):
+            if number == 30:
+                optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.1, 0.0
+            step(model, optimizer, batch)
+    told = [str(each.message) for each in caught if "Weights did not move" in str(each.message)]
+    assert [text[text.rindex("(") :] for text in told] == ["(0.weight, 0.bias)", "(2.weight, 2.bias)"]
+
+
 def test_updates_that_round_to_nothing_are_named() -> None:
     """bfloat16 has 8 bits: a weight near 1 that is to change by a millionth stays as it is."""
     module = network().to(torch.bfloat16)

@@ -264,7 +264,7 @@ def _examined(
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guard.check_live_model(forward, loss, values.losses, now=not plan.fits)
+        guard.check_live_model(forward, loss, gradients, values.losses, now=not plan.fits)
 
     def plain_pass() -> None:
         trainable = [value for value in replica.live.parameters() if value.requires_grad]

@@ -18,6 +18,7 @@ from itertools import compress, product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchfil.engine import losses
@@ -27,9 +28,9 @@ from torchfil.engine.losses import NO_TARGETS, WEIGHTED_BY_TOKENS, IdentifiedLos
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.rows import OwnedRows
-from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice, flatten
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.models import REDUCED, autocast_as
+from torchfil.fisher.models import REDUCED, autocast_as, call_with
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call, check_finite
 from torchfil.smoothness import non_smooth_layers, non_smooth_operators
@@ -67,6 +68,12 @@ _WEIGHTED_BY_OPACUS = (
 OTHER_OWN_LOSS = (
     "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss). "
     f"Leave criterion= out, and give every term a weight that is not 0 from the start. {_NOT_TAKEN}"
+)
+_MIXED = (
+    "the model's own loss mixes the examples of a batch: its gradient is no weighted sum of those of its examples. "
+    "Contrastive losses, such as CLIP's and SigLIP's, compare each example with the others, so no part belongs to one. "
+    "Train with a loss of one example: let the model return what it is made from, and pass criterion= to make_private. "
+    f"{_NOT_TAKEN}"
 )
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
@@ -108,10 +115,11 @@ class Guard:
         self.replica, self.options, self.tracker = replica, options, tracker
         self.until_look = 0
         self._looks = self._until_rows = self._row_looks = self._opaque_changes = 0
+        self._uneven = 0  # how often the model's own loss was not the mean over its examples
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
         self._before: dict[str, Tensor] = {}  # some numbers of each weight when the current look began
         self._next_look, self._end_of_look, self._largest = 0, 0, torch.zeros(())  # and its largest gradients
-        self._warned: set[str] = set()  # the beginnings of warnings that appear only once
+        self._warned: set[str] = set()  # warnings appear only once
         self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
         self._reading: list[tuple[list[Flag], Callable[[], Tensor]]] = []
         self._late: list[Flag] = []  # read at the next step, because a GPU is still computing
@@ -153,8 +161,8 @@ class Guard:
         self._late = late  # of a step that is not refused
 
     def _warn_once(self, text: str) -> None:
-        if text[:20] not in self._warned:  # the rest may have numbers
-            self._warned.add(text[:20])
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
     def _tolerance(self, values: Tensor, call: ForwardPass) -> float:
@@ -360,7 +368,7 @@ class Guard:
     def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
         function = loss.function
-        if WEIGHTED_BY_TOKENS[:20] in self._warned or not (isinstance(function, TokenMean) and function.mean):
+        if WEIGHTED_BY_TOKENS in self._warned or not (isinstance(function, TokenMean) and function.mean):
             return None
         weights = loss.weightings(targets)[-1]
         if not isinstance(weights, Tensor):
@@ -395,11 +403,19 @@ class Guard:
 
         return Flag(~(differences[0] <= tolerance), error)
 
-    def compare_losses(self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None) -> Flag:
+    def compare_losses(
+        self,
+        call: ForwardPass,
+        loss: IdentifiedLoss,
+        gradients: ExampleGradients,
+        ours: Tensor,
+        part: OwnedRows | None = None,
+    ) -> Flag:
         """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the whole batch?
 
-        The model's own loss is one number for a batch: it is compared with the mean over the examples, and if it
-        differs, this is a warning.
+        The model's own loss is one number for a batch: it is compared with the mean over the examples. If it differs,
+        this is a warning, and now and then (the first time, the second, the fourth, …) an error if it weights no
+        examples, but mixes them.
         """
         with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
             if loss.is_models_own:
@@ -410,16 +426,22 @@ class Guard:
                 theirs = theirs if part is None else part.over_rows(theirs, self.options.accounting.row_reduction)
         distance = _distance(ours, theirs)
 
-        def error() -> Exception:
+        def error() -> Exception | None:
             apart, size = distance.tolist()
             if not math.isfinite(apart + size):
                 finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
                 return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
             if loss.is_models_own:
+                self._uneven += 1
+                looks = self._uneven & (self._uneven - 1) == 0
+                if looks and _share_mixed(call, loss, gradients) > self._tolerance(theirs, call):
+                    return LossMismatchError(_MIXED)
+                if self._uneven > 1:  # other numbers of the same
+                    return None
                 return UserWarning(
                     f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
-                    "the model weights examples by others of the batch, or mixes them. Training and accounting use its "
-                    "loss on each example alone, with equal weights."
+                    "the model weights examples by others of the batch. Training and accounting use its loss on each "
+                    "example alone, with equal weights."
                 )
             return RuntimeError(
                 f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest "
@@ -465,14 +487,22 @@ class Guard:
         (self._late if late else self._pending).append(Flag(~total.isfinite() | (total == 0), error))
 
     def check_live_model(
-        self, call: ForwardPass, loss: IdentifiedLoss, ours: Tensor, part: OwnedRows | None = None, *, now: bool
+        self,
+        call: ForwardPass,
+        loss: IdentifiedLoss,
+        gradients: ExampleGradients,
+        ours: Tensor,
+        part: OwnedRows | None = None,
+        *,
+        now: bool,
     ) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
         Raises:
             RuntimeError: They differ: the model mixes examples, or something outside the modules' forward methods
                 changes the output.
-            LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
+            LossMismatchError: The criterion's value on the batch is neither their mean nor their sum, or the model's
+                own mixes the examples.
         """
         if self._opaque_changes != self.replica.opaque_changes:
             self._opaque_changes, self.until_look = self.replica.opaque_changes, 0
@@ -486,13 +516,40 @@ class Guard:
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
-        self.add(self.compare_losses(call, loss, ours, part))
+        self.add(self.compare_losses(call, loss, gradients, ours, part))
         self.raise_if_any()
         if not loss.is_models_own and losses.check_equal_weights(loss, call.outputs, self.targets(call)):
             self._warn_once(WEIGHTED_BY_TOKENS)
         if due:  # the loss of a model that computes it is identified again at the next one
             self._looks += 1
             self.until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most differences show early
+
+
+def _share_mixed(call: ForwardPass, loss: IdentifiedLoss, gradients: ExampleGradients) -> float:
+    """The share of ∇L, for the model's own loss L on this batch, that no weighting of its examples explains.
+
+    This is min_w ‖∇L − Σ_i w_i g_i‖ / ‖∇L‖, by least squares. Gradients are compared as sums of 64 · batch groups of
+    numbers with random signs.
+    """
+    weights = {name: value.clone().requires_grad_() for name, value in gradients.parameters.items()}
+    with torch.enable_grad(), replayed_masks(call.masks), gradients.backward_state():
+        with gradients.forward_state():
+            own = {**weights, **gradients.own_constants()}
+            value = loss(call_with(gradients.model, own, call.args, call.kwargs), None)
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        of_batch = flatten(dict(enumerate(torch.autograd.grad(value, list(weights.values()), **options))))
+    count, size = len(gradients), gradients.num_parameters
+    source = torch.Generator(gradients.device).manual_seed(0)
+    signs = torch.randint(2, (size,), generator=source, device=gradients.device) * 2 - 1
+
+    def short(gradient: Tensor) -> Tensor:
+        return F.pad(gradient * signs, (0, -size % (64 * count))).view(-1, 64 * count).sum(dim=0).double().cpu()
+
+    rows = [replace(gradients, examples=gradients.examples[slice(i, i + 1)]) for i in range(count)]
+    alone = torch.stack([short(row.gradients()[0]) for row in rows], dim=1)  # [64 · batch, batch]
+    whole = short(of_batch)[:, None]
+    rest = whole - alone @ torch.linalg.lstsq(alone, whole, driver="gelsd").solution
+    return float(rest.norm() / whole.norm().clamp(min=1e-300))
 
 
 def _samples(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -173,8 +173,23 @@ def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[T
         found = iter(torch.autograd.grad(total, moving, allow_unused=True, materialize_grads=True))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         fails = f"the criterion ({loss.name}) fails on one example, as criterion(outputs, targets): {error}"
-        raise LossMismatchError(f"{fails}. Targets are the batch's last item, or see batch_to_inputs=.") from error
+        given = f"Outputs are the model's, here a {type(outputs).__name__}; targets are the batch's last item, or see"
+        raise LossMismatchError(f"{fails}. {given} batch_to_inputs=.") from error
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in tensors_of(outputs)]
+
+
+def placed(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Sequence[Tensor]) -> IdentifiedLoss:
+    """The same loss of the only output that a gradient reached, if it does not take all outputs together.
+
+    This is for loops such as ``criterion(outputs[1], y)``.
+    """
+    reached = [k for k, gradient in enumerate(observed) if bool(gradient.any())]
+    if not isinstance(outputs, Tensor) and len(reached) == 1 and loss.place is None:
+        try:
+            output_gradients(loss, outputs, targets)
+        except LossMismatchError:
+            return replace(loss, place=reached[0])
+    return loss
 
 
 def _differentiable(leaf: Tensor) -> Tensor:

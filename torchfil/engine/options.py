@@ -18,7 +18,7 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
@@ -394,7 +394,11 @@ def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_l
     """
     made = called != engine.__name__
     if made and not isinstance(data_loader, DataLoader):
-        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. Got {type(data_loader).__name__}."
+        got = f"Got {type(data_loader).__name__}"
+        if isinstance(data_loader, IterableDataset) or not hasattr(type(data_loader), "__getitem__"):
+            plain = "Pass the plain DataLoader(dataset, batch_size=64), before Fabric or WebDataset wraps it"
+            raise TypeError(f"data_loader must be torch's own DataLoader. {got}. {plain}.")
+        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. {got}."
         raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
     methods = engine.make_private, engine.make_private_with_epsilon, engine.make_private_with_bound
     owners = {each.__name__: each for each in (*methods, Accounting, Execution, engine)}

@@ -21,7 +21,7 @@ from torchfil.engine.executor import Executor, Places, StepValues, Wanted, joine
 from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
-from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError
+from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError, placed
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.rows import OwnedRows
@@ -215,6 +215,8 @@ class Step:
         """The private examples of the calls with masks, and the loss (of a row, if examples have several)."""
         run, guard = self.run, self.guard
         calls = [call for call in calls if call.ids]  # a part of a draw may be empty
+        if loss is not None and calls[0].outputs is not None and not loss.is_models_own:
+            loss = placed(loss, calls[0].outputs, guard.targets(calls[0]), guard.observed(calls[0]))
         if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
             guard.undo_division(calls, loss, self.backward_passes)
         pieces: list[_Piece] = []
@@ -283,10 +285,10 @@ class Step:
             guard.add(guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed))
         elif from_loop:
             guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
-            guard.add(guard.compare_losses(call, row_loss, values.losses, part))
+            guard.add(guard.compare_losses(call, row_loss, gradients, values.losses, part))
         else:
             guard.raise_if_any()
-            guard.check_live_model(call, row_loss, values.losses, part, now=mapped)
+            guard.check_live_model(call, row_loss, gradients, values.losses, part, now=mapped)
         if wanted.summed:
             guard.check_norms(values.norm, values.losses)
         if not from_loop and self.replica.written and piece.is_first:
