@@ -528,13 +528,13 @@ def of_any_row(training: PrivateTraining, **named: Any) -> AttributeTable:
     """
     slots: Any = training.passes.examples([0]).layout.slots
     keys = list(dict.fromkeys(slot.key for slot in slots))
-    shared = {(keys.index(slot.key), j): slot.shared for slot in slots for j in slot.columns}
-    of_row = {column: place for place, column in enumerate(sorted(shared))}
-    table = attribute_table(len(of_row), **named)
+    shared = dict(sorted(((keys.index(slot.key), j), slot.shared) for slot in slots for j in slot.columns))
+    of_row, once = {column: place for place, column in enumerate(shared)}, list(shared.values())
+    table = attribute_table(len(once), **named)
 
     # where each coordinate belongs, and what all rows share
     owns = [(of_row[keys.index(slot.key), j], row) for slot in slots for row in slot.rows for j in slot.columns]
-    names, once = [], [shared[column] for column in sorted(shared)]
+    names = []
     for name, own in zip(table.names, table.columns, strict=True):
         kinds = {once[j] for j in own}
         require(len(kinds) == 1, f"attribute_groups[{name!r}]: rows share some of its levels; share all of them")
