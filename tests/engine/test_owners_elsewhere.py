@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,11 +21,16 @@ from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Run, make, train
 from tests.engine.loops import data, network
 from tests.engine.test_owners import OWNERS, QUESTIONS, SHARED, visits
+from tests.report.pages import table_data, text_of
 from torchfil import FILPrivacyEngine, Private
 from torchfil.accounting.norms import NormHistory
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.gate import gate
+from torchfil.gate.pipelines import sarif
+from torchfil.gate.policy import parse_policy
+from torchfil.integrations.logger import _withheld
 from torchfil.report import load, write_report
+from torchfil.report.card import card_of
 
 NAMES = [f"p{owner}" for owner in OWNERS.tolist()]
 OTHERS = [NAMES[0], NAMES[0], *NAMES[2:]]  # the second row is that of somebody else
@@ -176,21 +185,126 @@ def test_a_saved_run_of_people(options: dict[str, Any], tmp_path: Path) -> None:
     assert gate.check(saved, gate.default_policy(saved))
 
 
-def test_attributes_are_named_by_row(tmp_path: Path) -> None:
-    """Those that a person's rows share have one name, and their errors are those of the ledger."""
-    run = train(
-        made(track=("diagonal",), private=Private(shared={0: SHARED}), unit_names=("patient", "visit")), steps=4
-    )
-    named: dict[str, Any] = {
-        "attribute_names": list("abcde"),
-        "attribute_scales": {"b": ("mg", 2.0), "d": ("years", 3.0)},
+@pytest.fixture(scope="module")
+def by_patient() -> Any:
+    private, names = Private(shared={0: SHARED}), ("patient", "visit")
+    return train(made(track=("diagonal",), private=private, unit_names=names), steps=12).engine
+
+
+NAMED: dict[str, Any] = {
+    "attribute_names": list("abcde"),
+    "attribute_scales": {"b": ("mg", -2.0, 7.0), "d": ("years", 3.0)},
+}
+
+
+def test_an_attribute_of_any_visit_is_that_of_the_closest_one(by_patient: Any, tmp_path: Path) -> None:
+    saved = load(by_patient.save_run(tmp_path / "run.parquet", delta=1e-5, **NAMED))
+    assert saved.attributes.names == ["a", "b, any visit", "c, any visit", "d", "e, any visit"]
+    assert saved.attributes.units == ["", "mg", "", "years", ""]
+    fil, people = by_patient.get_attribute_fil(), list(dict.fromkeys(OWNERS.tolist()))
+    x, scales = visits().tensors[0].numpy(), np.asarray([1.0, -2.0, 1.0, 3.0, 1.0])
+    shown = x * scales + [0.0, 7.0, 0.0, 0.0, 0.0]
+    found = {"error": fil.value.numpy(), "error_low": fil.interval(0.95)[1].numpy()}
+    for kind, eta in found.items():
+        for place, person in enumerate(people):
+            own = np.flatnonzero(OWNERS.numpy() == person)
+            for j in range(5):
+                at = [18 + SHARED.index(j)] if j in SHARED else [3 * r + [1, 2, 4].index(j) for r in range(len(own))]
+                with np.errstate(divide="ignore"):
+                    errors = abs(scales[j]) / eta[place, at]
+                assert getattr(saved.attributes, kind)[place, j] == pytest.approx(errors.min(), rel=1e-6)
+                if kind == "error_low" and place in saved.records.rows and errors.min() > 0:
+                    row = int(np.flatnonzero(saved.records.rows == place)[0])
+                    assert saved.records.values[row, j] == pytest.approx(shown[own[errors.argmin()], j])
+
+    # all visits count alike in the spread; a blind guess errs as over all of them
+    spread = saved.baselines.attributes
+    one = shown[[int(np.flatnonzero(OWNERS.numpy() == person)[0]) for person in people]]
+    for j in range(5):
+        of = one[:, j] if j in SHARED else shown[:, j]
+        told = [getattr(spread, name)[j] for name in ("mean", "std", "low", "high")]
+        np.testing.assert_allclose(told, [of.mean(), of.std(), of.min(), of.max()], rtol=1e-9)
+    assert np.isfinite(saved.baselines.attribute_errors).all()
+    with pytest.raises(ValueError, match="1 entries for 5 private coordinates"):
+        by_patient.save_run(tmp_path / "other.parquet", delta=1e-5, attribute_names=["a"])
+    with pytest.raises(ValueError, match="rows share some of its levels"):
+        by_patient.save_run(tmp_path / "other.parquet", delta=1e-5, **NAMED, attribute_groups={"g": ["a", "c"]})
+
+
+def of_visits(most: int, others: int) -> TensorDataset:
+    """Twenty patients with so many visits each, one of them with ``most``; whose each is stands in the last item."""
+    counts = torch.full((20,), others).index_fill(0, torch.tensor([7]), most)
+    patient = torch.arange(20).repeat_interleave(counts)
+    number = torch.cat([torch.arange(count) for count in counts.tolist()])
+    x = torch.randn(20, 11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, :, SHARED] = x[:, :1, SHARED]
+    return TensorDataset(x[patient, number], patient % 3, patient)
+
+
+def saved_of(most: int, others: int, folder: Path, **options: Any) -> Any:
+    dataset = of_visits(most, others)
+    patients = dataset.tensors[2].tolist()
+    given = {
+        "track": ("diagonal",),
+        "private": Private(shared={0: SHARED}),
+        "questions": {"member": QUESTIONS["member"]},
     }
-    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, **named))
-    assert saved.attributes is not None
-    names = [f"{name}, visit {visit}" for visit in range(1, 7) for name in "bce"] + ["a", "d"]
-    assert list(saved.attributes.names) == names
-    scales = torch.tensor([2.0, 1.0, 1.0] * 6 + [1.0, 3.0])
-    fil = run.engine.get_attribute_fil().value
-    assert relative_error(1 / torch.tensor(saved.attributes.error), fil / scales) < 1e-6
-    with pytest.raises(ValueError, match="5 private coordinates of a row"):
-        run.engine.save_run(tmp_path / "other.parquet", delta=1e-5, attribute_names=["a"])
+    given |= {"owner_of": patients, "sample_rate": 0.5, "unit_names": ("patient", "visit"), **options}
+    run = train(made(TensorDataset(*dataset.tensors[:2]), **given), steps=14)
+    told: dict[str, Any] = {"title": "visits", "input_range": (-5.0, 5.0), "hash_data": False, "delta": 1e-3}
+    return load(run.engine.save_run(folder / "run.parquet", groups={"half": ["a", "b"] * 10}, **told))
+
+
+@pytest.mark.parametrize(("options", "others"), [({}, 1), ({"private": None}, 2), ({"track": ()}, 2)])
+def test_nothing_public_depends_on_how_many_visits_the_most_frequent_patient_has(
+    options: dict[str, Any], others: int, tmp_path: Path
+) -> None:
+    """Two data sets differ in the visits of one patient; what was measured is made the same, so that the rest shows."""
+    first, public = saved_of(others, others, tmp_path, **options), []
+    for most in (others, 11):
+        run = first if most == others else saved_of(most, others, tmp_path, **options)
+        measured = ("columns", "questions", "history", "baselines")
+        run = replace(run, **{name: getattr(first, name) for name in measured})
+        if run.attributes is not None:
+            errors = {name: getattr(first.attributes, name) for name in ("error", "error_low")}
+            assert not np.isnan(run.attributes.error).any()
+            run = replace(run, attributes=replace(run.attributes, **errors))
+        run = replace(run, about=run.about | {"created": first.about["created"]})
+        page, card = write_report(run, tmp_path / f"page{most}", redacted=True, min_group=5), card_of(run, min_group=5)
+        rules = {"min_attribute_error_share": 99.0, "min_error_share": 99.0, "blind_error": 1.0}
+        told = sarif(gate.check(run, parse_policy(rules)), None)
+        dashboards: dict[str, Any] = {"min_group": 5, "adjusted": partial(_withheld, counts={})}
+        log = write_report(run, tmp_path / f"log{most}", redacted=True, **dashboards)
+        files = [file.read_text() for each in (page, log) for file in sorted(each.parent.iterdir())]
+        public.append([*files, card, told])
+        assert "visit 1" not in str(public)
+    assert public[1:] == public[:-1]
+
+
+def test_visits_that_a_patient_does_not_have_are_not_shown(tmp_path: Path) -> None:
+    """Neither as protected, nor with an infinite error, nor as a range: that is the value of the only one with it."""
+    run = saved_of(11, 1, tmp_path)
+    page = write_report(run, tmp_path / "page", pictures=False)
+    assert len(table_data(page)["attributes"]) == len(run.attributes.names) == 5
+    said = text_of(page, "attributes") + text_of(page, "looks") + text_of(page, "verdict")
+    assert "any visit" in said
+    assert "∞" not in said
+    assert not re.search(r"(\S+) to \1\b", said)
+    untold = replace(run.attributes, error=np.full((20, 5), np.inf), error_low=np.full((20, 5), np.inf))
+    page = write_report(replace(run, attributes=untold, baselines=None, about={}), tmp_path / "page")
+    assert "∞" not in text_of(page, "attributes")
+    assert all(value is None for each in table_data(page)["attributes"] for value in each["values"])
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_images_of_a_person_are_no_channels(most: int, tmp_path: Path) -> None:
+    """Nor does a map of pixels tell whether somebody has three."""
+    images = torch.rand(8 + most, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    patients = [*range(8), *[8] * most]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
+    dataset = TensorDataset(images, torch.tensor(patients) % 3)
+    run = train(make(model, dataset, batch_size=3, owner_of=patients, track=("diagonal",)), steps=3)
+    saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-3, pictures=0))
+    assert saved.attributes.pixels is None
+    assert saved.attributes.names[:2] == ["coordinate 0, any row", "coordinate 1, any row"]
+    assert len(saved.attributes.names) == 16

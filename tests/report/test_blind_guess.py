@@ -17,7 +17,7 @@ from torchfil import Private
 from torchfil.engine.saving import data as saving
 from torchfil.run import blind_guess
 from torchfil.run.baselines import BELOW, BEYOND, blind_errors, exposure_of, typical_blind_error
-from torchfil.run.blind_guess import BlindGuess
+from torchfil.run.blind_guess import BlindGuess, ColumnMoments
 from torchfil.run.file import load
 
 RNG = np.random.default_rng(0)
@@ -37,6 +37,22 @@ def errors(found: BlindGuess) -> np.ndarray:
     """Of every coordinate by class, and of all together in the last column, [c, d + 1]."""
     d = found.counts.shape[1]
     return found.errors([*([j] for j in range(d)), range(d)], np.ones(d))
+
+
+def test_columns_of_one_place_are_one_column() -> None:
+    """Moments of a value in up to three rows of a person are those of all rows, beside a value that rows share."""
+    rng, places = np.random.default_rng(1), np.asarray([1, 1, 1, 0, 2])
+    values = rng.normal(1e3, [1.0, 2.0, 3.0, 4.0, 5.0], size=(40, 5))
+    values[5:, 1], values[1:, 2] = np.nan, np.nan
+    moments = ColumnMoments.of(np.concatenate([np.ones((40, 2)), values], axis=1), 2)
+    for found in (moments.pooled(places).spread, (moments + moments).pooled(places).spread):
+        for place in range(3):
+            own = values[:, places == place]
+            own = own[~np.isnan(own)]
+            told = [getattr(found, name)[place] for name in ("mean", "std", "low", "high")]
+            np.testing.assert_allclose(told, [own.mean(), own.std(), own.min(), own.max()], rtol=1e-10)
+    alone, plain = moments.pooled(np.arange(5)).spread, moments.spread
+    assert all((getattr(alone, name) == getattr(plain, name)).all() for name in vars(plain))
 
 
 def left_out(values: np.ndarray, design: np.ndarray) -> np.ndarray:

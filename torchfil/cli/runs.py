@@ -115,8 +115,9 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
         ],
     }
     words = {"blind": baselines.typical_blind_error(run), "in_digits": number, "audit_in_words": audit_in_words}
-    words["jumps"] = jumps_of(run.about)
-    lines = [line.split("\t") for line in lines_of("inspect.txt", run=run, data=data, **words)]
+    lines = [
+        line.split("\t") for line in lines_of("inspect.txt", run=run, data=data, jumps=jumps_of(run.about), **words)
+    ]
     text = table(lines[0], lines[1:], left=2)
     if data["most_exposed"]:
         merged = (run.about.get("merged") or {}).get("runs")

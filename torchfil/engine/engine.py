@@ -1003,7 +1003,8 @@ class FILPrivacyEngine(PrivacyEngine):
             delta: δ for ε and for the examples' own ε; it has no default.
             **options: Those that follow here.
             title: The report's title; None: the model's name and the number of examples.
-            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
+            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``. In runs by owner, one
+                per coordinate of a row: what differs between an owner's rows is saved as "BMI, any visit".
             attribute_units: One per private coordinate, e.g. "years".
             attribute_scales: {attribute: (unit, scale) or (unit, scale, offset)} of attributes that were scaled for
                 training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}``

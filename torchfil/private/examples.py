@@ -140,13 +140,18 @@ class _RowsSlot:
     padded = property(lambda self: not self.shared)
 
     @property
+    def rows(self) -> range:
+        """The rows in which z has it; one if they share it."""
+        return range(1 if self.shared else self.laid_out)
+
+    @property
     def columns(self) -> Sequence[int]:
         """Which numbers of the flattened tensor of a row are private here."""
         return range(self.row.size) if self.row.index is None else self.row.index.tolist()
 
     @property
     def size(self) -> int:
-        return self.row.size * (1 if self.shared else self.laid_out)
+        return self.row.size * len(self.rows)
 
     def select(self, batched: Tensor, public: Public) -> Tensor:
         """The private coordinates, [batch, size].

@@ -309,6 +309,7 @@ def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[lis
         if name in categories:
             continue
         values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
+        values[np.isinf(values)] = math.nan  # nothing leaked, and a blind guess is not known
         values[baselines.attribute_ratios(run, j, blind) >= 1] = math.inf
         entries.append({"name": name, "unit": unit, "values": _json_numbers(values, 3)})
     return entries, run.attributes.names[fit:]

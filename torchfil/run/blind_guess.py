@@ -81,6 +81,23 @@ class ColumnMoments:
         products = self.products + other.products + apart[:known, None] * apart * weight[:known, None]
         return ColumnMoments(count, self.mean + apart * share, squares, *ends, products)
 
+    def pooled(self, places: np.ndarray) -> ColumnMoments:
+        """Of the private columns, those of one place as one column, [places]; by the same formula.
+
+        Args:
+            places: The place of each private column, from 0 on, [d].
+        """
+        parts = (self.count, self.mean, self.squares, self.low, self.high)
+        count, mean, squares, low, high = (part[len(self.products) :] for part in parts)
+        first, total = np.unique(places, return_index=True)[1], np.bincount(places, count)
+        away = mean - mean[first][places]
+        apart = np.bincount(places, count * away) / np.maximum(total, 1)
+        squares = np.bincount(places, squares + count * (away - apart[places]) ** 2)
+        ends = low[first].copy(), high[first].copy()
+        np.minimum.at(ends[0], places, low)
+        np.maximum.at(ends[1], places, high)
+        return ColumnMoments(total, mean[first] + apart, squares, *ends, self.products[:0, :0])
+
     @property
     def spread(self) -> Spread:
         """Of the private columns; the deviation is the data's own, sqrt(M2/n)."""

@@ -88,7 +88,7 @@ def build_saved_run(
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
-    table = tracked_table(leakage, named_by_row(training, **named), with_texts=texts is not None)
+    table = tracked_table(training, leakage, named, with_texts=texts is not None)
     compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
     records = [each.record(ids.all()) for each in compared]
     labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
@@ -103,12 +103,12 @@ def build_saved_run(
         kept[d] = blind = kept[d] if d in kept else read_blind_guess(passes, d, thorough=hash_data)
         columns |= {} if blind is None else blind.column
         if table is not None and blind is not None:
-            table = table.with_levels(blind.everybody.spread)
+            table = table.with_levels(blind.everybody.pooled(table.places).spread)
         attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
         if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
             shown = thumbnails(training, leakage, columns, pictures)
             if table is not None and blind is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(passes, columns)
+                people = table.records(leakage, passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -130,7 +130,7 @@ def build_saved_run(
         records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
-        bounds=_bounds(accountant.history, d, input_range),
+        bounds=_bounds(accountant.history, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
@@ -201,6 +201,7 @@ def _about(
     training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, data_sha256: str | None
 ) -> dict[str, Any]:
     passes, module = training.passes, training.replica.live
+    same = leakage.ledger.same_coordinates and not training.run.options.accounting.by_owner
     inputs = passes.inputs([0]) if passes.dataset is not None else {}
     versions = {"torchfil": __version__, "torch": str(torch.__version__), "opacus": metadata.version("opacus")}
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
@@ -212,8 +213,8 @@ def _about(
         },
         "dataset": {
             "num_examples": leakage.ids.num_examples,
-            # the length of the longest text belongs to one example, so a redacted report must not show it
-            ("num_coordinates" if leakage.ledger.same_coordinates else "most_coordinates"): leakage.num_coordinates,
+            # the longest text, or the most rows, belong to one example, so a redacted report must not show it
+            ("num_coordinates" if same else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
             "data_sha256": data_sha256,
         },
@@ -287,12 +288,12 @@ def _history(
     return history
 
 
-def _bounds(releases: Releases, num_coordinates: int, input_range: tuple[float, float] | None) -> dict[str, Any]:
+def _bounds(releases: Releases, input_range: tuple[float, float] | None) -> dict[str, Any]:
     """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter, names = input_range[1] - input_range[0], {"replace_one": "replace-one", "paper": "paper"}
-        found = {key: reading.rdp_bound(releases, num_coordinates, diameter, name) for key, name in names.items()}
+        found = {key: reading.rdp_bound(releases, 1, diameter, name) for key, name in names.items()}  # whatever d is
         bounds["rdp_mse_bound"] = {"diameter": diameter, **found}
     curve = reading.everybodys_robustness(releases, _PRIORS)
     bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
@@ -312,14 +313,20 @@ _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadat
 class AttributeTable:
     """The k attributes of a run, in the order of their first coordinates.
 
+    An owner with several rows has an attribute in each of them. The row counts in which it can be estimated most
+    closely: its error is the least, and its lower end the least lower end, over the owner's rows. At least 95 % of such
+    ends lie below the least error, as that of the closest row does.
+
     Attributes:
-        coordinates: The names of the d private coordinates.
+        coordinates: The names of the d private coordinates, of a row where owners have several.
         names: The names of the attributes.
         units: Their units; "" if there is none.
         columns: The coordinates of each attribute; several are the levels of a one-hot attribute.
         scales: The factor from a coordinate to its attribute, 1/w_j for a level, [d].
         offsets: What is added to it, [d].
         directions: r of each attribute, [k].
+        places: Which of the d each of z is, [d of z].
+        rows: In which of an owner's rows, [d of z]; 0 without owners, and for what rows share.
     """
 
     coordinates: list[str]
@@ -329,20 +336,28 @@ class AttributeTable:
     scales: np.ndarray
     offsets: np.ndarray
     directions: np.ndarray
+    places: np.ndarray
+    rows: np.ndarray
 
     def errors(self, information: Tensor) -> Tensor:
-        """The least error of unbiased guesses, in the attributes' units, [rows, k].
+        """The least error of unbiased guesses, in the attributes' units, [rows, k]; of an owner's rows the closest."""
+        return self.errors_by_row(information).amin(dim=2)
+
+    def errors_by_row(self, information: Tensor) -> Tensor:
+        """The same in each of an owner's K rows, [rows, k, K].
 
         Args:
-            information: I_jj, [rows, d].
+            information: I_jj, [rows, d of z]; 0 in rows that an owner does not have.
         """
-        sizes = torch.tensor([len(own) for own in self.columns])
-        order = torch.tensor([j for own in self.columns for j in own], device=information.device)
-        attribute = torch.arange(len(sizes)).repeat_interleave(sizes).to(information.device)
-        scales, directions = (torch.as_tensor(each).to(information) for each in (self.scales, self.directions))
-        trace = information.new_zeros(len(information), len(sizes))
-        trace.index_add_(1, attribute, (information / scales**2)[:, order])
-        return directions * (sizes.to(information) * trace).rsqrt()
+        sizes, attribute = np.asarray([len(own) for own in self.columns]), np.zeros(len(self.coordinates), np.int64)
+        for number, own in enumerate(self.columns):
+            attribute[own] = number
+        many = int(self.rows.max(initial=0)) + 1
+        cell = torch.as_tensor(attribute[self.places] * many + self.rows, device=information.device)
+        scales = torch.as_tensor(self.scales[self.places]).to(information)
+        trace = information.new_zeros(len(information), len(sizes) * many).index_add_(1, cell, information / scales**2)
+        counts, directions = (torch.as_tensor(each).to(information)[:, None] for each in (sizes, self.directions))
+        return directions * (counts * trace.unflatten(1, (len(sizes), many))).rsqrt()
 
     def with_levels(self, spread: Spread) -> AttributeTable:
         """The table with facts from the data about its levels: the distance of values, whether one always holds.
@@ -406,23 +421,35 @@ class AttributeTable:
 
         found = leakage.by_parts(errors)
         low = None if found["is_unknown"].any() else found["error_low"]
-        plain = len(self.names) == len(self.coordinates)
+        plain = self.names == self.coordinates
         return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
 
-    def records(self, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
+    def records(self, leakage: Leakage, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
         """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
 
         Args:
+            leakage: The run's results, by which an owner's closest row is chosen.
             passes: Reads the data set.
             columns: With η̄ ("fil") and "participations", [n] each.
         """
         rows, _ = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
         if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
             return None
-        first = [own[0] for own in self.columns]
-        table = passes.examples(rows.tolist()).values[:, first].detach().cpu().double().numpy()
-        values = table * self.scales[first] + self.offsets[first]
-        return Records(rows, np.where([len(own) == 1 for own in self.columns], values, math.nan))
+
+        def closest(part: Leakage, rows: Tensor) -> dict[str, Tensor]:
+            """Of each attribute the row in which it can be estimated most closely, [rows, k]."""
+            highest = part.get_attribute_fil(rows).interval(0.95)[1]
+            return {"row": self.errors_by_row(highest.double().square()).argmin(dim=2)}
+
+        # one number each, and of those in several rows one of these
+        chosen = leakage.by_parts(closest, torch.as_tensor(rows))["row"]
+        table = passes.examples(rows.tolist()).values.detach().cpu().double().numpy()
+        values = np.full(chosen.shape, math.nan)
+        for number, (j, *levels) in enumerate(self.columns):
+            if not levels:
+                places = np.flatnonzero(self.places == j)[chosen[:, number]]
+                values[:, number] = table[np.arange(len(rows)), places] * self.scales[j] + self.offsets[j]
+        return Records(rows, values)
 
 
 def attribute_table(
@@ -475,6 +502,8 @@ def attribute_table(
         factors,
         offsets,
         np.asarray([max(1, len(own) - 1) for own in members.values()]),
+        np.arange(num_coordinates),
+        np.zeros(num_coordinates, dtype=np.int64),
     )
 
 
@@ -484,54 +513,47 @@ def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
     return coordinates.index(name)
 
 
-def named_by_row(training: PrivateTraining, **named: Any) -> dict[str, Any]:
-    """Options of :func:`attribute_table` for all rows of an owner ("dose, visit 3"), from those for one row."""
-    run, names = training.run, named.get("attribute_names")
-    if names is None or run.max_rows is None or not run.options.accounting.by_owner:
-        return named
+def of_any_row(training: PrivateTraining, **named: Any) -> AttributeTable:
+    """The table of a run by owner: one attribute for all of an owner's rows ("dose, any visit").
+
+    Neither names nor their number depend on how many rows anybody has.
+
+    Raises:
+        ValueError: Some levels of a one-hot attribute are shared by an owner's rows, and others are not.
+    """
     slots: Any = training.passes.examples([0]).layout.slots
     keys = list(dict.fromkeys(slot.key for slot in slots))
-    of_row = sorted((keys.index(slot.key), j) for slot in slots for j in slot.columns)
-    counts = f"attribute_names has {len(names)} entries for {len(of_row)} private coordinates of a row"
-    require(len(names) == len(of_row), f"{counts}; give one each")
-    coordinates = [
-        (of_row.index((keys.index(slot.key), j)), row)
-        for slot in slots
-        for row in ([None] if slot.shared else range(slot.laid_out))
-        for j in slot.columns
-    ]
+    shared = dict(sorted(((keys.index(slot.key), j), slot.shared) for slot in slots for j in slot.columns))
+    of_row, once = {column: place for place, column in enumerate(shared)}, list(shared.values())
+    table = attribute_table(len(once), **named)
 
-    def of(name: str, row: int | None) -> str:
-        return name if row is None else f"{name}, {run.options.accounting.unit_names[1]} {row + 1}"
-
-    rows: dict[str, list[int | None]] = {}
-    for place, row in coordinates:
-        rows.setdefault(names[place], []).append(row)
-    units, scales, groups = (named.get(f"attribute_{what}") or {} for what in ("units", "scales", "groups"))
-    return {
-        "attribute_names": [of(names[place], row) for place, row in coordinates],
-        "attribute_units": [units[place] for place, _ in coordinates] if units else None,
-        "attribute_scales": {of(name, row): scales[name] for name in scales for row in rows.get(name, [None])},
-        "attribute_groups": {
-            of(group, row): [of(level, row) for level in levels]
-            for group, levels in groups.items()
-            for row in rows.get(levels[0], [None])
-        },
-    }
+    # where each coordinate belongs, and what all rows share
+    owns = [(of_row[keys.index(slot.key), j], row) for slot in slots for row in slot.rows for j in slot.columns]
+    names = []
+    for name, own in zip(table.names, table.columns, strict=True):
+        kinds = {once[j] for j in own}
+        require(len(kinds) == 1, f"attribute_groups[{name!r}]: rows share some of its levels; share all of them")
+        names.append(name if kinds == {True} else f"{name}, any {training.run.options.accounting.unit_names[1]}")
+    places, rows = np.asarray(owns).T
+    return replace(table, names=names, places=places, rows=rows)
 
 
-def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool) -> AttributeTable | None:
+def tracked_table(
+    training: PrivateTraining, leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool
+) -> AttributeTable | None:
     """The attributes to save; None, with a warning, for too many of them, or if the table would be mostly empty.
 
     Coordinates of words have no names; the words identify them.
 
     Args:
-        leakage: The run's results.
-        named: Options of :func:`attribute_table`.
+        training: The run.
+        leakage: Its results.
+        named: Options of :func:`attribute_table`, for a row where the run is by owner.
         with_texts: Whether words are saved.
     """
-    count, d = leakage.ids.num_examples, leakage.num_coordinates
-    table = attribute_table(d, **named)
+    run, count = training.run, leakage.ids.num_examples
+    by_row = run.max_rows is not None and run.options.accounting.by_owner
+    table = of_any_row(training, **named) if by_row else attribute_table(leakage.num_coordinates, **named)
     given = [name for name, value in named.items() if value is not None]
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         require(not given, f"{', '.join(given)} were given, but attributes were not tracked: track=('diagonal',)")
@@ -539,8 +561,8 @@ def tracked_table(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     if not given and with_texts:
         return None
     reason = None
-    if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
-        reason = f"a table of {count:,} examples and {d:,} attributes would be mostly empty"
+    if leakage.ledger.chosen and 8 * count * len(table.names) > _LARGEST_ATTRIBUTES:
+        reason = f"a table of {count:,} examples and {len(table.names):,} attributes would be mostly empty"
     elif len(table.names) > _MOST_ATTRIBUTES:
         reason = f"a run file names {_MOST_ATTRIBUTES:,} of them at most, and there are {len(table.names):,}"
     if reason is not None:
@@ -557,7 +579,9 @@ def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:
     told = blind.knows, blind.errors([range(d)], np.ones(d))[:, 0]
     if table is None:
         return Baselines(Spread(*np.zeros((4, 0))), {}, *told, np.zeros((1, 0)))
-    return Baselines(*table.spread(blind.everybody.spread), *told, blind.errors(table.columns, table.scales))
+    of_z = [np.flatnonzero(np.isin(table.places, own)).tolist() for own in table.columns]
+    spread = table.spread(blind.everybody.pooled(table.places).spread)
+    return Baselines(*spread, *told, blind.errors(of_z, table.scales[table.places]))
 
 
 def _level_shares(spread: Spread) -> np.ndarray:
