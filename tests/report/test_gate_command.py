@@ -38,9 +38,9 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, told), passed.output
     failed = call("gate", run, "--policy", policy)
     assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: do not release (1 of 5 rules broken)")
-    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("FAIL ")]
+    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("broken ")]
     assert line.split()[-4:] == ["3.6", "at", "least", "4"]
-    assert "pass" not in call("gate", run, "--policy", policy, "--quiet").stdout
+    assert "kept" not in call("gate", run, "--policy", policy, "--quiet").stdout
 
     # choices that no rule judges are noted
     path = save(made_up(), tmp_path / "spared.parquet")
@@ -62,11 +62,16 @@ def test_an_audit_is_told(policy: Path, tmp_path: Path) -> None:
 
 def test_the_best_option_is_printed_with_its_cost(policy: Path, tmp_path: Path) -> None:
     path = save(worrying(), tmp_path / "worrying.parquet")
-    policy.write_text("min_mse_bound = 0.05\nmin_attacks = 1\n")
-    advised = "Noise σ = 2.38 would keep 4 of 5 rules, as predicted from this run; its cost: not measured"
+    policy.write_text("min_mse_bound = 0.05\n")
+    advised = "Noise σ = 2.38 is predicted to keep every rule; its cost: not measured."
     assert advised in call("gate", path, "--policy", policy).stdout.splitlines()
+    policy.write_text("min_mse_bound = 0.05\nmin_attacks = 1\n")
+    told = call("gate", path, "--policy", policy).stdout.splitlines()
+    assert {"No noise alone is known to keep every rule.", "Save the run with a repeated attack on the model."} <= {
+        *told
+    }
     policy.write_text("min_mse_bound = 0.01\n")
-    assert "would keep" not in call("gate", path, "--policy", policy).stdout
+    assert "every rule" not in call("gate", path, "--policy", policy).stdout
 
 
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:

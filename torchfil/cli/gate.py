@@ -17,7 +17,7 @@ from torchfil.gate import pipelines
 from torchfil.gate.gate import check, notes, outcome, public, worst_of
 from torchfil.gate.policy import PRESETS, Policy, load_policy, parse_policy, preset
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.report.options import options_of
+from torchfil.report.options import Options, options_of
 from torchfil.run.composed import compose
 from torchfil.run.file import load
 from torchfil.run.matching import check_same_recipe
@@ -79,7 +79,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if len(runs) > 1:
         verdicts = worst_of({str(path): own for path, (_, own) in zip(runs, judged, strict=True)})
         remarks.append(f"the worst of {len(runs)} runs decides each rule; other notes are about the first")
-    predicted = [] if redacted or len(runs) > 1 else options_of(judged[0][0], thresholds, verdicts).rows[:1]
+    advice = Options() if redacted or len(runs) > 1 else options_of(judged[0][0], thresholds, verdicts)
     if redacted:
         verdicts = [public(verdict) for verdict in verdicts]
 
@@ -102,9 +102,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if given["list_file"] is not None and not out.quiet:
         concerned = "whom the broken rules concern" if any(not own.passed for own in verdicts) else "no rule is broken"
         lines.append(f"{concerned}: {given['list_file']}")
-    for best in predicted:
-        kept = f"{best.rules - len(best.broken)} of {best.rules} rules, as predicted from this run"
-        lines.append(f"{best.change} would keep {kept}; its cost: {best.cost}")
+    lines += [each for each in (advice.change, *advice.others) if each]
     out.result("\n".join([*lines, pipelines.in_short(verdicts)]), ready["json"])
     ctx.exit(end.code)
 
