@@ -103,7 +103,7 @@ class Answers:
         most: The id of the most exposed example of which something is known.
         leaks: Questions: (name, success without the model, at most with it).
         attributes: Attributes that are not protected: (name, how close, a blind guess's error, unit).
-        change: ("noise", σ that keeps every rule), ("nothing",), ("draws",), or ("groups",), which no noise makes alike.
+        change: ("noise", σ that keeps every rule), ("nothing",), ("draws",), or ("groups",): no noise makes them alike.
     """
 
     release: str

@@ -475,6 +475,5 @@ def test_a_linear_model_of_few_rows_is_told_that_the_noise_makes_it_useless() ->
 
     found = advised(run, min_error_share=1.0)
     assert fitted.expected_score(X, targets, found.sigma) < 0
-    assert (
-        found.change == f"Noise σ = {found.sigma:g} keeps every rule; its cost: R² below 0: the model would be useless."
-    )
+    cost = "R² below 0: the model would be useless"
+    assert found.change == f"Noise σ = {found.sigma:g} keeps every rule; its cost: {cost}."

@@ -62,7 +62,7 @@ def junit(verdicts: Sequence[Verdict]) -> bytes:
 
 
 def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> dict[str, Any]:
-    """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open": cannot be answered."""
+    """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open": not answered."""
     keys = list(dict.fromkeys(verdict.key for verdict in verdicts))
     rules = [{"id": key, "shortDescription": {"text": RULES[key].compared}} for key in keys]
     results, uri = list[dict[str, Any]](), "policy.toml" if policy is None else quote(policy.as_posix())
