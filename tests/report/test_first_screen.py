@@ -236,6 +236,12 @@ def test_pictures_of_estimates_with_their_errors(tmp_path: Path) -> None:
     assert [shown.count(text) for text in ("± 0.69", "± 0.15", "± 0.16", "typical")] == [5, 5, 5, 1]
     assert shown.index("Zoë 3") < shown.index("Zoë 0")  # the most exposed first
     assert source(page, "looks").count("<img") == 20
+
+    # one draw may err more than its beliefs alone: it is not drawn as if the model had helped
+    errors[0] = [0.69, 0.23, 0.16]
+    worse = dataclasses.replace(run, pictures=dataclasses.replace(pictures, errors=errors))
+    shown = text_of(written(worse, tmp_path, POLICY), "looks").replace("\xa0", " ")
+    assert [shown.count(text) for text in ("± 0.69", "± 0.15", "± 0.16", "± 0.23")] == [5, 4, 6, 0]
     assert "<img" not in written(run, tmp_path, redacted=True).read_text()
 
 
