@@ -235,6 +235,7 @@ def main() -> None:
         attributions=first.readings["non-private"].attribute(first.digits, first.targets),
         ids=[f"{label} (no. {i})" for label, i in zip(first.targets.tolist(), first.rows.tolist(), strict=False)],
         title=f"PLIS of {COMPARED} training digits, non-private",
+        label="PLIS",
     )
     gallery.savefig(options.out / "plis_mnist_gallery.png", dpi=80)
     save_distribution(first, options.out / "plis_mnist_outliers.png")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tests.refused import all_refused
 from torchfil.viz import bar_chart, common, distribution, gallery, show_map
@@ -88,11 +89,18 @@ def test_bars_are_sorted_by_magnitude_with_whiskers_and_a_note_for_the_rest():
     axis = figure.axes[0]
     assert [bar.get_width() for bar in axis.patches] == [-3, 2, 1]
     assert [text.get_text() for text in axis.get_yticklabels()] == ["b", "d", "a", "… 2 more, each within ±0.5"]
-    assert axis.get_xlabel() == "PLIS (1/year)"
+    assert axis.get_xlabel() == "value (1/year)"
     for whiskers in ({"errors": [0.5, 0.25]}, {"intervals": [[0.5, 1.5], [-2.25, -1.75]]}):
         figure = bar_chart([1.0, -2.0], ["a", "b"], **whiskers)
         (lines,) = [each for each in figure.axes[0].collections if hasattr(each, "get_segments")]
         assert [sorted(point[0] for point in ends) for ends in lines.get_segments()] == [[-2.25, -1.75], [0.5, 1.5]]
+
+
+def test_scores_without_a_label_are_not_called_plis():
+    """Fisher information, errors and D are drawn by the same functions."""
+    assert distribution([1.0, 2.0]).axes[0].get_xlabel() == "score"
+    for figure in (gallery(np.ones((2, 3, 3)), [1.0, 2.0]), bar_chart([1.0], ["a"])):
+        assert not [text for text in figure.findobj(Text) if "PLIS" in text.get_text()]
 
 
 def test_the_curve_is_the_empirical_distribution():

@@ -467,8 +467,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    silent = call("audit", "own_training:train", "--data", "own_training:data", "--steps", "2")
-    assert (silent.exit_code, silent.stdout) == (0, "")
+    sound = call("audit", "own_training:train", "--data", "own_training:data", "--steps", "2")
+    examples = r"Compared over 2 steps: a run on all data and those without example \d+ and \d+ and \d+; noise"
+    assert sound.exit_code == 0
+    assert re.match(examples, sound.stdout)
+    assert "No fault was seen, which does not prove privacy." in sound.stdout
     arguments = ("audit", "own_training:train", "--data", "own_training:DATA", "--steps", "2", "--hidden-n")
     found = call(*arguments, "--json")
     assert found.exit_code == 1

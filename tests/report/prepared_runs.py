@@ -103,7 +103,7 @@ class Answers:
         most: The id of the most exposed example of which something is known.
         leaks: Questions: (name, success without the model, at most with it).
         attributes: Attributes that are not protected: (name, how close, a blind guess's error, unit).
-        change: ("noise", σ that keeps every rule that noise can keep), ("nothing",) or ("draws",).
+        change: ("noise", σ that keeps every rule), ("nothing",), ("draws",), or ("groups",): no noise makes them alike.
     """
 
     release: str
@@ -257,7 +257,7 @@ def ten_runs() -> dict[str, tuple[SavedRun, Policy, Answers]]:
                 (3, 0, 197, 0),
                 "Zoë 9",
                 (MEMBER,),
-                change=("noise", "3"),
+                change=("groups",),
             ),
         ),
         "text, safe, no question": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import re
 from functools import reduce
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.refused import all_refused
-from tests.report.pages import files_of, summary_of
+from tests.report.pages import files_of, summary_of, text_of
 from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
 from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
@@ -133,6 +134,30 @@ class TestOneRule:
         exposed = exposed[0] | exposed[1]
         assert verdict.rows.tolist() == np.flatnonzero(exposed).tolist()
         assert verdict.found == pytest.approx(min(0.1 / 0.15, 2 / 5))
+
+    def test_an_error_stands_beside_its_own_ratio_and_blind_guess(self, tmp_path: Path) -> None:
+        """The smallest error need not be the closest one: its label may be easy to guess. The page shows one of them."""
+        run = with_baselines(worrying(), [0.2, 5.0])
+        classes = np.arange(100) % 2
+        of_class = np.array([[0.2, 5.0], [0.8, 5.0]])
+        errors = np.full((100, 2), 9.0)
+        errors[0, 0], errors[1, 0] = 0.11, 0.16  # 0.55 of an easy label's blind guess, 0.2 of the other's
+        attributes = dataclasses.replace(run.attributes, error=errors, error_low=errors)
+        spread = dataclasses.replace(run.baselines, attribute_errors=of_class, errors=np.array([0.2, 0.8]))
+        columns = {**run.columns, "public_class": classes}
+        run = dataclasses.replace(run, attributes=attributes, baselines=spread, columns=columns, records=None)
+
+        age = summarise(run).attributes[0]
+        assert (age.error["0"], age.blind, age.ratio["0"]) == (0.16, 0.8, pytest.approx(0.2))
+        policy = Policy(min_attribute_error_share=0.5)
+        (verdict,) = (v for v in check(run, policy) if "attribute" in v.rule)
+        assert verdict.found == pytest.approx(0.2)
+        page = write_report(run, tmp_path / "page", policy=policy)
+        top, below = (text_of(page, slug).replace("\xa0", " ") for slug in ("verdict", "attributes"))
+        assert re.search(r"Closest attribute\W+age of \S+\W+± 0.16 \(blind guess: ± 0.8\)", top)
+        assert "± 0.16" in below
+        assert "± 0.8" in below
+        assert "± 0.11" not in top + below
 
     def test_gains_and_answers_of_questions(self) -> None:
         run = made_up()

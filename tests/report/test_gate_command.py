@@ -12,8 +12,8 @@ import pytest
 
 from tests.report.run_cases import REFUTED, audited, made_up, worrying
 from tests.test_cli import call, refused, run_file
-from torchfil.gate.gate import notes
-from torchfil.report import save
+from torchfil.gate.gate import check, default_policy, notes, outcome
+from torchfil.report import load, save
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, told), passed.output
     failed = call("gate", run, "--policy", policy)
     assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: do not release (1 of 5 rules broken)")
-    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("FAIL ")]
+    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("broken ")]
     assert line.split()[-4:] == ["3.6", "at", "least", "4"]
-    assert "pass" not in call("gate", run, "--policy", policy, "--quiet").stdout
+    assert "kept" not in call("gate", run, "--policy", policy, "--quiet").stdout
 
     # choices that no rule judges are noted
     path = save(made_up(), tmp_path / "spared.parquet")
@@ -62,11 +62,15 @@ def test_an_audit_is_told(policy: Path, tmp_path: Path) -> None:
 
 def test_the_best_option_is_printed_with_its_cost(policy: Path, tmp_path: Path) -> None:
     path = save(worrying(), tmp_path / "worrying.parquet")
-    policy.write_text("min_mse_bound = 0.05\nmin_attacks = 1\n")
-    advised = "Noise σ = 2.38 would keep 4 of 5 rules, as predicted from this run; its cost: not measured"
+    policy.write_text("min_mse_bound = 0.05\n")
+    advised = "Noise σ = 2.38 is predicted to keep every rule; its cost: not measured."
     assert advised in call("gate", path, "--policy", policy).stdout.splitlines()
+    policy.write_text("min_mse_bound = 0.05\nmin_attacks = 1\n")
+    told = call("gate", path, "--policy", policy).stdout.splitlines()
+    assert "No noise alone is known to keep every rule." in told
+    assert "Save the run with a repeated attack on the model." in told
     policy.write_text("min_mse_bound = 0.01\n")
-    assert "would keep" not in call("gate", path, "--policy", policy).stdout
+    assert "every rule" not in call("gate", path, "--policy", policy).stdout
 
 
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
@@ -87,6 +91,26 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert run.read_bytes() == before
     assert call("gate", "--init", "--policy", lost).exit_code == 0, "the folder is made"
     assert not (tmp_path / "a").exists()
+
+
+def test_without_a_policy_the_gate_judges_as_the_page_does(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, told = call("gate", run), call("gate", run, "--json")
+    verdicts = check(load(run), default_policy(load(run)))
+    assert found.exit_code == outcome(verdicts).code
+    assert [each["rule"] for each in json.loads(told.stdout)["rules"]] == [verdict.rule for verdict in verdicts]
+    note = "no policy was given: judged by torchfil’s default policy, as on the page of torchfil report"
+    assert f"note: {note}" in found.stdout
+    assert json.loads(told.stdout)["notes"][0] == note
+
+    # a file of the usual name counts; a baseline still needs a rule that reads it
+    (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
+    assert note not in call("gate", run).stdout
+    (tmp_path / "policy.toml").unlink()
+    before = save(made_up(30), tmp_path / "before.parquet")
+    assert "has no effect; add --fail-if-worse" in refused("gate", run, "--baseline", before)
 
 
 def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, tmp_path: Path) -> None:

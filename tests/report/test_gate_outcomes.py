@@ -25,7 +25,7 @@ from torchfil.cli import output
 from torchfil.gate import pipelines
 from torchfil.gate.gate import OUTCOMES, check, decision, outcome, public, template, worst_of
 from torchfil.gate.policy import PRESETS, Policy, PolicyError, load_policy, parse_policy, preset, tomllib
-from torchfil.gate.rules import RULES, Verdict
+from torchfil.gate.rules import RULES, STATES, Verdict
 from torchfil.report import load, save, write_report
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -81,7 +81,7 @@ def test_the_level_of_a_rule_decides_how_it_ends(
         return
     data = json.loads(found.stdout)
     assert (found.exit_code, data["outcome"], data["passed"]) == (expected.code, word, word == "passed")
-    assert {rule["state"] for rule in data["rules"]} == states
+    assert {rule["state"] for rule in data["rules"]} == {STATES[state] for state in states}
     last = call("gate", run, "--policy", file).stdout.splitlines()[-1]
     assert last.startswith(f"{word.upper() if expected.code else word}: {expected.decision.lower()} (")
 
@@ -228,7 +228,7 @@ def test_several_runs_of_one_recipe(run: Path, policy: Any, tmp_path: Path) -> N
     both = policy('min_mse_bound = 3.0\naggregate = "pessimistic"')
     found, who = call("gate", run, other, "--policy", both, "--list", tmp_path / "who.csv"), tmp_path / "who.csv"
     assert found.exit_code == 1
-    (line,) = [line for line in found.stdout.splitlines() if line.startswith("FAIL ")]
+    (line,) = [line for line in found.stdout.splitlines() if line.startswith("broken ")]
     assert "b.parquet" in line
     assert who.read_text().splitlines()[1:] == [f'"min_mse_bound","{i}"' for i in (26, 27, 28, 29)]
     assert "named twice" in refused("gate", run, run, "--policy", both)

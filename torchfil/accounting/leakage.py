@@ -460,7 +460,10 @@ class Leakage(ArrowTable):
         return Reading(self.conditions, self._kind(rows), self._sums_of(self.ledger.quantities[0], rows), errors)
 
     def _typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean relative change between compared participations, over all examples."""
+        """By followed sum, the mean relative change between compared participations, over all examples.
+
+        It is infinite if no example has enough of them.
+        """
         typical = {}
         for quantity in self.ledger.quantities:
             for name in quantity.followed:
@@ -469,7 +472,7 @@ class Leakage(ArrowTable):
                     participations = self.ledger.sums.at("participations", rows)
                     relative, known = quantities.relative_change(name, self._sums_of(quantity, rows), participations)
                     total, count = total.to(relative) + relative.sum(dim=0), count.to(relative) + known.sum(dim=0)
-                typical[name] = total / count.clamp(min=1)
+                typical[name] = torch.where(count > 0, total / count, math.inf)
         return typical
 
     def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -3,10 +3,9 @@
 Each of a person's rows r = 1 … k is drawn on its own at rate q, and clipped on its own. With u_r = g̃_r/s, s = σC, and
 the other people's part subtracted, the step releases a draw from
 
-    P = Σ_S w_S φ(· − Σ_{r∈S} u_r),   w_S = q^|S| (1−q)^(k−|S|),   φ = N(0, I), S any set of the rows.
+    P = Σ_S w_S φ(· − Σ_{r∈S} u_r),   w_S = q^|S| (1−q)^(k−|S|),   φ = N(0, I), S any set of the rows,
 
-P′ is the same with other gradients v_r: 0 if the person is absent, those of changed rows if all rows were changed. How
-many rows a person has counts as public.
+and from φ if the person is absent. How many rows a person has counts as public.
 
 **Absence.** Let A = dP/dφ = Σ_S w_S exp(⟨U_S, o⟩ − ‖U_S‖²/2). By Kahane's convexity inequality (1985) the mean over
 o ~ φ of a convex function of A grows with each inner product ⟨U_S, U_T⟩, because its derivative is half the mean of
@@ -16,27 +15,26 @@ give more. KL(P ‖ φ) of a scalar mixture with the random centre X = Σ_{r∈S
 in the convex order: log A is convex in o, and KL = sup_g E_P g − log E_φ e^g is attained at g = log A. So norms may be
 rounded up or down at random to a grid, with the same mean.
 
-**Change.** The mixture whose centres are X along one line, and ρX along another one, with the rows' smallest cosine c
-between the lines: n_r = max(‖u_r‖, ‖v_r‖/ρ) rounded up to a grid, ρ = Σ‖v_r‖/Σ‖u_r‖, c = min_r ⟨u_r, v_r⟩/(ρ n_r²).
-That no arrangement of the rows has a larger divergence was **checked numerically**, by gradient ascent over
-arrangements of two and three rows in two and three dimensions. It is proved for c = −1, because KL grows with
-⟨U_S, U_T⟩ and ⟨V_S, V_T⟩ and falls with ⟨U_S, V_T⟩, by the argument of Kahane's inequality.
+A **change** in all rows is not read from such a run: no bound of its D is known that is proved and of use.
 
 **D over a run.** At a step that draws some of a person's k rows, KL_t of the whole person divided by 1 − (1−q)^k, the
 probability of such a step, is added to the person's D, as KL_t/q is for an example; for one row they are the same. A
-row that was not drawn counts with the gradients of its last participation. If there was none, the worst is assumed:
-gradients at the clipping threshold, in opposite directions for a change. With known batches only the rows that were
-drawn count.
+row that was not drawn counts with the norm of its last participation; if there was none, with the clipping threshold.
+With known batches only the rows that were drawn count.
 
 **Fisher information.** About the coordinates of all rows together, tr I ≤ Σ_r tr I_r, because knowing which of the
 other rows were drawn only helps an attacker. A value that all rows share has the sum of the rows' scores, so that for
-it sqrt(tr I) ≤ Σ_r sqrt(tr I_r), by Minkowski's inequality.
+it sqrt(I_jj) ≤ Σ_r sqrt(I_jj of row r), by Minkowski's inequality.
+
+These inequalities hold for means over runs. One run estimates their right-hand sides, so its readings are estimates of
+upper bounds, with errors, and about half of them lie below their mean.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -48,23 +46,23 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Ids, Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.owners import Owners
-from torchfil.accounting.quantities import Conditions, Divergence, QuestionSpec
+from torchfil.accounting.quantities import Conditions, Divergence, QuestionSpec, Reading, Trace, run_variance
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.fisher.results import Estimate, Kind
+from torchfil.guessing import Guess
+from torchfil.utils.errors import require
 
 Questions = Mapping[str, QuestionSpec]
 ByRow = Callable[[], Leakage]
-PRODUCTS = "products of the questions"  # ‖g̃‖², ‖g̃′‖² and ⟨g̃, g̃′⟩ over C², of each answer, [batch, answers, 3]
 _STEPS, _ATOMS = 8, 160  # of the grid, for the largest row and at most
 _MOST_DRAWN, _MOST_NORM = 20, 8.0  # rows on average, and ‖u‖: with more, which rows are drawn is as good as known
 _REACH, _SPACING, _AT_ONCE = 9.0, 0.25, 32  # of the nodes around the atoms, in standard deviations; persons
 _FARTHEST = 64  # k/σ up to which drawing rows at random makes ε of a person small enough to mean something
+_POWERS = {"variance": 1 / 2, "variance_limit": 1 / 2, "variance_spread": 1 / 4}  # of these sums, rows' powers add up
 
 
 class Persons(Leakage):
     """What such a run leaked, by owner: upper bounds, estimated from one run. Its ledger has the divergences alone.
-
-    If steps were paused, they are missing, and the numbers are labelled as lower bounds.
 
     Args:
         owners: Whose each row is.
@@ -75,129 +73,140 @@ class Persons(Leakage):
     """
 
     def __init__(self, owners: Owners, questions: Questions, rows: ByRow, how: Conditions, most: Tensor | None) -> None:
-        super().__init__(Ledger(len(owners), 1, questions=questions), ExampleIds(len(owners), owners.keys), how)
-        self.owners, self._by_row = owners, rows
-        change = [float(not asked.membership) for asked in questions.values() for _ in asked.answers]
-        worst = torch.tensor([(1.0, other, -other) for other in change], dtype=torch.float64).view(-1, 3)
-        shares = torch.ones(len(owners.of_row)) if most is None else most.cpu()
-        self.last = shares.square()[:, None, None] * worst  # as of each row's last participation, [rows, answers, 3]
+        absences = {name: asked for name, asked in questions.items() if asked.membership}
+        super().__init__(Ledger(len(owners), 1, questions=absences), ExampleIds(len(owners), owners.keys), how)
+        self.owners, self._questions, self._by_row = owners, questions, rows
+        self.last = torch.ones(len(owners.of_row), dtype=torch.float64) if most is None else most.double().cpu()
 
-    def book(self, rows: Tensor, products: Tensor, noise_multiplier: float, measured: float) -> None:
-        """Add a step that drew these rows, [batch], with these ``PRODUCTS``; such steps are measured at this rate."""
-        rate, owners, asked = self.conditions.sample_rate, self.owners, self.ledger.questions
-        self.last[rows] = products.double().cpu()
+    def book(self, rows: Tensor, ratios: Tensor, noise_multiplier: float) -> None:
+        """Add a step that drew these rows, [batch], with these ‖g̃‖/C."""
+        if not self.ledger.questions:
+            return
+        rate, owners = self.conditions.sample_rate, self.owners
+        self.last[rows] = ratios.double().cpu()
         counted = torch.zeros(len(self.last)).index_fill(0, rows, 1.0) if rate is None else torch.ones(len(self.last))
         persons = owners.of_row[rows].unique()
-        counts, found = owners.counts[persons], torch.empty(len(persons), self.last.shape[1], dtype=torch.float64)
-        for count in counts.unique().tolist():
+        counts, found = owners.counts[persons], torch.full((len(persons),), torch.inf, dtype=torch.float64)
+        for count in counts.unique().tolist() if noise_multiplier else ():
             own = torch.tensor(owners.rows(persons[counts == count].tolist())).view(-1, count)
-            squares = self.last[own] * counted[own][..., None, None] / (noise_multiplier or 1.0) ** 2
-            true, other, inner = squares.permute(3, 0, 2, 1).flatten(1, 2)  # [persons · answers, rows] each
-            found[counts == count] = person_divergence(true, other, inner, rate).view(len(own), -1)
-        found = found if noise_multiplier else torch.full_like(found, torch.inf)
+            found[counts == count] = absence_divergence(self.last[own] * counted[own] / noise_multiplier, rate)
         if rate is not None:
-            found /= -torch.expm1(counts * torch.tensor(-rate, dtype=torch.float64).log1p())[:, None]
+            found /= -torch.expm1(counts * torch.tensor(-rate, dtype=torch.float64).log1p())
         added: dict[str, Tensor] = {}
-        for name, part in zip(asked, found.split([len(each.answers) for each in asked.values()], dim=1), strict=True):
-            added |= Divergence(name, asked[name]).added(part, measured, skipping=measured < 1)
+        for name, asked in self.ledger.questions.items():
+            added |= Divergence(name, asked).added(found[:, None], 1.0, skipping=False)
         self.ledger.add(Contribution(persons, torch.zeros(len(persons)), additions=added))
 
+    def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
+        """How well any attacker can tell whether these owners, with all of their rows, are in the data, [ids]."""
+        asked = self._questions.get(question)
+        unknown = f"{question!r} changes all rows of a person, for which a run by row has no proven bound"
+        remedy = "ask Absent(), or train with unit='owner', where the question is about the whole person"
+        require(asked is None or asked.membership, f"{unknown}: {remedy}")
+        return super().get_guess(question, example_ids)
+
     def get_trace(self, example_ids: Ids = None) -> Estimate:
-        """tr I of these owners, at most: the sum over their rows, [ids]. Its error is not known."""
-        return self._summed(self._by_row().get_trace().value, example_ids)
+        """An estimate of Σ_r tr I_r ≥ tr I of these owners, [ids].
+
+        Probes' errors of an owner's rows, which share batches, count as if all were off together.
+        """
+        rows, trace = self._by_row(), Trace()
+        sums = {
+            name: self._together(rows.ledger.sums[name].double() ** (power := _POWERS.get(name, 1))) ** (1 / power)
+            for name in trace.sums(1, 1)
+        }
+        drawn, typical = self._together(rows.ledger.sums["participations"]), rows._typical_changes()["trace"].cpu()
+        batches, path = run_variance("trace", sums, drawn, self.conditions.sample_rate, typical)
+        kind: Kind = "lower bound" if rows.get_trace().kind == "lower bound" else "estimate"
+        estimate = trace.read(sums, Reading(self.conditions, kind, sums, {"trace": (batches + path).sqrt()}))
+        return estimate[self.ids.places(example_ids)]
 
     def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
         """d of these owners: the sum over their rows, [ids]."""
-        return self._summed(self._by_row().get_num_coordinates(), example_ids).value
+        return self._together(self._by_row().get_num_coordinates())[self.ids.places(example_ids)]
 
     def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
-        """sqrt(I_jj) of a value that all rows of an owner share, at most: the sum over the rows, [ids, d]."""
-        return self._summed(self._by_row().get_attribute_fil().value, example_ids)
+        """An estimate of Σ_r sqrt(I_jj of row r) ≥ sqrt(I_jj) of a value that all rows of an owner share, [ids, d].
 
-    def _summed(self, values: Tensor, example_ids: Ids) -> Estimate:
-        sums = torch.zeros(len(self.owners), *values.shape[1:], dtype=values.dtype)
-        value = sums.index_add(0, self.owners.of_row, values.cpu())[self.ids.places(example_ids)]
-        return Estimate(value, value * torch.nan, self._kind(value), positive=True)
+        Its run error is, relative to the value, half of the trace's.
+        """
+        rows, trace = self._by_row().get_attribute_fil(), self.get_trace()
+        value, error = self._together(rows.value), self._together(rows.standard_error)
+        assert trace.run_error is not None
+        half = torch.where(trace.value > 0, trace.run_error / trace.value / 2, trace.run_error)[:, None]
+        run_error = torch.where(value.isinf() | (half == 0), 0.0, half * value)
+        found = replace(trace, value=value, standard_error=error, certain=None, variance_limit=None)
+        return replace(found, run_error=run_error)[self.ids.places(example_ids)]
 
-    def _kind(self, rows: Tensor) -> Kind:
-        return "lower bound" if self._by_row().ledger.missed_steps else "upper bound"
+    def _together(self, values: Tensor) -> Tensor:
+        """The sums over the rows of each owner, [owners, …]."""
+        values = values.cpu()
+        return values.new_zeros(len(self.owners), *values.shape[1:]).index_add(0, self.owners.of_row, values)
 
 
 # ------------------------------------------------------------------ one step
 
 
-def person_divergence(squared: Tensor, squared_other: Tensor, product: Tensor, sample_rate: float | None) -> Tensor:
-    """An upper bound of KL_t = KL(P ‖ P′) of one step about all rows of each person, [persons], in float64.
+def absence_divergence(norm: Tensor, sample_rate: float | None) -> Tensor:
+    """An upper bound of KL_t = KL(P ‖ φ) of one step about the absence of each person, [persons], in float64.
 
     Args:
-        squared: ‖u_r‖², u_r = g̃_r/(σC), [persons, rows]; 0 for padding.
-        squared_other: ‖v_r‖² of the alternative; 0 if the person is absent.
-        product: ⟨u_r, v_r⟩.
+        norm: ‖u_r‖, u_r = g̃_r/(σC), [persons, rows]; 0 for padding.
         sample_rate: q of Poisson sampling, in (0, 1]; None: the attacker knows the batch, these rows are in it, and
-            KL_t ≤ (Σ_r ‖u_r − v_r‖)²/2.
+            KL_t ≤ (Σ_r ‖u_r‖)²/2.
 
     Guarantees:
         * A person with one row has the KL_t of :func:`torchfil.fisher.mechanism.step_divergence`.
-        * The result is at most E‖Σ_{r∈S} (u_r − v_r)‖²/2, taken as if all differences had one direction.
+        * The result is at most E(Σ_{r∈S} ‖u_r‖)²/2, that of known draws.
         * No set of rows is enumerated: the cost grows with their number, and 10,000 rows are fine.
 
     Example:
-        >>> twelve, none = torch.full((1, 12), 0.25), torch.zeros(1, 12)
-        >>> [round(person_divergence(twelve, none, none, q).item(), 4) for q in (0.01, 0.1, 1.0)]
+        >>> [round(absence_divergence(torch.full((1, 12), 0.5), q).item(), 4) for q in (0.01, 0.1, 1.0)]
         [0.002, 0.196, 18.0]
     """
-    true, other, inner = (value.detach().double() for value in (squared, squared_other, product))
-    gap = (true + other - 2 * inner).clamp(min=0)
-    apart = gap.sqrt().sum(dim=1).square()
+    norm = norm.detach().double()
+    together, squares = norm.sum(dim=1).square(), norm.square().sum(dim=1)
     if sample_rate is None or sample_rate == 1:
-        return apart / 2
-    known = (sample_rate**2 * apart + sample_rate * (1 - sample_rate) * gap.sum(dim=1)) / 2
-    single = step_divergence(true.sum(dim=1), other.sum(dim=1), inner.sum(dim=1), sample_rate)
-    larger = torch.maximum(true, other)
-    rows = larger.count_nonzero(dim=1)
-    result = torch.where(rows > 1, known, single)
-    hidden = (sample_rate * rows <= _MOST_DRAWN) & (larger.amax(dim=1) <= _MOST_NORM**2)
+        return together / 2
+    known = (sample_rate**2 * together + sample_rate * (1 - sample_rate) * squares) / 2
+    none, rows = torch.zeros_like(squares), norm.count_nonzero(dim=1)
+    result = torch.where(rows > 1, known, step_divergence(squares, none, none, sample_rate))
+    hidden = (sample_rate * rows <= _MOST_DRAWN) & (norm.amax(dim=1) <= _MOST_NORM)
     for part in filter(len, ((rows > 1) & hidden).nonzero()[:, 0].split(_AT_ONCE)):
-        found = _on_two_lines(true[part].sqrt(), other[part].sqrt(), inner[part], sample_rate)
-        result[part] = torch.fmin(found, known[part])
+        result[part] = torch.fmin(_on_a_line(norm[part], sample_rate), known[part])
     return result.clamp(min=0)
 
 
-def _on_two_lines(norm: Tensor, other: Tensor, inner: Tensor, rate: float) -> Tensor:
-    """KL of the mixture with centres X on one line against that with ρX on a line at the cosine c, [persons]."""
-    ratio = other.sum(dim=1) / norm.sum(dim=1)
-    ratio = torch.where(ratio.isinf(), 1.0, ratio)[:, None]  # infinite: nothing but the alternative has gradients
-    norm = torch.maximum(norm, (other / ratio).nan_to_num(0))
-    cosine = (inner / (ratio * norm.square())).nan_to_num(1, posinf=1).amin(dim=1, keepdim=True).clamp(-1, 1)
+def _on_a_line(norm: Tensor, rate: float) -> Tensor:
+    """KL of the mixture with centres X on a line against φ, [persons]."""
     step = norm.amax(dim=1, keepdim=True) / _STEPS
-    weights = _sums(norm / step, rate, ratio > 0)
+    weights = _sums(norm / step, rate)
     atoms = step * torch.arange(weights.shape[1]).to(step)
 
     # what lies beyond the grid counts as known to the attacker, by convexity
     mass = weights.sum(dim=1)
-    beyond = (1 - mass).clamp(min=0) * (norm.sum(dim=1).square() * (1 + ratio * (ratio - 2 * cosine))[:, 0]) / 2
-    log_other = _mean_log(weights, cosine * atoms, ratio * atoms) if ratio.any() else torch.special.xlogy(mass, mass)
-    return _mean_log(weights, atoms, atoms) - log_other + beyond
+    beyond = (1 - mass).clamp(min=0) * norm.sum(dim=1).square() / 2
+    return _mean_log(weights, atoms) - torch.special.xlogy(mass, mass) + beyond
 
 
-def _mean_log(weights: Tensor, atoms: Tensor, centres: Tensor) -> Tensor:
-    """E log Σ_j w_j exp(c_j y − c_j²/2) over y ~ Σ_j w_j N(x_j, 1), [persons]; x are the atoms, c the centres."""
+def _mean_log(weights: Tensor, atoms: Tensor) -> Tensor:
+    """E log Σ_j w_j exp(x_j y − x_j²/2) over y ~ Σ_j w_j N(x_j, 1), [persons]; x are the atoms."""
     low, high = atoms[:, -1:].clamp(max=0) - _REACH, atoms[:, -1:].clamp(min=0) + _REACH
     count = math.ceil(float((high - low).max()) / _SPACING)
     nodes = low + (high - low) * torch.linspace(0, 1, count + 1, dtype=atoms.dtype, device=atoms.device)
     bells = (-(nodes[:, None] - atoms[:, :, None]).square() / 2).exp() / math.sqrt(2 * math.pi)
-    exponents = (weights.log() - centres.square() / 2)[:, :, None] + centres[:, :, None] * nodes[:, None]
+    exponents = (weights.log() - atoms.square() / 2)[:, :, None] + atoms[:, :, None] * nodes[:, None]
     density = (weights[:, None] @ bells)[:, 0]
     return (density * exponents.logsumexp(dim=1)).sum(dim=1) * (high - low)[:, 0] / count
 
 
-def _sums(norm: Tensor, rate: float, up: Tensor) -> Tensor:
+def _sums(norm: Tensor, rate: float) -> Tensor:
     """The law of Σ_r n_r Bernoulli(q) on 0, 1, …, [persons, atoms], without what lies beyond.
 
-    Each n_r is rounded up, or at random with the same mean.
+    Each n_r is rounded up or down at random, with the same mean.
     """
-    below = torch.where(up, (norm - 1e-9).ceil(), norm.floor())
-    share = (norm - below).clamp(min=0)  # how often n_r is rounded up
+    below = norm.floor()
+    share = norm - below  # how often n_r is rounded up
     places = torch.arange(min(_ATOMS, (_STEPS + 1) * norm.shape[1] + 1), device=norm.device)
     weights = (places == 0).to(norm).expand(len(norm), -1)
     for size, more in zip(below.T[:, :, None].long(), share.T[:, :, None], strict=True):

@@ -83,7 +83,10 @@ class Replay:
         return not self.findings
 
     def __str__(self) -> str:
-        return "\n".join(self.findings) or f"No fault was seen in {self.releases} steps, which does not prove privacy."
+        left_out = " and ".join(map(str, self.examples))
+        compared = f"Compared over {self.releases} steps: a run on all data and those without example {left_out}"
+        nothing = "noise and draws with what is accounted. No fault was seen, which does not prove privacy."
+        return "\n".join(self.findings) or f"{compared}; {nothing}"
 
 
 class _StoppedByReplay(BaseException):

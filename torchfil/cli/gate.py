@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from torchfil.cli.output import FILE, Output, check_places, printed, table, with_output
 from torchfil.gate import pipelines
-from torchfil.gate.gate import check, notes, outcome, public, worst_of
+from torchfil.gate.gate import check, default_policy, notes, outcome, public, worst_of
 from torchfil.gate.policy import PRESETS, Policy, load_policy, parse_policy, preset
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.report.options import options_of
+from torchfil.report.options import Options, options_of
 from torchfil.run.composed import compose
 from torchfil.run.file import load
 from torchfil.run.matching import check_same_recipe
@@ -29,7 +29,7 @@ from torchfil.utils.text import json_ready, visible, write_csv
 
 @click.command()
 @click.argument("run", type=FILE, nargs=-1)
-@click.option("--policy", type=FILE, help="Thresholds, a TOML file; policy.toml if not given.")
+@click.option("--policy", type=FILE, help="Thresholds, a TOML file; policy.toml if it exists, else the default policy.")
 @click.option("--preset", "named", type=click.Choice(PRESETS), help="Thresholds for a purpose, instead of a file.")
 @click.option("--init", is_flag=True, help="Write a commented policy to start from, instead; with --preset, that one.")
 @click.option("--baseline", type=FILE, help="An earlier run on the same examples, for max_worsening.")
@@ -69,17 +69,19 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
         return
     if not runs:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
-    thresholds, source = _thresholds(given)
+    given_policy, source = _thresholds(given)
     places = {f"--{name}": given[f"{name}_file"] for name in ("list", "junit", "sarif", "json")}
     read = [path for path in (*runs, *given["released"], given["baseline"], source) if path is not None]
     check_places(read, places)
 
-    judged = _judge(runs, given, thresholds)
+    policy, judged = _judge(runs, given, given_policy)
     verdicts, remarks = judged[0][1], notes(judged[0][0], redacted=redacted)
+    if given_policy is None:
+        remarks.insert(0, f"no policy was given: judged by {policy.name}, as on the page of torchfil report")
     if len(runs) > 1:
         verdicts = worst_of({str(path): own for path, (_, own) in zip(runs, judged, strict=True)})
         remarks.append(f"the worst of {len(runs)} runs decides each rule; other notes are about the first")
-    predicted = [] if redacted or len(runs) > 1 else options_of(judged[0][0], thresholds, verdicts).rows[:1]
+    advice = Options() if redacted or len(runs) > 1 else options_of(judged[0][0], policy, verdicts)
     if redacted:
         verdicts = [public(verdict) for verdict in verdicts]
 
@@ -103,47 +105,50 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if given["list_file"] is not None and not out.quiet:
         concerned = "whom the broken rules concern" if any(not own.passed for own in verdicts) else "no rule is broken"
         lines.append(f"{concerned}: {given['list_file']}")
-    for best in predicted:
-        kept = f"{best.rules - len(best.broken)} of {best.rules} rules, as predicted from this run"
-        lines.append(f"{best.change} would keep {kept}; its cost: {best.cost}")
+    lines += [each for each in (advice.change, *advice.others) if each]
     out.result("\n".join([*lines, pipelines.in_short(verdicts)]), ready["json"])
     ctx.exit(end.code)
 
 
-def _thresholds(given: dict[str, Any]) -> tuple[Policy, Path | None]:
-    """The policy, and its file where there is one."""
+def _thresholds(given: dict[str, Any]) -> tuple[Policy | None, Path | None]:
+    """The policy, None for the default one of a run, and its file where there is one."""
     source, named, worse, allowed = (given[name] for name in ("policy", "named", "fail_if_worse", "tolerance"))
     two = f"--preset {named} and --policy {source} are two policies; keep --policy, and let it say extends = {named!r}"
     require(source is None or named is None, two)
     require(worse or allowed is None, "--tolerance has no effect without --fail-if-worse; add it, or leave it out")
     require(given["baseline"] is not None or not worse, "--fail-if-worse needs --baseline, the file of an earlier run")
+    policy: Policy | None
     if named is not None:
         policy = parse_policy({"extends": named, "name": named})
-    elif worse and source is None and not Path("policy.toml").exists():  # then only the comparison counts
-        policy = Policy(levels=dict.fromkeys(RULES, "off"))
+    elif source is None and not Path("policy.toml").exists():
+        policy = Policy(levels=dict.fromkeys(RULES, "off")) if worse else None  # only the comparison counts
     else:
         policy = load_policy(source := source or Path("policy.toml"))
-    if worse:
+    if worse and policy is not None:
         allowed = allowed if allowed is not None else policy.max_worsening if policy.max_worsening is not None else 0.1
         policy = replace(policy, max_worsening=allowed, levels={**policy.levels, "max_worsening": "error"})
     unused = f"--baseline {given['baseline']} has no effect; add --fail-if-worse, or max_worsening to the policy"
-    require(given["baseline"] is None or policy.max_worsening is not None, unused)
+    compares = policy is not None and policy.max_worsening is not None
+    require(given["baseline"] is None or compares, unused)
     return policy, source
 
 
-def _judge(runs: Sequence[Path], given: dict[str, Any], policy: Policy) -> list[tuple[SavedRun, list[Verdict]]]:
-    """Each run, with everything that was released besides, and the verdicts on it."""
+def _judge(
+    runs: Sequence[Path], given: dict[str, Any], policy: Policy | None
+) -> tuple[Policy, list[tuple[SavedRun, list[Verdict]]]]:
+    """The policy, and each run, with everything that was released besides, and the verdicts on it."""
     released, baseline = given["released"], given["baseline"]
     paths = [path.resolve() for path in (*runs, *released, baseline) if path is not None]
     require(len(set(paths)) == len(paths), "a run file is named twice; name each once")
     several = f'the policy does not say how {len(runs)} runs count together; add aggregate = "pessimistic", or give one'
-    require(len(runs) == 1 or policy.aggregate is not None, several)
+    require(len(runs) == 1 or (policy is not None and policy.aggregate is not None), several)
     require(not released or baseline is None, "--baseline compares single releases; leave out --released or --baseline")
     loaded, others = {str(path): load(path) for path in runs}, [load(path) for path in released]
     check_same_recipe(loaded)
     before = None if baseline is None else load(baseline)
     together = [compose([run, *others]) if others else run for run in loaded.values()]
-    return [(run, check(run, policy, before)) for run in together]
+    policy = policy or default_policy(together[0])
+    return policy, [(run, check(run, policy, before)) for run in together]
 
 
 def _write_list(path: Path, judged: list[tuple[SavedRun, list[Verdict]]]) -> None:

@@ -807,9 +807,9 @@ class FILPrivacyEngine(PrivacyEngine):
             kind: "trace" for η̄, "spectral" for η.
             by: "row", in a run whose unit is the owner: η̄ of single rows, over their own coordinates, without what rows
                 share; ids are those of ``id_of``, or the rows' numbers. It needs ``track=("diagonal",)``.
-                "owner", in a run with ``unit="row"``: η̄ of owners, an upper bound. The Fisher information about all
-                private coordinates of an owner's rows is at most the sum of the rows'. It is estimated from one run,
-                and its error is given as NaN.
+                "owner", in a run with ``unit="row"``: an estimate of an upper bound of owners' η̄, with its error. The
+                Fisher information about all private coordinates of an owner's rows is at most the sum of the rows',
+                which one run estimates. Quote the upper end of its interval.
         """
         if by == "row" and self._training.run.row_ids is not None:
             return readings.fil_of_rows(self._training, self.totals, example_ids)
@@ -830,8 +830,8 @@ class FILPrivacyEngine(PrivacyEngine):
     def get_attribute_fil(self, example_ids: Ids = None, *, by: str | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end.
 
-        With ``by="owner"``, in a run with ``unit="row"``, it is an upper bound for an attribute that has the same value
-        in all rows of an owner: the sum of the rows' sqrt(I_jj), estimated from one run.
+        With ``by="owner"``, in a run with ``unit="row"``, it estimates an upper bound for an attribute that has the
+        same value in all rows of an owner: the sum of the rows' sqrt(I_jj).
         """
         return self._by(by).get_attribute_fil(example_ids)
 
@@ -841,9 +841,10 @@ class FILPrivacyEngine(PrivacyEngine):
         Args:
             question: Its name.
             example_ids: None: all. An id given twice appears twice.
-            by: "owner", in a run with ``unit="row"``: the alternative is that all rows of the owner are absent, or that
-                all are changed. D is an upper bound, estimated from one run: gradients count as if they had one
-                direction, and between a row's participations as they were at the last one.
+            by: "owner", in a run with ``unit="row"``, for ``Absent()``: the alternative is that all rows of the owner
+                are absent. It estimates an upper bound of D from one run: gradients count as if they had one direction,
+                and between a row's participations with their last norm. Other questions are refused, because no bound
+                of D for a change in all rows is proved.
         """
         return self._by(by).get_guess(question, example_ids)
 

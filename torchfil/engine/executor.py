@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.persons import PRODUCTS
 from torchfil.accounting.quantities import Divergence, QuestionSpec, Track, additions, needs_of
 from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
@@ -411,13 +410,11 @@ def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: 
     weights = examples.clip_weights
     by_alternative = [jacobian.products_with(replace(gradients, examples=other)) for other in examples.alternatives]
     added: dict[str, Tensor] = {}
-    every: list[Tensor] = []  # of all answers
     for name, places in wanted.questions:
         products = [jacobian.products_alone() if k is None else by_alternative[k] for k in places]
         columns = torch.stack([mechanism.divergence(each, weights) for each in products], dim=1)
         added |= Divergence(name, QuestionSpec(("",) * len(places))).added(columns, rate, skipping=wanted.rate < 1)
-        every += [mechanism.clipped_products(each, weights) for each in products]
-    return {**added, PRODUCTS: torch.stack(every).permute(2, 0, 1) / mechanism.max_grad_norm**2}
+    return added
 
 
 def joined(parts: Iterable[StepValues]) -> StepValues:

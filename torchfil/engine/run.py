@@ -29,7 +29,7 @@ from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.owners import Owners
 from torchfil.accounting.pace import exposed_rows
-from torchfil.accounting.persons import PRODUCTS, Persons
+from torchfil.accounting.persons import Persons
 from torchfil.accounting.quantities import Conditions, tracked
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
@@ -131,8 +131,8 @@ class Run:
         self.persons: Persons | None = None
         if owners is not None and not options.accounting.by_owner and ranks is None:
             rate = options.sample_rate if options.amplification.secret_batches else None
-            how = Conditions(sample_rate=rate, skipping=options.accounting.skips_steps)
-            self.persons = Persons(owners, options.accounting.asked, lambda: self.leakage, how, self.clip_weights)
+            asked, how = options.accounting.asked, Conditions(sample_rate=rate)
+            self.persons = Persons(owners, asked, lambda: self.leakage, how, self.clip_weights)
 
         # the current step
         self._grouped: tuple[Any, list[OwnedRows]] = (None, [])  # the last batch's ids, and its rows by owner
@@ -387,7 +387,6 @@ class Run:
         """Book the released logical batch: enter what was staged."""
         self._enter_ids()
         contributions = [staged.contribution for staged in self.staged]
-        products = [each.additions.pop(PRODUCTS) for each in contributions if PRODUCTS in each.additions]
         if contributions:
             assert self.ledger is not None
             self.ledger.add(*contributions)
@@ -403,8 +402,8 @@ class Run:
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         rate = float(self._releases()[-1][1]) if self._releases() else 1.0
         self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
-        if self.persons is not None and products:
-            self.persons.book(torch.cat(rows), torch.cat(products), float(optimizer.noise_multiplier), self.pace.rate)
+        if self.persons is not None:
+            self.persons.book(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier))
         self.clear_batch()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:

@@ -121,7 +121,14 @@ class Mechanism:
             clip_weights: ω, [batch]; both clipped gradients are multiplied by it. None: 1.
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
-        squared, squared_other, product = self.clipped_products(products, clip_weights)
+        products = products.double()
+        shares = 1.0 if self.shares is None else products.new_tensor(list(self.shares.values()))  # [parameters]
+        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm * shares)
+        products = products * torch.stack([own * own, other * other, own * other])
+        products = products if self.shares is None else products.sum(dim=2)
+        weights = 1.0 if clip_weights is None else clip_weights.double().square()
+        squared, squared_other, product = products * weights
+
         if self.noiseless:
             apart = squared + squared_other - 2 * product
             return torch.where(apart > rounding * (squared + squared_other), math.inf, 0.0).double()
@@ -129,15 +136,6 @@ class Mechanism:
         variance = self.noise_std**2
         step = step_divergence(squared / variance, squared_other / variance, product / variance, rate)
         return step if rate is None else step / rate
-
-    def clipped_products(self, products: Tensor, clip_weights: Tensor | None = None) -> Tensor:
-        """‖g̃‖², ‖g̃′‖² and ⟨g̃, g̃′⟩ in float64, [3, batch]; the arguments are those of :meth:`divergence`."""
-        products = products.double()
-        shares = 1.0 if self.shares is None else products.new_tensor(list(self.shares.values()))  # [parameters]
-        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm * shares)
-        products = products * torch.stack([own * own, other * other, own * other])
-        products = products if self.shares is None else products.sum(dim=2)
-        return products if clip_weights is None else clip_weights.double().square() * products
 
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
         """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""

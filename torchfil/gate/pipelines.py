@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from torchfil._version import __version__
 from torchfil.gate.gate import in_words, outcome, public
-from torchfil.gate.rules import RULES, Verdict
+from torchfil.gate.rules import RULES, STATES, Verdict
 from torchfil.utils.text import marked, visible
 
 COLUMNS = ["rule", "what", "found", "limit"]
@@ -25,20 +25,20 @@ _SARIF = {"broken": ("error", "fail"), "warning": ("warning", "fail"), "unknown"
 
 def rows_of(verdicts: Sequence[Verdict]) -> list[list[str]]:
     """State, rule, what it is about, what was found and the limit, as texts for a table."""
-    marks, rows = {"kept": "pass", "broken": "FAIL", "warning": "warn", "unknown": "unknown"}, []
+    rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
         missing = f": {verdict.detail}" if verdict.found is None else ""
         source = verdict.source and f" [{verdict.source}]"
-        rows.append([marks[verdict.state], verdict.rule, title + missing + source, found, limit])
+        rows.append([STATES[verdict.state], verdict.rule, title + missing + source, found, limit])
     return rows
 
 
 def in_short(verdicts: Sequence[Verdict]) -> str:
     """The outcome in a line, with how many rules are in each state."""
     end, states = outcome(verdicts), [verdict.state for verdict in verdicts]
-    told = {"broken": "broken", "unknown": "not answered", "warning": "with a warning"}
-    counts = [f"{states.count(state)} {text}" for state, text in told.items() if state in states]
+    told = {**STATES, "warning": "with a warning"}
+    counts = [f"{states.count(state)} {told[state]}" for state in told if state in states and state != "kept"]
     rules = ", ".join(counts).replace(" ", f" of {len(states)} rules ", 1) or f"all {len(states)} rules kept"
     alone = {verdict.key for verdict in verdicts} == {"max_worsening"}  # which says nothing about a release
     said = "compared with the earlier run alone" if alone else end.decision.lower()
@@ -100,7 +100,7 @@ def step_summary(heading: str, verdicts: Sequence[Verdict], remarks: Sequence[st
 
 def _message(verdict: Verdict) -> str:
     missing = f" {verdict.detail}." if verdict.found is None else ""
-    return visible(f"{verdict.state}: {in_words(verdict)}{missing}")
+    return visible(f"{STATES[verdict.state]}: {in_words(verdict)}{missing}")
 
 
 def _located(verdicts: Sequence[Verdict], policy: Path | None) -> Iterator[tuple[Verdict, int]]:

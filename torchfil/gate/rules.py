@@ -35,6 +35,8 @@ from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.run.unit import Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
 
+# the states of a verdict, the worst first, in the words of page, terminal and files
+STATES = {"broken": "broken", "unknown": "cannot be answered", "warning": "warning", "kept": "kept"}
 _TRACKED, _ASKED = "make_private(track=('diagonal',))", "make_private(…, questions={…}) keeps them"
 
 
@@ -72,7 +74,7 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """One of kept; warning, at the level "warn"; unknown, where the run cannot answer; and broken."""
+        """One of :data:`STATES`: "warning" at the level "warn", "unknown" where the run cannot answer."""
         if self.passed or self.level == "warn":
             return "kept" if self.passed else "warning"
         return "broken" if self.tells else "unknown"
@@ -102,8 +104,9 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: without the examples, of which the number is told."""
-        names = ("rule", "level", "state", "passed", "limit", "found", "offending", "detail", "source")
-        return {name: getattr(self, name) for name in names} | ({"offending": None} if self.hidden else {})
+        names = ("rule", "level", "passed", "limit", "found", "offending", "detail", "source")
+        told = {name: getattr(self, name) for name in names} | ({"offending": None} if self.hidden else {})
+        return told | {"state": STATES[self.state]}
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def pictures_of(run: SavedRun, ratios: np.ndarray | None) -> list[Pictured]:
             continue
         both = () if estimates is None or errors is None else (estimates[place], errors[place].tolist())
         drawn = [(as_data_url(each), error) for each, error in zip(*both, strict=True)]
+        if drawn and drawn[1][1] > drawn[2][1]:  # one draw is worse than its beliefs alone, on which one can fall back
+            drawn[1] = drawn[2]
         image = saved.images[place]
         shown = [image] if saved.maps is None else [image, overlay(image, saved.maps[place])]
         found.append(Pictured(row, str(run.ids[row]), place >= few, list(map(as_data_url, shown)), drawn))

@@ -1,26 +1,27 @@
-"""What would keep the policy: options, how many rules each would break, and its cost in the user's metric.
+"""What would keep the policy: the noise with which every rule is kept, and its cost in the user's metric.
 
-An option is **predicted and then judged by the gate's own rules**. At fixed gradients, with σ' for σ, T' steps for T
-and f = (σ'/σ)²·(T/T'),
+A σ is **predicted and then judged by the gate's own rules**; it is offered only if it keeps all of them, those at the
+level "error" at least. At fixed gradients, with σ' for σ and f = (σ'/σ)²,
 
 ==========================  ===================================================================================
 MSE bound, its lower end    times f
 errors of attributes        times √f
 D of a question             over f, exactly where batches are known; at secret draws less, or 7 % more near q = 1
-ε                           computed anew from σ', the sampling rate and T' (Mironov, Talwar and Zhang 2019)
-too few draws               Binomial(T', q) < 5, the largest of 95 % of the counts over all examples
+ε                           computed anew from σ', the sampling rate and the steps (Mironov, Talwar and Zhang 2019)
+individual ε                at most that
+too few draws               Binomial(steps, q) < 5, the largest of 95 % of the counts over all examples
 ==========================  ===================================================================================
 
 A linear model's release has closed forms, and the prediction is exact. Another training takes other gradients and other
 draws: the smallest lower end of many examples differs by a quarter in one of ten pairs of runs that differ in nothing
-but chance, and longer runs have wider intervals. So what gradients leak is predicted with a **margin** on σ',
-:data:`MARGIN` times T'/T. It was chosen on 88 runs of ten kinds, of which 366 pairs were predicted from one another,
-with up to 5 times the noise and 3 times the steps: the smallest lower end, its quantiles and the largest D were as
-promised in 95 % each, and all together in 92 %. With 1.25 for 1.5 it is 91 % and 83 %. These runs were made before D
-was capped by what the noise allows, and not repeated. Trainings whose intervals are wide differ most.
+but chance. So what gradients leak is predicted with a **margin** on σ', :data:`MARGIN`. It was chosen on 88 runs of ten
+kinds, of which 366 pairs were predicted from one another, with up to 5 times the noise: the smallest lower end, its
+quantiles and the largest D were as promised in 95 % each, and all together in 92 %. With 1.25 for 1.5 it is 91 % and
+83 %. These runs were made before D was capped by what the noise allows, and not repeated. Trainings whose intervals are
+wide differ most.
 
-Only what was tried is offered: more noise, up to :data:`LARGEST` times as much, and more steps where some examples were
-drawn too rarely. Fewer steps would leave more of them untold. Individual ε is not predicted.
+Only what was tried is offered: more noise, up to :data:`LARGEST` times as much. Another number of steps is not: a trial
+of a run that was drawn too rarely kept all rules where the prediction broke two.
 ``tests/report/test_options.py`` trains runs of other kinds again as advised.
 """
 
@@ -41,33 +42,17 @@ from torchfil.gate.rules import RULES, Verdict
 from torchfil.run.baselines import error_ratios, is_told
 from torchfil.run.composed import epsilon_at, rdp_of
 from torchfil.run.saved_run import SavedRun, jumps_of
+from torchfil.run.unit import counted
 
 MARGIN = 1.5  # on σ'
 LARGEST = 5.0  # times σ: as far as it was tried
 _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followed
 _AT_ONCE = 2**16  # examples that are predicted together
 _OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
-_INDIVIDUAL, _AUDITED = "max_individual_epsilon", "audited_epsilon_below_claimed"
-_NOT_PREDICTED = (_INDIVIDUAL, "max_worsening")
+_AUDITED, _WORSENING, _FEW = "audited_epsilon_below_claimed", "max_worsening", "max_share_too_few_draws"
+_OF_NOISE = ("max_epsilon", "max_individual_epsilon")  # follow from the noise, and need no margin
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
-
-
-@dataclass(frozen=True)
-class Option:
-    """A change of the run.
-
-    Attributes:
-        change: What to change, e.g. "Noise σ = 2.7".
-        broken: The titles of the rules that the prediction still breaks; empty: it keeps the policy.
-        rules: How many rules the policy has.
-        cost: What it costs in the user's metric, e.g. "accuracy 0.91 (now 0.93)", or "not measured".
-    """
-
-    change: str
-    broken: list[str]
-    rules: int
-    cost: str
 
 
 @dataclass(frozen=True)
@@ -75,77 +60,68 @@ class Options:
     """What would help.
 
     Attributes:
-        rows: The options, the best first; empty where nothing need be done, or nothing is known to help.
+        sigma: The least noise that is predicted to keep every rule; None: none is known, or nothing need be done.
+        change: The same in a sentence, with its cost in the user's metric; "" where nothing is predicted.
         curve: (σ, the smallest ratio to a blind guess's error, whether it was measured), ascending in σ.
         limit: What the policy asks of that ratio; None: nothing.
-        others: What helps with broken rules that no option keeps, a sentence each.
+        others: What helps with the rules that no noise is known to keep, a sentence each.
     """
 
-    rows: list[Option] = field(default_factory=list)
+    sigma: float | None = None
+    change: str = ""
     curve: list[tuple[float, float, bool]] = field(default_factory=list)
     limit: float | None = None
     others: list[str] = field(default_factory=list)
 
 
-_Found = tuple[float, set[str], Option]
-
-
 def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Options:
-    """The options for a run whose policy is broken; none where it is kept."""
+    """What would keep a policy that is broken; nothing where it is kept.
+
+    Where rules at the level "error" are broken, those at "warn" may stay so.
+    """
     broken = [verdict for verdict in verdicts if not verdict.passed]
-    sigma, found = _sigma(run), list[_Found]()
+    sigma, linear = _sigma(run), run.about.get("kind") == "linear"
     if not broken:
         return Options()
     if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):  # predictions rest on what may be wrong
         return Options(others=[RULES[_AUDITED].advice])
 
-    # one with more steps only where fresh draws would leave too many examples untold
-    no_noise_helps = jumps_of(run.about) and any(RULES[verdict.key].fisher for verdict in broken)
-    if sigma and is_told(run).any() and not no_noise_helps:
-        for steps in dict.fromkeys((run.about["mechanism"].get("steps") or None, _enough_steps(run, policy))):
-            found += _option(run, policy, verdicts, sigma, steps)
-    found.sort(key=lambda each: len(each[2].broken))
-    kept = set().union(*(keys for _, keys, _ in found))
-    others = [RULES[verdict.key].remedy(verdict) for verdict in broken if verdict.key not in kept]
-    if found and any(verdict.key == _INDIVIDUAL for verdict in verdicts):
-        others.append("Individual ε is not predicted: the options leave its rule out.")
+    # the least noise for each rule that must hold: those that stop a release, and those that hold now
+    stop = [verdict for verdict in broken if verdict.level == "error"] or broken
+    needed = dict.fromkeys(verdict.key for verdict in verdicts if verdict.passed or verdict in stop)
+    least: dict[str, float | None] = dict.fromkeys(verdict.key for verdict in stop)
+    if sigma and is_told(run).any():
+        least = {key: _least_noise(run, policy, key, sigma) for key in needed if key != _WORSENING or key in least}
+    noises = [noise for noise in least.values() if noise is not None]
+    noise, change = None, "No noise alone is known to keep every rule."
+    if len(noises) == len(least):
+        noise, warns = max(noises), len(broken) - len(stop)
+        still = f", with {counted(warns, 'warning')}" * bool(warns)
+        change = f"Noise σ = {noise:g} {'keeps' if linear else 'is predicted to keep'} every rule{still}"
+        change += f"; its cost: {_cost(run, noise)}."
+    lost = [verdict for verdict in verdicts if verdict.key in least and least[verdict.key] is None]
+    others = [RULES[verdict.key].remedy(verdict) for verdict in lost]
 
     ratios, curve = error_ratios(run, policy.blind_error), list[tuple[float, float, bool]]()
     if sigma and ratios is not None and not np.isnan(ratios).all() and not jumps_of(run.about):
-        noises = np.geomspace(sigma, max([4 * sigma, *(noise for noise, *_ in found)]), 7).tolist()
-        curve = [(noise, float(np.nanmin(ratios)) * noise / sigma, noise == sigma) for noise in noises]
-    return Options([option for *_, option in found], curve, policy.min_error_share, list(dict.fromkeys(others)))
+        drawn = np.geomspace(sigma, max(4 * sigma, noise or 0.0), 7).tolist()
+        curve = [(each, float(np.nanmin(ratios)) * each / sigma, each == sigma) for each in drawn]
+    return Options(noise, change, curve, policy.min_error_share, list(dict.fromkeys(others)))
 
 
-def _option(run: SavedRun, policy: Policy, verdicts: list[Verdict], sigma: float, steps: int | None) -> list[_Found]:
-    """The least σ' with so many steps that keeps all rules that noise can keep: σ', the keys that it keeps, the option.
-
-    Nothing where it would keep no broken rule, or break one that holds now.
-    """
-    then, longer = (run, 1.0) if steps is None else (with_steps(run, steps), steps / run.about["mechanism"]["steps"])
-    judged = [verdict for verdict in verdicts if verdict.key not in _NOT_PREDICTED]
-    least = {key: _least_noise(then, policy, key, sigma, longer) for key in dict.fromkeys(each.key for each in judged)}
-    failing = {verdict.key for verdict in judged if not verdict.passed}
-    lost = {key for key, noise in least.items() if noise is None}
-    if lost - failing or not failing - lost:
-        return []
-    noise = max(each for each in least.values() if each is not None)
-    change = f"{steps:,} steps with noise σ = {noise:g}" if longer > 1 else f"Noise σ = {noise:g}"
-    titles = [RULES[v.key].named(v) for v in judged if v.key in lost and not v.passed]
-    return [(noise, failing - lost, Option(change, titles, len(judged), _cost(then, noise)))]
-
-
-def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float, longer: float) -> float | None:
+def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float | None:
     """The least σ' of three digits, σ or more, at which the rule is predicted to hold; None: none that was tried."""
-    margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (longer * MARGIN, LARGEST)
+    margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (MARGIN, LARGEST)
+    if key == _FEW:  # of fresh draws, whatever the noise
+        return sigma if _num_untold(run) <= policy.max_share_too_few_draws * len(run) else None
     parts = run.slices(_AT_ONCE) if key.startswith(_OF_EXAMPLES) else [run]
-    if key == "max_epsilon":  # the same for everybody
+    if key in _OF_NOISE:  # the same for everybody
         parts, margin = [run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])], 1.0
     least = sigma
     for part in parts:
 
         def holds(noise: float, part: SavedRun = part) -> bool:
-            then = with_noise(part, noise, margin, epsilon=key == "max_epsilon")
+            then = with_noise(part, noise, margin, epsilon=key in _OF_NOISE)
             return all(verdict.passed for verdict in RULES[key].measure(then, policy))
 
         if holds(least):
@@ -169,7 +145,7 @@ def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: boo
         margin: What gradients leak is predicted at σ'/margin. What the noise itself allows of a D needs none.
         epsilon: Whether ε is wanted, which takes a while.
     """
-    spent = _epsilon_then(run, sigma, 1.0) if epsilon else None
+    spent = _epsilon_then(run, sigma) if epsilon else None
     then = _leaking(run, (sigma / margin / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
     rate, steps = (run.about["mechanism"].get(name) for name in ("sample_rate", "steps"))
     if not rate or not steps:  # known batches, or a linear model
@@ -178,23 +154,6 @@ def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: boo
     high: list[Any] = [_Times(each.divergence_high, 1.0, largest[not each.membership]) for each in then.questions]
     asked = zip(then.questions, high, strict=True)
     return replace(then, questions=[replace(each, divergence_high=own) for each, own in asked])
-
-
-def with_steps(run: SavedRun, steps: int) -> SavedRun:
-    """The same with other steps, of which every one leaks alike, and fresh draws.
-
-    Those whom they leave untold are as many as predicted; those whom they newly tell of are like the others.
-    """
-    longer, told = steps / run.about["mechanism"]["steps"], is_told(run)
-    then = _leaking(run, 1 / longer, _epsilon_then(run, _sigma(run) or 0.0, longer), steps=steps)
-    few = np.zeros(len(run), dtype=bool)
-    few[np.argsort(run.columns.get("participations", told), kind="stable")[: _num_untold(run, steps)]] = True
-    columns = dict(then.columns)
-    for name in columns.keys() - {"public_class"}:
-        typical = np.median(columns[name][told]) if told.any() else math.nan
-        columns[name] = np.where(~told & ~few, typical, columns[name])
-    columns["mse_bound_low"] = np.where(few, 0.0, columns.get("mse_bound_low", columns["mse_bound"]))
-    return replace(then, columns=columns)
 
 
 def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: float) -> SavedRun:
@@ -206,6 +165,8 @@ def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: f
 
     columns = {name: run.columns[name] for name in _SAME if name in run.columns}
     columns |= {name: run.columns[name] * factor**power for name, power in _POWERS.items() if name in run.columns}
+    if epsilon is not None and "epsilon" in run.columns:
+        columns["epsilon"] = np.full(len(run), epsilon)
     attributes = None if run.attributes is None else scaled(run.attributes, 0.5, "error", "error_low")
     asked = [scaled(each, -1.0, "divergence", "divergence_high") for each in run.questions]
     about = {**run.about, "epsilon": epsilon, "mechanism": {**run.about["mechanism"], **mechanism}}
@@ -230,46 +191,37 @@ class _Times:
         return np.asarray(self[:], dtype=dtype)
 
 
-def _num_untold(run: SavedRun, steps: int) -> int:
-    """How many examples so many steps leave untold: with Poisson sampling at most so many in 95 % of the runs."""
-    mechanism, longer = run.about["mechanism"], steps / run.about["mechanism"]["steps"]
-    rate, measured = mechanism.get("sample_rate"), mechanism.get("fil_rate") or 1.0
-    if rate is None or run.about.get("merged"):  # known batches, or means over runs: as often as before, by the step
-        rarely = run.columns.get("participations", 0) * measured * longer < FEWEST_PARTICIPATIONS
-        return int((~is_told(run) & (rarely | (longer <= 1))).sum())
-    share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * measured)
+def _num_untold(run: SavedRun) -> int:
+    """How many examples as many fresh draws leave untold: with Poisson sampling at most so many in 95 % of the runs."""
+    rate, steps, measured = (run.about["mechanism"].get(name) for name in ("sample_rate", "steps", "fil_rate"))
+    if rate is None or not steps or run.about.get("merged"):  # known batches, closed forms, or means over runs
+        return int((~is_told(run)).sum())
+    share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * (measured or 1.0))
     return int(binom.ppf(0.95, len(run), share))
 
 
-def _enough_steps(run: SavedRun, policy: Policy) -> int | None:
-    """The least T' of two digits, T or more, that leaves few enough untold; T where that is not known, or too many."""
-    steps, most = run.about["mechanism"].get("steps") or None, policy.max_share_too_few_draws * len(run)
-    longer = [int(rounded_up(more * steps, 2)) for more in np.geomspace(1.0, 30.0, 100)[1:]] if steps else []
-    return next((each for each in (steps, *longer) if each and _num_untold(run, each) <= most), steps)
+def _epsilon_then(run: SavedRun, sigma: float) -> float | None:
+    """ε with this σ; None where the file does not tell it.
 
-
-def _epsilon_then(run: SavedRun, sigma: float, length: float) -> float | None:
-    """ε with this σ and ``length`` times as many steps; None where the file does not tell it.
-
-    It is Opacus's RDP accountant's, no smaller than what other accountants find, and with more noise and no more steps
-    never above the run's own. Where the same formula gives less than that for the run itself, the run's noise was not
-    the same at all steps.
+    It is Opacus's RDP accountant's, no smaller than what other accountants find, and with more noise never above the
+    run's own. Where the same formula gives less than that for the run itself, the run's noise was not the same at all
+    steps.
     """
     now, before = run.about.get("epsilon"), _sigma(run) or math.nan
     if not now or not run.about.get("delta") or not run.about["mechanism"].get("steps"):
         return None
-    own = now if sigma >= before and length <= 1 else math.inf
+    own = now if sigma >= before else math.inf
     if epsilon_of(run, [before]) >= 0.99 * now:
-        own = min(own, epsilon_of(run, [sigma], length))
+        own = min(own, epsilon_of(run, [sigma]))
     return own if own < math.inf else None
 
 
-def epsilon_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> float:
-    """ε of trainings like the run, one with each σ, ``length`` times as long: Opacus's RDP accountant's, at its orders.
+def epsilon_of(run: SavedRun, sigmas: Sequence[float]) -> float:
+    """ε of trainings like the run, one with each σ: Opacus's RDP accountant's, at its orders.
 
     See :func:`torchfil.run.composed.rdp_of`.
     """
-    return epsilon_at(rdp_of(run, sigmas, length), run.about["delta"])
+    return epsilon_at(rdp_of(run, sigmas), run.about["delta"])
 
 
 def _cost(run: SavedRun, sigma: float) -> str:
@@ -293,12 +245,12 @@ def _cost(run: SavedRun, sigma: float) -> str:
     return f"{name} {then:.2f} (now {now:.2f})"
 
 
-def rounded_up(value: float, digits: int = 3) -> float:
-    """The least number of so many significant digits that is not smaller.
+def rounded_up(value: float) -> float:
+    """The least number of three significant digits that is not smaller.
 
     Example:
-        >>> rounded_up(1.2301), rounded_up(2.0), rounded_up(0.010001, 2)
-        (1.24, 2.0, 0.011)
+        >>> rounded_up(1.2301), rounded_up(2.0)
+        (1.24, 2.0)
     """
-    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return float(f"{math.ceil(value / step - 1e-9) * step:.{digits + 2}g}")
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / step - 1e-9) * step:.5g}")

@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from torchfil.gate.gate import check, decision, default_policy, large_delta
 from torchfil.gate.policy import Policy
-from torchfil.gate.rules import RULES, Verdict
+from torchfil.gate.rules import RULES, STATES, Verdict
 from torchfil.report import charts, examples, formats, looks
 from torchfil.report.comparison import Comparison, changes, in_short
 from torchfil.report.leaks import prior_guess
@@ -52,7 +52,7 @@ class Ruling:
         word: Of three words, what to do.
         policy: The policy's name.
         declared: What people stated beside it, word for word.
-        rows: Each rule as (state, title, found, limit), state "broken", "unknown", "warning" or "kept", in that order.
+        rows: Each rule as (state, title, found, limit), in the order of the states.
     """
 
     word: str
@@ -72,7 +72,7 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
         title, found, limit = RULES[verdict.key].row(verdict)
         found = verdict.detail.partition(": ")[0] if verdict.found is None else found
         rows.append((verdict.state, title, found, limit))
-    rows.sort(key=lambda row: ("broken", "unknown", "warning", "kept").index(row[0]))
+    rows.sort(key=lambda row: list(STATES).index(row[0]))
     return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
@@ -287,6 +287,7 @@ def _environment() -> Any:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
     environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
+    environment.globals["states"] = STATES
     environment.globals["ctime"] = time.ctime
     environment.filters |= {"named_level": named_level, "plainly": _plainly, "sha256": digest_of}
     return environment

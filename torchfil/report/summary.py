@@ -68,8 +68,8 @@ class AttributeSummary:
         ratio: The same of errors over a blind guess's; empty where that is not known.
         exposed: For how many examples the ratio is below 1 (:mod:`torchfil.run.baselines`); None where that is not
             known.
-        blind: What a blind guess errs by, over all examples; None where it is not known, and in public where it is
-            made from the data.
+        blind: What a blind guess errs by, of the most exposed example; None where it is not known, and in public where
+            it is made from the data.
         levels: Of a categorical attribute, the share of each level; always empty in public.
         pixel: Its row and column in the image; None where it is no pixel.
     """
@@ -315,25 +315,29 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
     stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
     blind, pixels, spread = baselines.blind_errors(run, *stated), run.attributes.pixels, run.baselines
     told, public = baselines.is_told(run), smallest > 1
-    by_class = np.bincount(baselines.public_classes(run), minlength=len(blind)) if len(blind) > 1 else np.ones(1)
-    typical = np.sqrt((by_class / max(1, by_class.sum())) @ blind**2)
+    codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-        errors = np.asarray(run.attributes.shown[told, j], dtype=np.float64)
-        errors = errors[~np.isnan(errors)]  # of examples whose attributes were not tracked
+        errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
         from_data = spread is not None and bool(np.isfinite(spread.attribute_errors[:, j]).all())
         ratios = baselines.attribute_ratios(run, j, blind)
+
+        # an error, its ratio and the blind guess beside them are the same example's
+        rank = errors if np.isnan(ratios).all() else ratios
+        known = told & ~np.isnan(rank)
+        rank, errors, guess = rank[known], np.nan_to_num(errors[known], posinf=math.inf), blind[codes[known], j]
+        own = float(guess[rank.argmin()]) if len(rank) else math.nan
         ratios = ratios[~np.isnan(ratios)]
         exposed = stats.published_count(int((ratios < 1).sum()), smallest)
         summaries.append(
             AttributeSummary(
                 name,
                 unit,
-                error={} if public and from_data else stats.levels_of(errors, smallest),
+                error={} if public and from_data else stats.levels_of(errors, smallest, by=rank),
                 lower_end=run.attributes.error_low is not None,
                 ratio=stats.levels_of(np.minimum(ratios, 1.0) if public else ratios, smallest),
                 exposed=exposed if len(ratios) >= max(smallest, 1) else None,
-                blind=None if math.isnan(typical[j]) or (public and from_data) else float(typical[j]),
+                blind=None if math.isnan(own) or (public and from_data) else own,
                 levels={} if public or spread is None else spread.levels.get(name, {}),
                 pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
             )

@@ -39,7 +39,7 @@ _POWERS = {"fil": 2, "mse_bound": -1, "mse_bound_low": -1, "error": -2, "error_l
 _ORDERS = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])  # Opacus's own
 
 
-def rdp_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> np.ndarray:
+def rdp_of(run: SavedRun, sigmas: Sequence[float]) -> np.ndarray:
     """Rényi divergences at the orders of Opacus's accountant of trainings like the run, [151].
 
     With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid, of some 10⁵/σ
@@ -48,7 +48,6 @@ def rdp_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> np.nd
     Args:
         run: Whose sampling rate and steps are known.
         sigmas: One for each training.
-        length: How many times as long each is.
     """
     rate, count = run.about["mechanism"].get("sample_rate"), run.about["mechanism"]["steps"]
     if rate is None:
@@ -59,7 +58,7 @@ def rdp_of(run: SavedRun, sigmas: Sequence[float], length: float = 1.0) -> np.nd
         absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
         density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
         moments = logsumexp(_ORDERS[:, None] * np.logaddexp(absent, present) + density, axis=1)
-        rdp += math.ceil(length * count) * moments / (_ORDERS - 1)
+        rdp += count * moments / (_ORDERS - 1)
     return rdp
 
 

@@ -132,10 +132,19 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
 
 
 def levels_of(
-    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05), power: int = 1
+    values: np.ndarray,
+    smallest: int,
+    *,
+    sign: int = 1,
+    levels: Sequence[float] = (0.0, 0.5, 0.05),
+    power: int = 1,
+    by: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``; ``power``: :func:`capped`."""
-    ordered = np.sort(values)
+    """Level ↦ geometric mean of |values| around it, in ascending order of ``by`` (None: of the values themselves).
+
+    ``power``: :func:`capped`.
+    """
+    ordered = values[np.argsort(values if by is None else by, kind="stable")]
     return {
         f"{level:g}": rounded(geometric_mean(sign * ordered[window], smallest, power), smallest)
         for level, window in windows(len(ordered), levels, smallest).items()

@@ -122,7 +122,7 @@ def gallery(
     attributions: Any = None,
     ids: Iterable[Hashable] | None = None,
     count: int = 8,
-    label: str = "PLIS",
+    label: str = "score",
     higher: Literal["more exposed", "less exposed"] = "more exposed",
     mode: Mode = "absolute",
     outlier_percentile: float = 2.0,
@@ -311,7 +311,7 @@ def bar_chart(
     top: int = 20,
     sort: bool = True,
     title: str | None = None,
-    label: str = "PLIS",
+    label: str = "value",
     unit: str | None = None,
 ) -> Figure:
     """Horizontal bars, one per column of a table, the largest magnitude on top.
@@ -381,7 +381,7 @@ def distribution(
     threshold: float | None = None,
     threshold_label: str = "threshold",
     log: bool = True,
-    label: str = "PLIS",
+    label: str = "score",
     title: str | None = None,
 ) -> Figure:
     """The share of examples whose score is at most x: the empirical distribution, without bins to choose.
