@@ -11,9 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
+from tests.cases import grouped
 from tests.engine.damage import cut_short, flipped
-from tests.engine.test_state import epochs, same, start
+from tests.engine.loops import data, loader, network
+from tests.engine.test_state import OPTIONS, epochs, same, start
+from torchfil import FILPrivacyEngine
 from torchfil.engine.distributed import checkpoints
 from torchfil.engine.distributed.checkpoints import is_folder, read_folder, write_file, write_folder
 from torchfil.utils.errors import CheckpointError, all_or_nothing
@@ -95,6 +99,61 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path, capsys: pytest.Cap
             other.load_checkpoint(path=tmp_path / name, **given)
         assert same(state_of(other, parts), before)
     assert "code that runs" not in capsys.readouterr().out
+
+
+def changed(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """The content with another leaf."""
+    if not place:
+        return value
+    key, *rest = (getattr(place[0], "key", getattr(place[0], "idx", None)), *place[1:])
+    inside = {**content} if isinstance(content, dict) else list(content)
+    inside[key] = changed(inside[key], tuple(rest), value)
+    return inside if isinstance(content, dict) else type(content)(inside)
+
+
+def wrong(leaf: Any) -> list[Any]:
+    """Values that no run saves in place of this one."""
+    if isinstance(leaf, torch.Tensor):
+        return ["x", -5, torch.zeros(1, dtype=leaf.dtype).expand(10**9)]
+    if isinstance(leaf, bool | str | None):
+        return [[]] if isinstance(leaf, str) else []
+    return ["x", -5, 10**30, float("nan"), None]
+
+
+@pytest.mark.parametrize("kept", [torch.optim.SGD, torch.optim.Adam])
+def test_what_no_run_saves_is_refused_before_anything_is_taken(tmp_path: Path, kept: Any) -> None:
+    torch.manual_seed(0)
+    engine, net = FILPrivacyEngine(), network()
+    given: dict[str, Any] = {"momentum": 0.9} if kept is torch.optim.SGD else {}
+    inner = kept(net.parameters(), lr=0.1, **given)
+    model, optimizer, private = engine.make_private(net, inner, loader(data(60)), **grouped(**OPTIONS))
+    epochs(model, optimizer, private, 1)
+    path, parts = tmp_path / "run.pt", {"module": model, "optimizer": optimizer}
+    engine.save_checkpoint(path=path, **parts)
+    good, before, tried = checkpoints.read_file(path), state_of(engine, parts), 0
+    for place, leaf in pytree.tree_flatten_with_path(good)[0]:
+        name = pytree.keystr(place)
+        if "settings" in name or "questions" in name or "'params'" in name:  # compared with the run's own, or by torch
+            continue
+        for value in wrong(leaf):
+            if "module_state" in name and not isinstance(value, torch.Tensor):
+                continue  # torch says which weight does not fit
+            if name.endswith("['lowest']") and value == 10**30:
+                continue  # infinite before the first step
+            read = mock.patch.object(checkpoints, "read_file", return_value=changed(good, place, value))
+            with read, pytest.raises(CheckpointError, match=r"holds what no run saves: .* Nothing was loaded"):
+                engine.load_checkpoint(path=path, **parts)
+            tried += 1
+    assert tried > 150
+    assert same(state_of(engine, parts), before)
+    momentum = next(iter(good["optimizer_state_dict"]["state"][0]))
+    for shape in ((3, 2), (99,), (2, 3, 1)):
+        spoilt = copy.deepcopy(good)
+        spoilt["optimizer_state_dict"]["state"][0][momentum] = torch.zeros(shape)
+        write_file(path, spoilt)
+        with pytest.raises(CheckpointError, match=rf"{momentum} of parameter 0 has shape"):
+            engine.load_checkpoint(path=path, **parts)
+    assert same(state_of(engine, parts), before)
 
 
 # ------------------------------------------------------------------ folders

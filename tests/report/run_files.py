@@ -15,6 +15,7 @@ from pyarrow import parquet
 from torchfil.run.columns import KEY
 from torchfil.run.file import _insert_checksum
 from torchfil.run.stored import StoredArray
+from torchfil.utils.tables import as_texts
 
 
 def same(a: Any, b: Any) -> bool:
@@ -23,7 +24,8 @@ def same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and same(vars(a), vars(b))
     if isinstance(a, np.ndarray | StoredArray):
         a, b = np.asarray(a), np.asarray(b)
-        alike = a.dtype.kind == b.dtype.kind if a.dtype.kind == "U" else a.dtype == b.dtype
+        a, b = (as_texts(each) if each.dtype.kind == "U" else each for each in (a, b))  # texts from files are Python's
+        alike = a.dtype == b.dtype
         return alike and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(same(a[k], b[k]) for k in a)

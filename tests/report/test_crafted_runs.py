@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import pickle
@@ -18,11 +19,14 @@ import pytest
 from pyarrow import parquet
 
 from tests.report.run_cases import made_up, with_estimates
-from tests.report.run_files import edited, facts_of, with_footer
+from tests.report.run_files import edited, facts_of, same, with_footer
 from tests.test_cli import call, refused
+from torchfil.engine.distributed.checkpoints import read_file, read_folder
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
+from torchfil.utils.files import file_sha256
+from torchfil.utils.tables import as_texts
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
 FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 \u2028\x7f\x00\x07"
@@ -139,6 +143,122 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
+
+
+class TestSmallFiles:
+    """A file takes at most 64 MiB of memory and 64 bytes for each of its own, or is refused before a column is read."""
+
+    def crafted(self, path: Path, columns: dict[str, Any], facts: dict[str, Any], **options: Any) -> Path:
+        example = facts_of(save(made_up(4), path))
+        columns = {"id": np.arange(len(next(iter(columns.values())))), **columns}
+        none = {"groups": {}, "attributes": None, "questions": [], "attacks": [], "pictures": None, "texts": None}
+        known = {name: name for name in columns if name not in ("id", "picture", "group_g")}
+        document = {**example, **none, "history": {}, "columns": known, **facts}
+        return with_footer(path, pa.table(columns), {KEY: json.dumps(document).encode()}, **options)
+
+    def peak(self, path: Path) -> int:
+        tracemalloc.start()
+        try:
+            assert len(load(path)) > 0
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def test_rows_that_are_all_alike(self, tmp_path: Path) -> None:
+        zeros = pa.array(np.zeros(1_000_000))
+        columns = {"id": pa.array(np.zeros(1_000_000, np.int64)), **{f"c{i}": zeros for i in range(9)}}
+        path = self.crafted(tmp_path / "run.parquet", columns, {})
+        assert path.stat().st_size < 100_000
+        with pytest.raises(RunFileError, match="would take 80,.* bytes of memory, more than 6"):
+            load(path)
+
+    def test_pages_that_swell(self, tmp_path: Path) -> None:
+        path = self.crafted(tmp_path / "run.parquet", {"fil": np.ones(4)}, {}, compression="zstd")
+        with pytest.raises(RunFileError, match=r"'id' is packed as no run's is \(ZSTD"):
+            load(path)
+        options = {"use_dictionary": False, "column_encoding": {"id": "DELTA_BYTE_ARRAY"}}
+        path = self.crafted(path, {"id": ["a"] * 4, "fil": np.ones(4)}, {}, **options)
+        with pytest.raises(RunFileError, match="packed as no run's is .*DELTA_BYTE_ARRAY"):
+            load(path)
+
+    def test_one_picture_in_many_cells(self, tmp_path: Path) -> None:
+        columns = {"fil": np.ones(400), "picture": pa.array([bytes(1_000_000)] * 400, pa.binary())}
+        facts = {"rows": list(range(400)), "shape": [1000, 1000], "images": "picture", "typical": 0}
+        facts = {"pictures": {**facts, "maps": None, "estimates": None, "errors": None}}
+        path = self.crafted(tmp_path / "run.parquet", columns, facts)
+        assert path.stat().st_size < 100_000
+        with pytest.raises(RunFileError, match="bytes of memory, more than"):
+            load(path)
+        facts["pictures"]["rows"] = [0] * 400
+        with pytest.raises(RunFileError, match="an entry for one example twice"):
+            load(self.crafted(path, {name: own[:4] for name, own in columns.items()}, facts))
+
+    def test_long_texts_take_no_more_than_their_own_length(self, tmp_path: Path) -> None:
+        n = 20_000
+        columns = {"id": ["A" * 50_000, *map(str, range(n - 1))], "fil": np.ones(n)}
+        path = self.crafted(tmp_path / "ids.parquet", columns, {})
+        assert self.peak(path) < 2**24, "as NumPy's texts it would be 4 GB"
+        columns = {"fil": np.ones(n), "group_g": pa.array(["B" * 3000] * n)}
+        path = self.crafted(tmp_path / "group.parquet", columns, {"groups": {"g": "group_g"}})
+        assert self.peak(path) < 2**24, "as NumPy's texts it would be 240 MB"
+        for found in (load(path), load(tmp_path / "ids.parquet")):
+            assert found.to_arrow().num_rows == n
+
+    @pytest.mark.parametrize("constant", [False, True])
+    def test_a_run_of_many_examples_loads(self, tmp_path: Path, constant: bool) -> None:
+        """Ids and labels of many examples, and numbers that are all alike, as where nothing leaked."""
+        n, run = 300_000, made_up(40)
+        places = np.zeros(n, np.int64) if constant else np.arange(n) % 40
+        columns = {name: values[places] for name, values in run.columns.items()}
+        groups = {name: labels[places] for name, labels in run.groups.items()}
+        names = as_texts(np.arange(10**7, 10**7 + n))
+        many = SavedRun(about=run.about, ids=names, columns=columns, groups=groups)
+        path = save(many, tmp_path / "run.parquet")
+        found = load(path)
+        assert same(found.ids, names)
+        assert same(found.columns, columns)
+
+
+def test_numbers_that_contradict_each_other_fail_the_gate(run: Path, policy: Path) -> None:
+    about, columns = facts_of(run)["about"], made_up(30).columns
+    assert call("gate", run, "--policy", policy).exit_code in (0, 1), "it is judged"
+    mechanism = {**about["mechanism"], "noise_multiplier": 0.0}
+    low = np.where(np.arange(30) == 7, 1.01, 0.8) * columns["mse_bound"]
+    question = made_up(30).questions[0]
+    name, answer = question.name, question.answers[0]
+    higher = {f"divergence_of_{name}_{answer}": np.asarray(question.divergence_high)[:, 0] * 1.01}
+    for facts, changed, why in (
+        ({"about": {**about, "mechanism": mechanism}}, {}, "it has a finite ε without noise"),
+        ({"about": {**about, "delta": None}}, {}, "it has ε without δ"),
+        ({}, {"id": ["a", *map(str, range(28)), "a"]}, "two examples have one id"),
+        ({}, {"mse_bound_low": low}, "an interval does not contain its estimate"),
+        ({}, higher, "an interval does not contain its estimate"),
+    ):
+        crafted = run.with_name("crafted.parquet")
+        crafted.write_bytes(run.read_bytes())
+        assert f"the run cannot be true: {why}" in refused("gate", edited(crafted, facts, **changed), "--policy", policy)
+    for possible in ({"epsilon": None, "delta": None}, {"epsilon": math.inf, "mechanism": mechanism}):
+        assert call("gate", edited(run, {"about": {**about, **possible}}), "--policy", policy).exit_code in (1, 3)
+
+
+def test_pipes_are_refused_and_not_waited_for(run: Path, policy: Path, tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "checkpoints"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    os.mkfifo(folder / "latest")
+    signed = "--signature", policy, "--allowed-signers", policy
+    for command in (
+        ("inspect", pipe),
+        ("gate", run, "--policy", pipe),
+        ("verify", run, *signed[:2], signed[2], pipe),
+        ("verify", run, signed[0], pipe, *signed[2:]),
+    ):
+        assert "this is a pipe or a device" in refused(*command), command
+    for read in (read_file, file_sha256):
+        with pytest.raises(OSError, match="pipe or a device"):
+            read(pipe)
+    with pytest.raises(OSError, match="pipe or a device"):
+        read_folder(folder)
 
 
 class TestFooters:

@@ -25,8 +25,9 @@ GAIN = math.sqrt(1 - math.exp(-2.0)) / 2  # at D = 2, by Bretagnolle and Huber
 
 
 def run_with(**columns: Any) -> SavedRun:
-    """A run of 20 with these columns; None takes one out."""
+    """A run of 20 with these columns; None takes one out. A bound is its own lower end where that alone is given."""
     run = made_up(20)
+    columns = {"mse_bound": columns["mse_bound_low"], **columns} if "mse_bound_low" in columns else columns
     changed = {**run.columns, **columns}
     return dataclasses.replace(run, columns={k: np.asarray(v) for k, v in changed.items() if v is not None})
 
@@ -63,7 +64,7 @@ UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
     participations=[0, 0] + [1] * 18, sampling_error=[np.inf] * 3 + [0.1] * 17, mse_bound_low=[np.inf] * 3 + [1.0] * 17
 )
-RARE = run_with(mse_bound_low=[np.nan, 0.0] + [1.0] * 18)
+RARE = run_with(mse_bound_low=[np.nan, 0.0] + [1.0] * 18, mse_bound=[1.0] * 20)
 BEATEN = attacked(violated=np.asarray([False, True, False]))
 BLIND = attacked(testable=False, untestable="never saw the model", violated=np.ones(3, bool))
 CONCERN, FEW, SIZE = {"mse_bound_of_concern": 0.25}, {"mse_bound_of_concern": 2.0}, {"min_group_size": 5}

@@ -9,6 +9,7 @@ promise for ``min_error_share`` was dropped. Two more changed the number of step
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -428,7 +429,9 @@ def test_examples_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, Any]) -> None:
     run = sampled()
-    found = advised(dataclasses.replace(run, about={**run.about, "mechanism": mechanism}), min_error_share=5.0)
+    epsilon = math.inf if mechanism.get("noise_multiplier") == 0 else run.about["epsilon"]
+    about = {**run.about, "mechanism": mechanism, "epsilon": epsilon}
+    found = advised(dataclasses.replace(run, about=about), min_error_share=5.0)
     assert (found.sigma, found.curve, len(found.others)) == (None, [], 1)
     assert advised(run) == Options()  # the policy is kept
 

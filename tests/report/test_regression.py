@@ -96,7 +96,8 @@ def test_the_margin_by_hand() -> None:
 def test_epsilon_and_questions_count_too() -> None:
     run = made_up()
     assert fails(run, replace(run, about=run.about | {"epsilon": 3.0}), 0.1)
-    asked = replace(run.questions[0], divergence=9 * np.asarray(run.questions[0].divergence))
+    ends = {name: 9 * np.asarray(getattr(run.questions[0], name)) for name in ("divergence", "divergence_high")}
+    asked = replace(run.questions[0], **ends)
     (found,) = [v for v in check(replace(run, questions=[asked]), Policy(max_worsening=0.1), run) if not v.passed]
     assert found.subject == "question “sex”"
 

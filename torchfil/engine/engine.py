@@ -561,7 +561,7 @@ class FILPrivacyEngine(PrivacyEngine):
             ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
                 changed.
             RuntimeError: The weights do not fit the module; nothing was changed.
-            CheckpointError: The file is damaged or truncated; nothing was changed.
+            CheckpointError: The file is damaged or truncated, or holds what no run saves; nothing was changed.
         """
         return self._checkpoints.load(path, module, **options)
 

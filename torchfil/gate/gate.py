@@ -11,13 +11,15 @@ import numpy as np
 
 from torchfil.gate.policy import Policy, PolicyError, nearest, parse_policy, preset
 from torchfil.gate.rules import RULES, Verdict, audit_in_words
-from torchfil.run.saved_run import SavedRun, jumps_of
+from torchfil.run.saved_run import SavedRun, jumps_of, value_at
 from torchfil.run.statistics import is_spared
 from torchfil.run.unit import counted
 from torchfil.utils.errors import RunFileError
 
 __all__ = ["check", "concerned", "decision", "default_policy", "in_words", "large_delta", "notes", "template"]
 __all__ += ["OUTCOMES", "Outcome", "outcome", "public", "worst_of"]
+
+_ROUNDING = 1e-5  # of numbers in float32
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,36 @@ def check(run: SavedRun, policy: Policy, baseline: SavedRun | None = None) -> li
 
     Raises:
         PolicyError: It names an attribute that the run does not have, or gives a level to what is no rule.
-        RunFileError: The run has no examples.
+        RunFileError: The run has no examples, or numbers that no training ends with.
     """
     for key in policy.levels.keys() - RULES:
         raise PolicyError(f"levels: {key!r} is no rule{nearest(key, list(RULES))}")
     if not len(run):
         raise RunFileError("the run has no examples, so that every rule would hold; save a run after training")
+    _check_possible(run)
     return [verdict for rule in RULES.values() for verdict in rule.measure(run, policy, baseline)]
+
+
+def _check_possible(run: SavedRun) -> None:
+    """Raise for numbers that contradict each other, so that no rule holds because of them."""
+    about, columns, of = run.about, run.columns, run.attributes
+    finite = about.get("epsilon") is not None and about["epsilon"] < math.inf
+    pairs = [(own.divergence, own.divergence_high) for own in run.questions]
+    if {"mse_bound", "mse_bound_low"} <= columns.keys():
+        pairs.append((columns["mse_bound_low"], columns["mse_bound"]))
+    if of is not None and of.error_low is not None:
+        pairs.append((of.error_low, of.error))
+    contradictions = {
+        "two examples have one id": len(set(np.asarray(run.ids).tolist())) < len(run),
+        "it has a finite ε without noise": finite and value_at(about, "mechanism.noise_multiplier") == 0,
+        "it has ε without δ": finite and about.get("delta") is None,
+        "an interval does not contain its estimate": any(
+            bool((np.asarray(low) > (1 + _ROUNDING) * np.asarray(high)).any()) for low, high in pairs
+        ),
+    }
+    for what, holds in contradictions.items():
+        if holds:
+            raise RunFileError(f"the run cannot be true: {what}; save it again after training")
 
 
 def concerned(broken: Sequence[Verdict]) -> np.ndarray:

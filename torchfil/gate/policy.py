@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from torchfil.utils.files import check_regular
 from torchfil.utils.text import nearest
 
 if sys.version_info >= (3, 11):
@@ -118,6 +119,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     """
     where = Path(path)
     try:
+        check_regular(where)
         name = "the policy" if where.stem == "policy" else where.stem
         policy = parse_policy({"name": name, **tomllib.loads(where.read_text(encoding="utf-8"))})
     except FileNotFoundError as error:

@@ -20,6 +20,7 @@ from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, UNTOLD, status_of
 from torchfil.run.saved_run import BLANK_WHERE_UNKNOWN, SavedRun
 from torchfil.run.statistics import is_spared
+from torchfil.utils.tables import as_texts
 
 MOST = 10
 FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
@@ -228,7 +229,7 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
     attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places], report)
     ranked = np.sort(fil[measured])
     data = {
-        "ids": np.asarray(run.ids).astype(str).tolist(),
+        "ids": as_texts(np.asarray(run.ids)).tolist(),
         "places": None if run is whole else places.tolist(),
         "status": "".join(map(str, status[places].tolist())),
         "rank": (1 + len(ranked) - np.searchsorted(ranked, fil[places], side="right")).tolist(),
@@ -236,7 +237,7 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
         "marks": {name: "".join("01"[on] for on in chosen[places].tolist()) for name, chosen in marks.items()},
         "columns": _columns(exposure, run, places, (status == NOT_MEASURED)[places]),
         "groups": [
-            {"name": name, "levels": levels.astype(str).tolist(), "codes": codes.tolist()}
+            {"name": name, "levels": levels.tolist(), "codes": codes.tolist()}
             for name, (levels, codes) in ((name, run.coded_group(name)) for name in run.groups)
         ],
         "attributes": attributes,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchfil.utils.files import file_sha256
+from torchfil.utils.files import check_regular, file_sha256
 
 NAMESPACE = "torchfil-run"
 _BEGIN = "-----BEGIN SSH SIGNATURE-----"
@@ -87,6 +87,8 @@ def verify(signature: Path, allowed_signers: Path, files: Files, *, complete: bo
         SignatureError: It does not hold.
         OSError: A file cannot be read.
     """
+    check_regular(signature)
+    check_regular(allowed_signers)
     with open(signature, "rb") as file, open(allowed_signers, "rb"):  # an error names the one that is missing
         content = file.read(_LARGEST).decode(errors="replace")
     manifest, mark, armor = content.partition(_BEGIN)

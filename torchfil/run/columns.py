@@ -14,7 +14,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from torchfil.run import saved_run as saved
-from torchfil.run.stored import StoredArray, StoredColumns
+from torchfil.run.stored import ColumnFile, StoredArray, StoredColumns
 from torchfil.utils.errors import RunFileError
 
 FORMAT, VERSION = "torchfil-run", 2
@@ -50,6 +50,7 @@ def write_run(run: saved.SavedRun, path: str, rows_at_once: int) -> None:
     # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
     repeated = [field.name for field in schema if field.type in (pa.string(), pa.int64()) and field.name != "id"]
     options: dict[str, Any] = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
+    options["compression"] = "snappy"  # a file in another could take much more memory than it has bytes
     options["write_statistics"] = [field.name for field in schema if pa.types.is_floating(field.type)]  # no texts
     with parquet.ParquetWriter(path, schema, **options) as writer:
         for start in range(0, len(run), rows_at_once):
@@ -102,7 +103,7 @@ class _Table:
 
     def _column(self, name: str, values: saved.ByExample) -> str:
         """Numbers or texts, [n]."""
-        if values.dtype.kind == "U":
+        if values.dtype.kind in "UO":
             return self._add(name, pa.string(), lambda rows: values[rows].tolist())  # Arrow ends arrays' texts at NUL
         return self._add(name, pa.from_numpy_dtype(values.dtype), lambda rows: values[rows])
 
@@ -195,7 +196,7 @@ def read_facts(source: Any) -> dict[str, Any] | None:
 def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
     """The run of an open file with these facts; in memory, unless the file has several row groups."""
     checked = {"page_checksum_verification": True, "pre_buffer": False}
-    file = parquet.ParquetFile(source, read_dictionary=list(facts["groups"].values()), **checked)
+    file = ColumnFile(source, [facts["ids"], *facts["groups"].values()], **checked)
     in_memory = file.num_row_groups <= 1
 
     def stored(names: str | list[str]) -> Any:
@@ -244,6 +245,7 @@ def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any]
 
 def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
     """A column of lists of one length, [n, width], in memory."""
+    file.claim([name])
     parts = []
     for group in range(file.num_row_groups):
         lists = file.read_row_group(group, columns=[name]).column(name).combine_chunks()

@@ -93,11 +93,12 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
         for name in ("dataset.num_coordinates", "dataset.most_coordinates"):  # d of η̄² = tr(I)/d
             one, other = setting(first, name), setting(run, name)
             require(one == other, f"{name} is {one} and {other}, so that nothing adds; leave the other run out")
-        shared = bool(np.isin(own, names[0]).any())
+        shared = len(np.intersect1d(own, names[0])) > 0
         require(shared, "a released run shares no ids with the first; give runs whose ids mean the same people")
 
     # the first run's examples stay where they are; those of others come behind them
-    ids = np.concatenate([names[0], np.setdiff1d(np.concatenate(names), names[0])])
+    everyone, first_at = np.unique(np.concatenate(names), return_index=True)
+    ids = np.concatenate([names[0], everyone[first_at >= len(first)]])
     order, everybody = np.argsort(ids), len(ids) == len(first)
     places = [order[np.searchsorted(ids, own, sorter=order)] for own in names]
     parts, total = [_parts(run) for run in runs], dict[Any, np.ndarray]()

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import RunFileError
-from torchfil.utils.files import replaced_when_complete, sha256, update_digest
+from torchfil.utils.files import check_regular, replaced_when_complete, sha256, update_digest
 from torchfil.utils.text import visible
 
 ROWS_AT_ONCE = 2**18  # examples of a row group; a file of one row group is read into memory
@@ -55,11 +55,13 @@ def load(path: str | os.PathLike[str]) -> SavedRun:
 
     Raises:
         FileNotFoundError: There is no such file.
+        OSError: It cannot be read, or is a pipe.
         RunFileError: It is no saved run, is cut short or damaged, or was written by another version.
     """
     where = Path(path)
     if not where.exists():
         raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
+    check_regular(where)
     _require(not where.is_dir(), f"{where} is a folder, not a saved run; name the file in it, such as run.parquet")
     try:
         return _read(where)

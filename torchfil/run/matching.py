@@ -26,6 +26,7 @@ from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, is_told
 from torchfil.run.saved_run import MEASURED, SavedRun, value_at
 from torchfil.utils.errors import require
+from torchfil.utils.tables import as_texts
 from torchfil.utils.text import visible
 
 CHANCE = 3.0  # standard errors
@@ -83,7 +84,7 @@ def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
     require(all(len(run) for run in runs), "a run without examples cannot be compared")
     names = [np.asarray(run.ids) for run in runs]
     if len({own.dtype.kind for own in names}) > 1:
-        names = [own.astype(str) for own in names]
+        names = [as_texts(own) for own in names]
     for own in names:
         count = len(np.unique(own))
         often = f"ids of a run repeat ({count:,} different ones for {len(own):,} examples), so that nothing is matched"
@@ -146,8 +147,8 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
         told = now is not None and at == there
         more = 0.0 if now == spent else now / spent - 1 if told and spent else math.inf
         found["ε for everybody"] = more if told else math.nan
-    worse = np.asarray(other.ids)[clearly_moved(one, other) < 0].astype(str)
-    return found, np.flatnonzero(np.isin(np.asarray(after.ids).astype(str), worse)), len(one)
+    worse = set(as_texts(np.asarray(other.ids)[clearly_moved(one, other) < 0]))
+    return found, np.flatnonzero([name in worse for name in as_texts(np.asarray(after.ids))]), len(one)
 
 
 def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], share: float) -> float:

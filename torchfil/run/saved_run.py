@@ -17,7 +17,7 @@ from scipy.special import ndtr, ndtri
 from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.run.unit import Unit, unit_of
 from torchfil.utils.errors import RunFileError, installed_by, require
-from torchfil.utils.tables import ArrowTable, Columns
+from torchfil.utils.tables import ArrowTable, Columns, as_texts
 from torchfil.utils.text import html_table, visible
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class SavedRun(ArrowTable):
             name {value, on}: what the model is good for, and on what; noise_choice where pilots chose σ, equalised
             where torchfil.equalise chose the clip weights; audit, what canaries showed beside the claimed ε
             (``engine.audit(delta=…).as_dict()``), None without canaries.
-        ids: The examples' names, [n], int64 or strings.
+        ids: The examples' names, [n], int64 or strings (of Python's, dtype object, where they come from a file).
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
             squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
             fil_before, the FIL of a run without them (NaN: not measured), where it was saved; num_rows, how many rows
@@ -299,7 +299,7 @@ class SavedRun(ArrowTable):
     def __post_init__(self) -> None:
         require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
         _check_kinds(self.about)
-        named = self.ids.ndim == 1 and self.ids.dtype.kind in "iU"
+        named = self.ids.ndim == 1 and self.ids.dtype.kind in "iUO"
         require(named, f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         text = [name for name, values in _unread(self.columns).items() if values.dtype.kind not in "biuf"]
         require(not text, f"columns {text} hold no numbers; put labels into groups")
@@ -502,7 +502,7 @@ def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
     for name, values in run.columns.items():
         blank = name in BLANK_WHERE_UNKNOWN
         table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
-    table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
+    table |= {f"group {name}": as_texts(labels) for name, labels in run.groups.items()}
     if run.attributes is not None:
         for j, name in enumerate(run.attributes.names):
             errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)

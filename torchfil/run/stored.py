@@ -8,8 +8,60 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import parquet
 
 from torchfil.utils.errors import require
+from torchfil.utils.tables import as_texts
+
+_FLOOR, _MULTIPLE = 2**26, 64  # bytes of memory that any run may take, and for each byte of its file
+_CODECS = ("SNAPPY", "UNCOMPRESSED")  # of which no byte becomes more than a few dozen
+_DICTIONARY = {"RLE_DICTIONARY", "PLAIN_DICTIONARY"}
+_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"} | _DICTIONARY
+
+
+class ColumnFile(parquet.ParquetFile):
+    """An open run file whose columns fit into 64 MiB and 64 bytes of memory for each byte of the file.
+
+    Its footer shows it, before a column is read. Of the runs that torchfil writes, those take most in which all numbers
+    are alike: about 50 bytes for each byte of the file.
+
+    Args:
+        source: The open file.
+        texts: The columns with a text for each example, which may be dictionary-coded; each text is read once.
+        **options: Those of ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+        ValueError: The columns take more, or are packed as torchfil packs none.
+    """
+
+    def __init__(self, source: Any, texts: Sequence[str], **options: Any) -> None:
+        super().__init__(source, read_dictionary=list(texts), **options)
+        self._claimed, needed = set[str](), 0
+        for number in range(self.num_row_groups):
+            group = self.metadata.row_group(number)
+            chunks = [group.column(place) for place in range(group.num_columns)]
+            for chunk, kind in zip(chunks, self.schema, strict=True):
+                name, rows = chunk.path_in_schema, max(chunk.num_values, group.num_rows)
+                packed = f"{chunk.compression}, {', '.join(chunk.encodings)}"
+                fits = chunk.compression in _CODECS and _ENCODINGS.issuperset(chunk.encodings)
+                require(fits, f"column {name!r} is packed as no run's is ({packed})")
+
+                size = max(0, chunk.total_uncompressed_size)
+                if chunk.physical_type != "BYTE_ARRAY":
+                    needed += size + rows * (4 if chunk.physical_type in ("INT32", "FLOAT") else max(8, kind.length))
+                    continue
+                # a text has 4 bytes more than its length on the disk, and as Python's up to 64 more than 4 times it
+                is_repeated = name not in texts and not _DICTIONARY.isdisjoint(chunk.encodings)
+                size *= rows if is_repeated else 1
+                needed += 16 * rows + 4 * size + min(64 * rows, 16 * size)
+        most = _FLOOR + _MULTIPLE * source.size()
+        require(needed <= most, f"its columns would take {needed:,} bytes of memory, more than {most:,} for its size")
+
+    def claim(self, names: Sequence[str]) -> None:
+        """Raise if a part of the run has one of these columns already: names alone would multiply its memory."""
+        for name in names:
+            require(name not in self._claimed, f"column {name!r} is named twice")
+            self._claimed.add(name)
 
 
 class StoredArray:
@@ -19,7 +71,7 @@ class StoredArray:
     ``np.asarray(array)`` reads everything. Nothing is kept.
 
     Args:
-        file: A ``pyarrow.parquet.ParquetFile``.
+        file: The file.
         names: The name of a column, or a list of them.
 
     Raises:
@@ -27,13 +79,14 @@ class StoredArray:
         ValueError: Several do not hold numbers of one type.
     """
 
-    def __init__(self, file: Any, names: str | Sequence[str]) -> None:
+    def __init__(self, file: ColumnFile, names: str | Sequence[str]) -> None:
         self._file, self._names = file, cast(Any, names)
         schema, listed = file.schema_arrow, [names] if isinstance(names, str) else list(names)
+        file.claim(listed)
         kinds = {schema.field(name).type for name in listed} or {pa.float32()}
         kind = kinds.pop()
         is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
-        self.dtype = np.dtype(str if is_text else kind.to_pandas_dtype())
+        self.dtype = np.dtype(object if is_text else kind.to_pandas_dtype())
         alike = not kinds and (isinstance(names, str) or self.dtype.kind in "iuf")
         require(alike, f"columns {listed} do not hold numbers of one type")
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
@@ -78,7 +131,8 @@ class StoredArray:
         return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
 
     def cells(self, rows: np.ndarray, kind: Any) -> list[Any]:
-        """A column's cells of these rows, as Python's values of this Arrow type; none may be empty."""
+        """A column's cells of these different rows, as Python's values of this Arrow type; none may be empty."""
+        require(len(np.unique(rows)) == len(rows), f"column {self._names!r} has an entry for one example twice")
         groups, places = self._groups_with(np.arange(len(self))[rows])
         column = self._read_arrow(groups, self._names).take(places).cast(kind)
         _check_not_empty(column)
@@ -111,15 +165,15 @@ def coded(labels: np.ndarray | StoredArray) -> tuple[np.ndarray, np.ndarray]:
     """
     if isinstance(labels, StoredArray):
         return _sorted_codes(labels.whole())
-    return _sorted_codes(pa.chunked_array([labels.astype(str).tolist()], pa.string()).dictionary_encode())
+    return _sorted_codes(pa.chunked_array([as_texts(labels).tolist()], pa.string()).dictionary_encode())
 
 
 def _sorted_codes(column: Any) -> tuple[np.ndarray, np.ndarray]:
     """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each row's among them."""
     chunks = column.unify_dictionaries().chunks
     if not chunks:
-        return np.empty(0, str), np.empty(0, np.int64)
-    levels = np.asarray(chunks[0].dictionary.to_pylist(), dtype=str)
+        return np.empty(0, object), np.empty(0, np.int64)
+    levels = np.asarray(chunks[0].dictionary.to_pylist(), dtype=object)
     codes = np.concatenate([chunk.indices.to_numpy() for chunk in chunks])
     occurs = np.bincount(codes, minlength=len(levels)) > 0
     order = np.argsort(levels, kind="stable")
@@ -136,7 +190,7 @@ def _as_numpy(column: Any) -> np.ndarray:
         levels, codes = _sorted_codes(column)
         return levels[codes]
     if pa.types.is_string(column.type):
-        return np.asarray(column.to_pylist(), dtype=str)
+        return np.asarray(column.to_pylist(), dtype=object)
     return column.to_numpy()
 
 

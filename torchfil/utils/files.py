@@ -159,8 +159,16 @@ def update_digest(digest: hashlib._Hash, file: IO[bytes], length: int | None = N
         length = None if length is None else length - len(block)
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise an ``OSError`` for a pipe or a device: reading it could wait forever, and twice gives other bytes."""
+    where = Path(path)
+    if where.exists() and not (where.is_file() or where.is_dir()):
+        raise OSError(errno.EINVAL, "this is a pipe or a device; copy it into a file", os.fspath(path))
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's content, in hexadecimal digits."""
+    check_regular(path)
     with open(path, "rb") as file:
         return sha256(file)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ArrowTable", "as_table", "plain_names"]
+__all__ = ["ArrowTable", "as_table", "as_texts", "plain_names"]
 
 
 class ArrowTable:
@@ -45,7 +45,8 @@ class Columns(dict[str, Any], ArrowTable):
         """The table as a ``pyarrow.Table``."""
         import pyarrow as pa
 
-        return pa.table({name: pa.array(plain_names(values), from_pandas=True) for name, values in self.items()})
+        columns = {name: own if isinstance(own, np.ndarray) else plain_names(own) for name, own in self.items()}
+        return pa.table({name: pa.array(own, from_pandas=True) for name, own in columns.items()})
 
 
 @cache
@@ -89,6 +90,11 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, Any], *, index_nam
         return Columns({index_name: plain_names(names) if isinstance(names, range) else list(names), **columns})
     keys = np.asarray(names) if isinstance(names, range) else names  # pyarrow.table would drop a range
     return _frame()(columns, index=pandas.Index(keys, name=index_name, tupleize_cols=False))
+
+
+def as_texts(values: np.ndarray) -> np.ndarray:
+    """The values as Python's texts, [n]: in NumPy's own, each would take the room of the longest."""
+    return np.asarray([str(value) for value in values.tolist()], dtype=object)
 
 
 def plain_names(keys: Any) -> Any:

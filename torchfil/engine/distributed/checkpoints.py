@@ -39,12 +39,13 @@ from torch.utils import _pytree as pytree
 
 from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.distributed.content import check_content
 from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.errors import CheckpointError, all_or_nothing, require
-from torchfil.utils.files import atomic_write_checked, check_checksum, write_bytes
+from torchfil.utils.files import atomic_write_checked, check_checksum, check_regular, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
         torchfil.utils.errors.CheckpointError: the checkpoint is damaged or truncated (its checksum is missing)...
     """
     is_named = isinstance(path, (str, os.PathLike))
+    if is_named:
+        check_regular(path)  # type: ignore[arg-type]
     with open(path, "rb") if is_named else io.BytesIO(path.read()) as file:  # type: ignore[arg-type,union-attr]
         try:
             check_checksum(file)
@@ -213,6 +216,7 @@ def read_folder(
     def read() -> Any:
         latest = Path(path) / _LATEST
         require(latest.exists(), "it holds no complete checkpoint: the file 'latest', which names it, is missing")
+        check_regular(latest)
         name = latest.read_text()
         is_name = re.fullmatch(f"{_PREFIX}[0-9a-f]+", name) is not None
         require(is_name, f"its file 'latest' holds {name[:80]!r}, which does not name a checkpoint")
@@ -428,6 +432,7 @@ class Checkpoints:
             raise TypeError(f"load_checkpoint has no option {', '.join(options)}")
         checkpoint = self._read(path, module, parts["optimizer"], for_file)
         require(_STATE in checkpoint, f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint")
+        check_content(checkpoint, path, parts["optimizer"])
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
         name, other = self._optimizer_name, state["optimizer"]
         remedy = f"the checkpoint is from {other}, whose state {name} cannot continue; build the same optimizer"
