@@ -46,7 +46,7 @@ def test_the_table_of_subsampling_factors_is_right() -> None:
 
 
 def test_the_digit_of_the_readme_is_compared_with_its_own_label() -> None:
-    """ "Guessing the average picture of a 0 … is off by 0.16": the mean of the other zeros, over all zeros and for it."""
+    """README: "Guessing the average picture of a 0 … is off by 0.16", by the mean of the other zeros."""
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
     pixels, digits = load_digits(return_X_y=True)
     zeros, place = pixels[digits == 0] / 16, int((digits[:695] == 0).sum())

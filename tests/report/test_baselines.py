@@ -136,7 +136,7 @@ class TestOneRule:
         assert verdict.found == pytest.approx(min(0.1 / 0.15, 2 / 5))
 
     def test_an_error_stands_beside_its_own_ratio_and_blind_guess(self, tmp_path: Path) -> None:
-        """The smallest error need not be the closest one: its label may be easy to guess. The page shows one of them."""
+        """The smallest error need not be the closest one: its label may be easy to guess. The page shows one."""
         run = with_baselines(worrying(), [0.2, 5.0])
         classes = np.arange(100) % 2
         of_class = np.array([[0.2, 5.0], [0.8, 5.0]])

@@ -236,7 +236,8 @@ def test_numbers_that_contradict_each_other_fail_the_gate(run: Path, policy: Pat
     ):
         crafted = run.with_name("crafted.parquet")
         crafted.write_bytes(run.read_bytes())
-        assert f"the run cannot be true: {why}" in refused("gate", edited(crafted, facts, **changed), "--policy", policy)
+        told = refused("gate", edited(crafted, facts, **changed), "--policy", policy)
+        assert f"the run cannot be true: {why}" in told
     for possible in ({"epsilon": None, "delta": None}, {"epsilon": math.inf, "mechanism": mechanism}):
         assert call("gate", edited(run, {"about": {**about, **possible}}), "--policy", policy).exit_code in (1, 3)
 

@@ -521,9 +521,8 @@ class CapturedPasses:
             values = self._run(piece, wanted, self.size_for(at_once, room), mode)
             if values is None:
                 return None
-            total = (
-                values.kept(sums=True) if total is None else joined((total, values))
-            )  # the next replay overwrites it
+            # the next replay overwrites it
+            total = values.kept(sums=True) if total is None else joined((total, values))
         return total
 
     def _run(
