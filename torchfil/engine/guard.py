@@ -537,7 +537,8 @@ def _share_mixed(call: ForwardPass, loss: IdentifiedLoss, gradients: ExampleGrad
             own = {**weights, **gradients.own_constants()}
             value = loss(call_with(gradients.model, own, call.args, call.kwargs), None)
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-        of_batch = flatten(dict(enumerate(torch.autograd.grad(value, list(weights.values()), **options))))
+        found = torch.autograd.grad(value, list(weights.values()), **options)
+        of_batch = flatten(dict(zip(weights, found, strict=True)))
     count, size = len(gradients), gradients.num_parameters
     source = torch.Generator(gradients.device).manual_seed(0)
     signs = torch.randint(2, (size,), generator=source, device=gradients.device) * 2 - 1
