@@ -57,7 +57,7 @@ def main() -> None:
 
     X, y, sigma = task.train_inputs[: options.digits], task.train_targets[: options.digits], options.sigma
     intercept = not options.no_intercept
-    model = LogisticRegression(options.l2, fit_intercept=intercept, solver="lbfgs", device=options.device).fit(X, y)
+    model = LogisticRegression(options.l2, fit_intercept=intercept, device=options.device).fit(X, y)
     print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
 
     def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.BoundComparison:

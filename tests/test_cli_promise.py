@@ -43,7 +43,7 @@ def option(name: str, *values: str) -> st.SearchStrategy[tuple[str, ...]]:
     return st.tuples(st.just(name), st.sampled_from(values) if values else NAMES)
 
 
-LISTS = [option(f"--{name}") for name in ["private", "question", "categorical", "quantity", "ignore", "id", "group"]]
+LISTS = [option(f"--{name}") for name in ["private", "question", "categorical", "ignore", "id", "group"]]
 NUMBERS = [option(f"--{name}", "0", "-1", "nan", "inf", "1e-300", "3", "x") for name in ("l2", "sigma", "top")]
 OPTIONS = st.lists(
     st.one_of(

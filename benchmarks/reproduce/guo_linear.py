@@ -30,7 +30,7 @@ DIGITS = "MNIST 0/1: 12,665 digits, 784 pixels"
 def fitted(run: Run, intercept: bool) -> tuple[BinaryTask, LogisticRegression]:
     """Logistic regression on all pixels, λ = 1e-2."""
     task = run.data("mnist").mnist_zero_one(components=None, scaled=False)
-    model = LogisticRegression(L2, fit_intercept=intercept, solver="lbfgs")
+    model = LogisticRegression(L2, fit_intercept=intercept)
     return task, model.fit(task.train_inputs, task.train_targets)
 
 

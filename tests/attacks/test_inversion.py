@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from attack_inversion import haarpsi
 from torch import nn
 
 from tests.cases import DEVICE
 from tests.refused import all_refused
-from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, require_ssim, ssim
+from torchfil.attacks.inversion import invert_gradients, observed_gradients, require_ssim, ssim
 
 
 def smooth_images(n: int, size: int) -> torch.Tensor:

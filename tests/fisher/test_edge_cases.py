@@ -15,6 +15,7 @@ from tests.cases import DEVICE, SIGMA, build, relative_error
 from tests.fisher.recorded_cases import Model, close
 from torchfil import fisher
 from torchfil.fisher import PoissonAmplification, reference
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
 
@@ -196,6 +197,35 @@ def test_the_exact_estimator_of_models_that_are_hard_to_map(name: str) -> None:
     for rows in (slice(None), slice(2, 3)):
         got = fisher.fim_trace(model, cross_entropy, x[rows], y[rows], estimator="exact", **SETTINGS).value
         assert relative_error(got, truth[rows]) < 1e-9
+
+
+@pytest.mark.parametrize("fault", ["once", "with a batch", "under vmap"])
+def test_only_what_vmap_cannot_map_is_computed_one_by_one(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An error that does not come again, or that examples alone give too, leaves later batches mapped."""
+    raising, calls = False, 0
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        nonlocal raising, calls
+        calls += 1
+        if raising:
+            raising = fault != "once"
+            raise RuntimeError("shapes differ")
+        return m.inner(x) * (x.sum().item() if fault == "under vmap" else 2.0)
+
+    model = Model(forward, inner=nn.Linear(3, 2))
+    gradients = ExampleGradients.build(model, cross_entropy, X, Y)
+    want = [gradients.plain_products_of_one(i, torch.zeros(gradients.num_parameters))[0] for i in range(len(X))]
+    raising = fault != "under vmap"
+    if fault == "with a batch":
+        with pytest.raises(UnsupportedModuleError, match="shapes differ"):
+            gradients.gradients()
+        raising = False
+    torch.testing.assert_close(gradients.gradients(), torch.stack(want))
+    calls = 0
+    gradients.gradients()
+    mapped = fault != "under vmap"
+    assert calls == (1 if mapped else len(X))
+    assert [".item()" in record.getMessage() for record in caplog.records] == ([] if mapped else [True])
 
 
 @pytest.mark.parametrize("private", [Private(), Private(target=True), Private(inputs=(), target=True)])

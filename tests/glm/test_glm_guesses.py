@@ -68,6 +68,15 @@ def test_answers_in_a_plane_against_integration(answers: int, scale: float) -> N
     assert (np.abs(found.value - expected) < 6 * found.error + (1e-4 if answers > 3 else 2e-5)).all()
 
 
+def test_an_answer_far_from_the_others_takes_no_digits_from_them() -> None:
+    means = np.random.default_rng(3).normal(size=(20, 4, 2))
+    near = best_accuracy(distances_of(means[:, 1:]), np.full((20, 3), 1 / 3))
+    means[:, 0] = 1e8
+    found = best_accuracy(distances_of(means), np.full((20, 4), 1 / 4))
+    assert (np.abs(found.value - (1 + 3 * near.value) / 4) < 6 * found.error + 1e-4).all()
+    assert found.error.max() < 3e-3
+
+
 def test_the_stated_error_is_that_of_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against 64 times the points; few points, so that there is an error to be seen."""
     rng = np.random.default_rng(4)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from xml.etree import ElementTree
 
 import msgspec
 import numpy as np
@@ -372,7 +371,7 @@ def test_logs_that_others_read_hold_nothing_that_was_measured(
     file, summary = policy(POLICY), tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    files = {name: tmp_path / f"gate.{name}" for name in ("sarif", "junit", "json-file")}
+    files = {name: tmp_path / f"gate.{name}" for name in ("sarif", "json-file")}
     options = [each for name, path in files.items() for each in (f"--{name}", path)]
     found = call("gate", run, "--policy", file, "--redacted", *options)
     allowed = (
@@ -479,20 +478,6 @@ def test_no_name_ends_an_annotation_early(tmp_path: Path) -> None:
     assert "\n" not in line
     assert re.match(r"::error [^:]*::broken: “x", line)  # commands begin a line; what follows the second sign is text
     assert "a%2Cb%3Ac.toml" in line
-
-
-def test_junit_has_a_state_for_each(run: Path, policy: Any, tmp_path: Path) -> None:
-    call("gate", run, "--policy", policy(POLICY), "--junit", tmp_path / "gate.xml")
-    suite = ElementTree.parse(tmp_path / "gate.xml").getroot()
-    assert {name: suite.get(name) for name in ("tests", "failures", "errors")} == {
-        "tests": "6",
-        "failures": "1",
-        "errors": "1",
-    }
-    kinds = {case.get("name"): [part.tag for part in case] for case in suite}
-    assert kinds["max_epsilon"] == ["system-out"]
-    assert kinds["min_mse_bound"] == ["failure"]
-    assert kinds["min_attribute_error.age"] == ["error"]
 
 
 # ---------------------------------------------------------------------- the hook and the action

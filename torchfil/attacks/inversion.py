@@ -4,7 +4,7 @@
 
 by Adam on the sign of the gradient, from several random starts; the start with the least objective wins.
 
-How alike two images are say SSIM, by torchmetrics, and HaarPSI, after its paper's formulas; 1 means the same image.
+How alike two images are says SSIM, by torchmetrics; 1 means the same image.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Inversion:
     objective: Tensor
 
     def result(self, truth: Tensor, *, measure: str = "ssim") -> AttackResult:
-        """The comparison with the truth, by example: "ssim", "haarpsi" (1: the same image) or "mse" (per pixel).
+        """The comparison with the truth, by example: "ssim" (1: the same image) or "mse" (per pixel).
 
         Raises:
             ImportError: "ssim" needs torchmetrics, which is not installed; ``require_ssim`` checks this beforehand.
         """
-        judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
+        judges = {"ssim": ssim, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         shapes = [list(each.shape) for each in (truth, self.images)]
         require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
         threat_model = "sees one example's gradient (noisy or not), knows the weights and the label"
@@ -200,52 +200,11 @@ def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
         tensor([1., 1.])
     """
     measure = require_ssim()
-    _check_pair(a, b, _SSIM_WINDOW)
+    shapes = [list(a.shape), list(b.shape)]
+    require(shapes[0] == shapes[1] and a.ndim == 4, f"images must have the same shape [n, c, h, w], got {shapes}")
+    small = f"images of {a.shape[2]}×{a.shape[3]} pixels are smaller than {_SSIM_WINDOW}×{_SSIM_WINDOW}"
+    require(min(a.shape[2:]) >= _SSIM_WINDOW, small)
     options = {"sigma": _SSIM_SIGMA, "data_range": data_range, "reduction": "none", "return_full_image": True}
     _, windows = measure(a, b, **options)  # [n, c, h, w], one window around each pixel
     border = _SSIM_WINDOW // 2
     return windows[..., border:-border, border:-border].flatten(1).mean(dim=1)
-
-
-def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
-    """Haar wavelet perceptual similarity of grey images [n, 1, h, w], [n] (Reisenhofer et al. 2018): C = 30, α = 4.2.
-
-    Both images are first averaged over 2×2 pixels and downsampled, as in the original. There are three scales of Haar
-    filters in both directions: the first two give the similarity, the third the weights.
-
-    Example:
-        >>> x = torch.rand(2, 1, 32, 32)
-        >>> haarpsi(x, x).round(decimals=3)
-        tensor([1., 1.])
-    """
-    _check_pair(a, b, 16)
-    C, alpha = 30.0, 4.2
-    scaled = [nn.functional.avg_pool2d(x * (255 / data_range), 2) for x in (a, b)]
-    similarity, weight = [], []
-    for direction in (0, 1):
-        first, second = [[_haar(x, scale, direction).abs() for scale in (1, 2, 3)] for x in scaled]
-        pairs = [(2 * p * q + C) / (p**2 + q**2 + C) for p, q in zip(first[:2], second[:2], strict=True)]
-        similarity.append((pairs[0] + pairs[1]) / 2)
-        weight.append(torch.maximum(first[2], second[2]))
-    local, weights = torch.cat(similarity, dim=1), torch.cat(weight, dim=1)
-    lifted = (torch.sigmoid(alpha * local) * weights).flatten(1).sum(dim=1)
-    total = weights.flatten(1).sum(dim=1)
-    mean = torch.where(total > 0, lifted / total.clamp(min=1e-12), torch.sigmoid(torch.as_tensor(alpha)).to(a))
-    return (torch.logit(mean) / alpha).square()
-
-
-def _haar(x: Tensor, scale: int, direction: int) -> Tensor:
-    """Haar coefficients of one scale, in the image's size; ``direction`` 0: differences down, 1: across."""
-    size = 2**scale
-    kernel = torch.full((size, size), 2.0**-scale, dtype=x.dtype, device=x.device)
-    kernel[: size // 2] *= -1
-    kernel = kernel if direction == 0 else kernel.mT
-    before, after = (size - 1) // 2, size // 2
-    return nn.functional.conv2d(nn.functional.pad(x, (before, after, before, after)), kernel[None, None])
-
-
-def _check_pair(a: Tensor, b: Tensor, smallest: int) -> None:
-    shapes = [list(a.shape), list(b.shape)]
-    require(shapes[0] == shapes[1] and a.ndim == 4, f"images must have the same shape [n, c, h, w], got {shapes}")
-    size = shapes[0][2:]
-    require(min(size) >= smallest, f"images of {size[0]}×{size[1]} pixels are smaller than {smallest}×{smallest}")

@@ -37,7 +37,6 @@ from torchfil.utils.text import json_ready, visible, write_csv
 @click.option("--tolerance", type=click.FloatRange(0, 100), help="With --fail-if-worse: what is allowed; 0.1: a tenth.")
 @click.option("--released", type=FILE, multiple=True, help="A model released before, on the same people; repeatable.")
 @click.option("--list", "list_file", type=FILE, help="Write the ids of the examples that break a rule, a CSV file.")
-@click.option("--junit", "junit_file", type=FILE, help="Write the verdicts for a pipeline, a JUnit XML file.")
 @click.option("--sarif", "sarif_file", type=FILE, help="Write what is broken for code scanning, a SARIF 2.1.0 file.")
 @click.option("--json-file", "json_file", type=FILE, help="Write what --json prints to a file.")
 @click.option("--redacted", is_flag=True, help="Say of each rule whether it holds, and no number that was measured.")
@@ -70,7 +69,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if not runs:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
     given_policy, source = _thresholds(given)
-    places = {f"--{name}": given[f"{name}_file"] for name in ("list", "junit", "sarif", "json")}
+    places = {f"--{name}": given[f"{name}_file"] for name in ("list", "sarif", "json")}
     read = [path for path in (*runs, *given["released"], given["baseline"], source) if path is not None]
     check_places(read, places)
 
@@ -94,7 +93,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}
     ready = {name: json_ready(own, infinite=True) for name, own in as_json.items()}
     files = {name: json.dumps(own, indent=1, ensure_ascii=False).encode() for name, own in ready.items()}
-    for name, content in (files | {"junit": pipelines.junit(verdicts)}).items():
+    for name, content in files.items():
         if given[f"{name}_file"] is not None:
             write_bytes(given[f"{name}_file"], content)
     _tell_github(pipelines.step_summary(str(about.get("title", runs[0])), verdicts, remarks), verdicts, source)

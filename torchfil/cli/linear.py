@@ -43,16 +43,15 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 @click.option("--private", callback=_names, default="", help="Columns an attacker wants, e.g. vkorc1,age; none: all.")
 @click.option("--question", callback=_names, default="", help="What to guess, e.g. vkorc1,age+10,absent.")
 @click.option("--categorical", callback=_names, default="", help="Columns whose numbers are codes, e.g. cyp2c9.")
-@click.option("--quantity", callback=_names, default="", help="Columns of numbers that look like codes or indices.")
 @click.option("--ignore", callback=_names, default="", help="Columns to leave out.")
 @click.option("--id", "id_column", help="The column that names the rows; without it, rows are numbered from 0.")
 @click.option("--drop-missing", is_flag=True, help="Leave out rows that miss an entry in a used column.")
 @click.option("--model", type=click.Choice(["linear", "logistic", "softmax", "poisson"]), default="linear")
 @click.option("--l2", default=1e-2, show_default=True, help="Penalty λ.")
 @click.option("--intercept/--no-intercept", default=True, show_default=True)
-@click.option("--separator", help="One character between columns; detected if not given.")
-@click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; detected if not given.")
-@click.option("--encoding", help="Of the file, e.g. cp1252; detected if not given.")
+@click.option("--separator", default=",", show_default=True, help="One character between columns, or tab.")
+@click.option("--decimal", type=click.Choice([".", ","]), default=".", show_default=True, help="The decimal sign.")
+@click.option("--encoding", default="utf-8-sig", show_default=True, help="Of the file, e.g. cp1252.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many rows to print.")
 @click.option("--out", "out_file", type=FILE, help="Write all rows to this CSV file.")
 @click.option("--group", callback=_names, default="", help="Columns by which the page compares rows, e.g. sex,site.")
@@ -147,14 +146,9 @@ def _notes(rows: EncodedTable) -> list[str]:
     notes = []
     if rows.left_out:
         notes.append(f"{rows.left_out:,} rows with missing entries were left out")
-    if rows.format.encoding == "cp1252":
-        notes.append("the file is not in UTF-8 and was read as Windows-1252; if letters look wrong, use --encoding")
     if rows.few_values:
         names = ", ".join(f"{name} ({count})" for name, count in rows.few_values.items())
         notes.append(f"whole numbers with few values, taken as quantities: {names}; for codes, use --categorical")
-    if rows.different:
-        names = ", ".join(rows.different)
-        notes.append(f"whole numbers that differ in every row: {names}; for identifiers, use --ignore or --id")
     return notes
 
 

@@ -92,9 +92,10 @@ class FILPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: "rdp" (default), "prv" or "gdp", as in Opacus.
-        secure_mode: Whether noise and Poisson draws come from the operating system's cryptographic generator. It takes
-            no package, unlike Opacus's; the numbers are made on the CPU and copied to the model's device. False:
-            torch's generators, seeded by the operating system at every start, load and fork
+        secure_mode: Whether noise and Poisson draws come from the operating system's cryptographic generator, so that
+            nobody can compute them. The numbers are made on the CPU and copied to the model's device. Unlike Opacus's,
+            it takes no package, and does not sum four draws against attacks on the rounding of floating-point noise.
+            False: torch's generators, seeded by the operating system at every start, load and fork
             (:mod:`torchfil.utils.noise`); ``torch.manual_seed`` does not reach them.
         noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the seed
             or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
@@ -162,7 +163,7 @@ class FILPrivacyEngine(PrivacyEngine):
                 many Gaussian mechanisms of multiplier σ as the most frequent example has participations, one in each
                 pass. With a stream it must be False.
             clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped separately, noise is
-                σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
+                σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.operator`), by ``vmap``.
             noise_generator: For tests: the noise's generator, as in Opacus; Poisson draws then come from the loader's
                 generator, else from torch's. None: both have generators of their own; see the class.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes

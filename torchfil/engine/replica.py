@@ -355,7 +355,7 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
 def is_plain(value: Any) -> bool:
     """Whether a copy may share this value: a number, a flag, a text, or a function that can be imported.
 
-    Hugging Face's models hold their checkpointing function as an attribute when it is models.turned on.
+    Hugging Face's models hold their checkpointing function as an attribute when checkpointing is on.
 
     Example:
         >>> is_plain(1.5), is_plain(partial(nn.functional.relu, inplace=False)), is_plain(nn.Tanh().forward)

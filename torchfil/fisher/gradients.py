@@ -12,6 +12,7 @@ differentiated twice works. Clipping, noise and subsampling come later, in :mod:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +28,8 @@ from torchfil.fisher.masks import replayed_masks
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
 from torchfil.utils.trees import map_tensors, tensors_of
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
@@ -306,8 +309,8 @@ class ExampleGradients:
     ) -> Tensor:
         """``one`` over all examples together, or one after the other if torch.func does not run the model.
 
-        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
-        An empty batch gives an empty tensor of that trailing shape.
+        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old;
+        later batches are then not mapped, either. An empty batch gives an empty tensor of that trailing shape.
         """
         if self.rows_at_once is not None:
             total = torch.zeros(len(self), *shape, dtype=self.dtype, device=self.device)
@@ -319,9 +322,10 @@ class ExampleGradients:
         examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
         if len(examples) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
-        if not self.facts.unmapped:
-            in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
-            mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
+        in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
+        mapped = vmap(one, in_dims=in_dims, randomness="different" if examples.masks else "error")
+        unmapped, cause = self.facts.unmapped, ""
+        for _ in range(0 if unmapped else 2):  # an error that does not come again is not vmap's
             try:
                 with alone.forward_state(), replayed_masks(examples.masks):
                     return models.wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
@@ -331,25 +335,30 @@ class ExampleGradients:
                     raise UnsupportedModuleError(f"{what}: its gradient is random; use eval mode") from error
                 if ran_out(error):
                     raise
-                self.facts.unmapped = True
+                cause = models.first_line(error)
 
         # one example after the other
-        rows = []
-        for i in range(len(examples)):
-            example = examples[slice(i, i + 1)]
-            public = map_tensors(lambda leaf: leaf[0], example.public)
-            more = [given if dim is None else given[i] for given, dim in extra]
-            try:
+        self.facts.unmapped, rows = True, list[Tensor]()
+        try:
+            for i in range(len(examples)):
+                example = examples[slice(i, i + 1)]
+                public = map_tensors(lambda leaf: leaf[0], example.public)
+                more = [given if dim is None else given[i] for given, dim in extra]
                 with alone.forward_state(), replayed_masks(example.masks):
                     rows.append(models.wide(one(example.z[0], public, *more).detach()))
-            except RuntimeError as error:
-                if ran_out(error):
-                    raise
-                raise UnsupportedModuleError(
-                    f"one example's gradient, or its derivative, cannot be computed ({models.first_line(error)}): the "
-                    "model does not run on a batch of one, or torch has no second derivative of an operation. Write it "
-                    "with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
-                ) from error
+        except RuntimeError as error:
+            if ran_out(error):
+                raise
+            raise UnsupportedModuleError(
+                f"one example's gradient, or its derivative, cannot be computed ({models.first_line(error)}): the "
+                "model does not run on a batch of one, or torch has no second derivative of an operation. Write it "
+                "with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+            ) from error
+        finally:
+            self.facts.unmapped = unmapped or len(rows) == len(examples)
+        if cause:
+            slow = "gradients are computed one example after the other, which is many times slower"
+            logger.warning("%s: torch.func.vmap does not run the model (%s)", slow, cause)
         return torch.stack(rows)
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Verdicts as pipelines read them: JUnit, SARIF 2.1.0, GitHub's annotations and step summary.
+"""Verdicts as pipelines read them: SARIF 2.1.0, GitHub's annotations and step summary.
 
 SARIF and annotations are made of :func:`torchfil.gate.gate.public` verdicts: logs and code scanning have other readers
 than the data. They name rules, limits and states, and nothing that was measured.
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from xml.etree import ElementTree
 
 from torchfil._version import __version__
 from torchfil.gate.gate import in_words, outcome, public
@@ -43,22 +42,6 @@ def in_short(verdicts: Sequence[Verdict]) -> str:
     alone = {verdict.key for verdict in verdicts} == {"max_worsening"}  # which says nothing about a release
     said = "compared with the earlier run alone" if alone else end.decision.lower()
     return f"{end.word.upper() if end.code else end.word}: {said} ({rules})"
-
-
-def junit(verdicts: Sequence[Verdict]) -> bytes:
-    """Each rule as a test case: a broken one fails, an unknown one is an error, a warning is its output."""
-    states = [verdict.state for verdict in verdicts]
-    suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(states)))
-    suite.attrib |= {"failures": str(states.count("broken")), "errors": str(states.count("unknown"))}
-    for verdict in verdicts:
-        case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
-        message = visible(in_words(verdict))
-        if verdict.state == "warning":
-            ElementTree.SubElement(case, "system-out").text = f"warning: {message}"
-        elif not verdict.passed:
-            kind = "failure" if verdict.state == "broken" else "error"
-            ElementTree.SubElement(case, kind, message=message).text = visible(verdict.detail)
-    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 
 
 def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> dict[str, Any]:

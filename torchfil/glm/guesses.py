@@ -20,14 +20,10 @@ normal number with mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = �
 
     P(right) = Σ_a π_a P(all of these are positive) = ∫ max_a π_a p_a.
 
-For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. For more:
-
-* The overlap of two answers, e_ab = ∫ min(π_a p_a, π_b p_b), is known, by Φ. An answer that adds less than a millionth
-  to another one is left out; answers that overlap by less than a millionth are treated separately. So most questions
-  reduce to parts of three answers or fewer.
-* In parts of four or more, the answers after the three that matter most are added one at a time. Answer a adds
-  ∫ (π_a p_a − max_{b<a} π_b p_b)₊ = π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊], E_a under N(μ_a, I): by quasi-Monte
-  Carlo in the dimensions that the means span.
+For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. Of more answers, all
+but the three likeliest are added one at a time. Answer a adds ∫ (π_a p_a − max_{b<a} π_b p_b)₊ =
+π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊], E_a under N(μ_a, I): by quasi-Monte Carlo in the dimensions that the means
+span.
 """
 
 from __future__ import annotations
@@ -49,8 +45,7 @@ from torchfil.viz.common import as_array
 if TYPE_CHECKING:
     from torchfil.glm.model import GeneralizedLinearModel
 
-_NEGLIGIBLE = 1e-6  # how much accuracy may change if an answer is left out, or two are separated
-_POINTS = 128  # points of each scrambled sequence, for each answer
+_POINTS = 256  # points of each scrambled sequence, for each answer
 _SCRAMBLES = 4
 _CHUNK_NUMBERS = 2**17  # a chunk's arrays fit into a cache
 _FAR = 40.0  # deviations that a normal number does not exceed
@@ -309,8 +304,7 @@ class BestAccuracy(NamedTuple):
 
     Attributes:
         value: [n].
-        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers. For more, the neglected part
-            is below m² millionths.
+        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers.
     """
 
     value: np.ndarray
@@ -329,52 +323,10 @@ def best_accuracy(distances: np.ndarray, prior: np.ndarray) -> BestAccuracy:
         >>> best_accuracy(d, np.array([[0.5, 0.5]])).value.round(4)  # Φ(1)
         array([0.8413])
     """
-    value, error = _of_any(distances, prior) if prior.shape[1] <= 3 else _by_parts(distances, prior)
+    exact = {1: lambda _, weights: weights[:, 0], 2: _of_two, 3: _of_three}.get(prior.shape[1])
+    value, error = _of_many(distances, prior) if exact is None else (exact(distances, prior), np.zeros(len(prior)))
     # no worse than without the model, whatever the rounding
     return BestAccuracy(np.clip(value, prior.max(axis=1), 1.0), error)
-
-
-def _of_any(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The accuracy for weights π that need not sum to 1, and its standard error, [n] each."""
-    exact = {1: lambda _, weights: weights[:, 0], 2: _of_two, 3: _of_three}.get(prior.shape[1])
-    return _of_many(distances, prior) if exact is None else (exact(distances, prior), np.zeros(len(prior)))
-
-
-def _by_parts(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum over parts of the answers that hardly overlap, [n] each."""
-    n, m = prior.shape
-    lost = _losses(distances, prior)
-    kept = np.ones((n, m), dtype=bool)
-    for a in range(m):
-        adds = prior[:, a, None] - lost[:, a]  # given each other answer, [n, m]
-        kept[:, a] = ~((adds < _NEGLIGIBLE) & kept & (np.arange(m) != a)).any(axis=1)
-
-    # the parts: answers connected by overlaps that matter
-    linked = (lost > _NEGLIGIBLE) & kept[:, :, None] & kept[:, None, :] | np.eye(m, dtype=bool)
-    for _ in range(m.bit_length()):
-        linked = (linked.astype(np.float32) @ linked.astype(np.float32)) > 0
-
-    # each part once, at its first answer; records with the same part together
-    value, variance = np.zeros(n), np.zeros(n)
-    for a in range(m):
-        first = np.flatnonzero(kept[:, a] & ~linked[:, a, :a].any(axis=1))
-        parts, which = np.unique(linked[first, a], axis=0, return_inverse=True)
-        for number, part in enumerate(parts):
-            rows, members = first[which.ravel() == number], np.flatnonzero(part)
-            accuracy, error = _of_any(distances[np.ix_(rows, members, members)], prior[np.ix_(rows, members)])
-            value[rows] += accuracy
-            variance[rows] += error**2
-    return value, np.sqrt(variance)
-
-
-def _losses(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """e_ab = ∫ min(π_a p_a, π_b p_b), [n, m, m]; π_a for itself."""
-    m = prior.shape[1]
-    beaten = [[prior[:, a] * ndtr(-_thresholds(distances, prior, a, b)) for b in range(m)] for a in range(m)]
-    half = np.moveaxis(np.array(beaten), 2, 0)
-    result = half + half.transpose(0, 2, 1)
-    result[:, range(m), range(m)] = prior
-    return result
 
 
 def _thresholds(distances: np.ndarray, prior: np.ndarray, a: int, b: int) -> np.ndarray:
@@ -415,7 +367,7 @@ def _bivariate_normal(h: np.ndarray, k: np.ndarray, correlation: np.ndarray) -> 
 
 
 def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    order = _most_telling_first(_losses(distances, prior), prior)
+    order = np.argsort(-prior, axis=1, kind="stable")
     distances = np.take_along_axis(np.take_along_axis(distances, order[:, :, None], 1), order[:, None, :], 2)
     prior = np.take_along_axis(prior, order, 1)
 
@@ -424,21 +376,10 @@ def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.n
     size = max(1, _CHUNK_NUMBERS // (points[..., 0].numel() * prior.shape[1]))
     for start in range(0, len(prior), size):
         rows = slice(start, start + size)
-        added[rows] = _added(_coordinates(distances[rows]), torch.as_tensor(prior[rows]), points).numpy()
+        chances = torch.as_tensor(prior[rows]).clamp(min=_NEAR)
+        added[rows] = _added(_coordinates(distances[rows]), chances, points).numpy()
     value = _of_three(distances[:, :3, :3], prior[:, :3]) + added.mean(axis=1)
     return value, added.std(axis=1, ddof=1) / len(points) ** 0.5
-
-
-def _most_telling_first(lost: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """The answers in an order in which each adds much to those before it, [n, m]."""
-    n, m = prior.shape
-    gains = prior[:, :, None] - lost  # of an answer given another, [n, m, m]; 0 given itself
-    order, gain = [prior.argmax(axis=1)], np.full((n, m), np.inf)
-    for _ in range(m - 1):
-        gain = np.minimum(gain, np.take_along_axis(gains, order[-1][:, None, None], 2)[:, :, 0])
-        gain[np.arange(n), order[-1]] = -1  # taken
-        order.append(gain.argmax(axis=1))
-    return np.stack(order, axis=1)
 
 
 def _added(means: Tensor, prior: Tensor, points: Tensor) -> Tensor:
@@ -461,8 +402,11 @@ def _added(means: Tensor, prior: Tensor, points: Tensor) -> Tensor:
 
 
 def _coordinates(distances: np.ndarray) -> Tensor:
-    """Points with these distances, the widest direction first, [rows, m, m − 1]."""
-    squares = torch.as_tensor(distances).square()
+    """Points with these distances, the widest direction first, [rows, m, m − 1].
+
+    Distances far beyond what noise bridges are shortened, which keeps the digits of the others.
+    """
+    squares = -(_FAR**4) * torch.expm1(-torch.as_tensor(distances / _FAR**2).square())
     centred = squares - squares.mean(dim=1, keepdim=True)
     values, vectors = torch.linalg.eigh(-(centred - centred.mean(dim=2, keepdim=True)) / 2)
     return (vectors * values.clamp(min=0).sqrt()[:, None, :]).flip(2)[:, :, :-1]

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
 from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil, squared_loss_at
-from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, Solver, tangent_basis
+from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, tangent_basis
 from torchfil.utils.errors import installed_by, require
 from torchfil.utils.noise import NoiseSource
 from torchfil.utils.text import with_progress
@@ -43,7 +43,6 @@ class GeneralizedLinearModel(BaseEstimator):
         tolerance: The largest entry of the gradient over n at which the fit counts as exact.
         max_iterations: The largest number of Newton steps.
         device: The device for the computation.
-        solver: "newton", or "lbfgs": L-BFGS first, a Hessian only for the last steps (many columns).
 
     Attributes:
         coef_: The inputs' weights, [d].
@@ -64,10 +63,9 @@ class GeneralizedLinearModel(BaseEstimator):
         tolerance: float = 1e-10,
         max_iterations: int = 100,
         device: str = "cpu",
-        solver: Solver = "newton",
     ) -> None:
         self.loss, self.l2, self.fit_intercept = loss, l2, fit_intercept
-        self.solver, self.tolerance, self.max_iterations, self.device = solver, tolerance, max_iterations, device
+        self.tolerance, self.max_iterations, self.device = tolerance, max_iterations, device
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Minimise to ``tolerance``.
@@ -82,7 +80,7 @@ class GeneralizedLinearModel(BaseEstimator):
         num_inputs = objective.X.shape[1] - int(self.fit_intercept)
         options: dict[str, Any] = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
         columns = [*(names or range(num_inputs)), "intercept"]
-        self._fit = solvers.minimise(objective, solver=self.solver, names=columns, **options)
+        self._fit = solvers.minimise(objective, names=columns, **options)
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight, self._training_l2 = objective.sample_weight, objective.l2
@@ -496,10 +494,9 @@ class _OwnLoss(GeneralizedLinearModel):
         tolerance: float = 1e-10,
         max_iterations: int = 100,
         device: str = "cpu",
-        solver: Solver = "newton",
     ) -> None:
         self.l2, self.fit_intercept = l2, fit_intercept
-        self.solver, self.tolerance, self.max_iterations, self.device = solver, tolerance, max_iterations, device
+        self.tolerance, self.max_iterations, self.device = tolerance, max_iterations, device
 
 
 class LinearRegression(RegressorMixin, _OwnLoss):

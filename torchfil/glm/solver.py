@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy import linalg, optimize
+from scipy import linalg
 from torch import Tensor
 from torch.func import grad, vmap
 
 from torchfil.utils.errors import require
 
-Solver = Literal["newton", "lbfgs"]
 _LARGEST_MARGIN = 1e8
 Elementwise = Callable[[Tensor, Tensor], Tensor]
 
@@ -229,9 +228,7 @@ class Fit:
     iterations: int
 
 
-def minimise(
-    objective: Objective, *, tolerance: float, max_iterations: int, solver: Solver = "newton", names: Sequence[Any] = ()
-) -> Fit:
+def minimise(objective: Objective, *, tolerance: float, max_iterations: int, names: Sequence[Any] = ()) -> Fit:
     """The minimiser, by Newton's method with backtracking.
 
     It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
@@ -242,7 +239,6 @@ def minimise(
         tolerance: Stop if the gradient's entries over n are below this, or below this share of the size of their terms
             if that exceeds 1 (columns in metres and dollars).
         max_iterations: The largest number of Newton steps.
-        solver: "newton"; "lbfgs" runs L-BFGS first, so only the last few steps need a Hessian (many columns).
         names: The columns' names, for messages.
 
     Raises:
@@ -251,9 +247,6 @@ def minimise(
     """
     n, p = objective.X.shape
     weights = objective.X.new_zeros(p, objective.margins)
-    require(solver in ("newton", "lbfgs"), f"solver={solver!r} must be 'newton' or 'lbfgs'")
-    if solver == "lbfgs":
-        weights = _lbfgs(objective, weights)
     value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
         gradient = objective.gradient(weights)
@@ -296,18 +289,6 @@ def _why_not_converged(
         f"{what} the gradient is {size:.2g}, above tolerance={tolerance:g}. {remedy} max_iterations; if columns or "
         "targets are of very different size, scale them, or raise tolerance"
     )
-
-
-def _lbfgs(objective: Objective, start: Tensor) -> Tensor:
-    n = len(objective.X)
-
-    def evaluate(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weights = torch.as_tensor(flat, device=start.device).view_as(start)
-        return float(objective.value(weights)) / n, objective.gradient(weights).flatten().cpu().numpy() / n
-
-    options = {"maxiter": 500, "maxcor": 20, "gtol": 1e-7, "ftol": 1e-15}
-    result = optimize.minimize(evaluate, start.flatten().cpu().numpy(), jac=True, method="L-BFGS-B", options=options)
-    return torch.as_tensor(result.x, device=start.device).view_as(start)
 
 
 def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any]) -> Tensor:

@@ -1,13 +1,12 @@
 """What the release of a linear model leaks about every row of a CSV file: private columns and questions, by name.
 
-Pandas holds the table, and makes texts one-hot. Encoding, separator and decimal sign are detected if
-possible. What is ambiguous is refused, because a decimal comma read as a thousands separator changes every number by a
-factor of 1,000.
+Pandas holds the table, and makes texts one-hot. Encoding, separator and decimal sign are not guessed: a number that the
+decimal sign does not explain is refused, because a decimal comma read as a thousands separator changes every number by
+a factor of 1,000.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import io
@@ -39,20 +38,11 @@ MODELS: dict[str, type[Any]] = {
 }
 FALSE_POSITIVE_RATE = 0.01  # the false-positive rate for the true-positive rates
 
-SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
 MOST_LEVELS = 10_000
-_ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
-_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_CONTROLS = bytes(code for code in range(32) if code not in b"\t\n\r\f")  # no text has these
-_SAMPLE = 1000  # rows from which separator and decimal sign are detected
 _PIECE = 10_000  # rows that are parsed at a time: Python's own texts take ten times the memory of pandas' columns
-_FEWEST_IN_ORDER = 10  # with this many rows, a column that counts them is not a coincidence
 _MOST_ANSWERS = 12
-_DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][+-]?\d+)?")
-_DECIMAL_POINT = re.compile(r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?")
-_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:([,.])\d{3})(?:\1\d{3})*")  # 1,234 or 1.234: may be a decimal as well
-_LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*")  # digits with separators of any kind
+_LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*([eE][+-]?\d+)?")  # digits with separators of any kind
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Format:
 
     Example:
         >>> str(Format("cp1252", ";", ","))
-        'Windows-1252, columns separated by semicolons, decimal commas'
+        "cp1252, separator ';', decimal sign ','"
     """
 
     encoding: str
@@ -74,9 +64,7 @@ class Format:
     decimal: str
 
     def __str__(self) -> str:
-        between = SEPARATORS.get(self.separator, repr(self.separator))
-        sign = "commas" if self.decimal == "," else "points"
-        return f"{_ENCODINGS.get(self.encoding, self.encoding)}, columns separated by {between}, decimal {sign}"
+        return f"{self.encoding}, separator {self.separator!r}, decimal sign {self.decimal!r}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,6 @@ class EncodedTable:
         format: How the file is written.
         left_out: How many rows were left out because they miss an entry.
         few_values: Columns of 3 to 12 different whole numbers, which could be codes, and their number of values.
-        different: Columns of whole numbers that differ in every row, which could be identifiers.
     """
 
     inputs: np.ndarray
@@ -109,7 +96,6 @@ class EncodedTable:
     format: Format
     left_out: int
     few_values: dict[str, int]
-    different: tuple[str, ...]
 
 
 def read_table(
@@ -117,14 +103,13 @@ def read_table(
     target: str,
     *,
     categorical: Sequence[str] = (),
-    quantity: Sequence[str] = (),
     ignore: Sequence[str] = (),
     group: Sequence[str] = (),
     id_column: str | None = None,
     drop_missing: bool = False,
-    encoding: str | None = None,
-    separator: str | None = None,
-    decimal: str | None = None,
+    encoding: str = "utf-8-sig",
+    separator: str = ",",
+    decimal: str = ".",
 ) -> EncodedTable:
     """The rows of a CSV file, gzipped or not, as numbers; a column without numbers, or with only a few, is categorical.
 
@@ -132,37 +117,33 @@ def read_table(
         path: The file; its first line names the columns.
         target: The column to predict.
         categorical: Columns of numbers that are codes, not quantities.
-        quantity: Columns of numbers that are quantities, though they look like codes or count the rows.
         ignore: Columns that are not inputs.
         group: Columns by which rows are compared; they are inputs, too, unless in ``ignore``.
         id_column: The column that names the rows; it is no input.
         drop_missing: Leave out rows that miss an entry in a used column.
-        encoding: The encoding; None: detected from the content, like the next two.
-        separator: The separator between columns.
+        encoding: The encoding.
+        separator: The separator between columns; "tab": a tab.
         decimal: "." or ",".
 
     Raises:
-        ValueError: The file is empty, damaged, not text, ambiguous, has a name twice, or has a row of another length.
-            A column does not exist, has only one value, misses entries, has some entries that are not numbers although
-            most are, or counts the rows. The target is left out or categorical, or is the only column.
+        ValueError: The file is empty, damaged, not text, has a name twice, one column, or a row of another length. A
+            column does not exist, has only one value, misses entries, or has some entries that are not numbers although
+            most are, or look like some. The target is left out or categorical, or is the only column.
     """
-    text, encoding = _read_text(path, encoding)
-    separator = _separator_of(text, path) if separator is None else {"\\t": "\t", "tab": "\t"}.get(separator, separator)
+    separator = {"\\t": "\t", "tab": "\t"}.get(separator, separator)
     one = len(separator) == 1 and separator not in '"\r\n'
     require(one, f"--separator {separator!r} must be one character, or 'tab'")
-    table, lines = _read_entries(path, text, separator)
-    form = Format(encoding, separator, decimal or _decimal_of(table.head(_SAMPLE), path))
+    table, lines = _read_entries(path, _read_text(path, encoding), separator)
+    form = Format(encoding, separator, decimal)
     rows = len(table)
 
     # what each column is for
     left_out = {*ignore, *([] if id_column is None else [id_column])}
-    for name in (target, *categorical, *quantity, *group, *left_out):
+    for name in (target, *categorical, *group, *left_out):
         _check_column(name, list(table.columns))
     inputs = [name for name in table.columns if name not in left_out and name != target]
     lost = f"{target!r} is the target; it cannot be left out (--ignore), name the rows (--id) or be --categorical"
     require(target not in {*left_out, *categorical}, f"{lost}: a logistic or softmax model (--model) predicts codes")
-    both = sorted({*categorical} & {*quantity})
-    require(not both, f"{both} cannot be a category (--categorical) and a quantity (--quantity)")
     require(bool(inputs), f"there is no column to predict {target!r} from: it is the only one that is not left out")
     table = _complete_rows(table, [*inputs, target], path, drop_missing)
     ids = (table.index if id_column is None else table[id_column]).tolist()
@@ -177,16 +158,13 @@ def read_table(
     _check_counts(table, counts, inputs, [name for name in texts if name != target])
     classes = target not in texts or counts[target] <= MOST_LEVELS
     require(classes, f"the target {target!r} has more than {MOST_LEVELS:,} different texts: these are no classes")
-    numbers = table[[name for name in inputs if name not in texts and name not in quantity]]
-    _check_no_index(numbers)
-    whole = [name for name in numbers.columns if (numbers[name] % 1 == 0).all()]
-    few = {name: int(counts[name]) for name in whole if 3 <= counts[name] <= 12}
-    different = tuple(name for name in whole if name not in few and counts[name] == len(table))
+    numbers = [name for name in inputs if name not in texts]
+    few = {name: int(counts[name]) for name in numbers if 3 <= counts[name] <= 12 and (table[name] % 1 == 0).all()}
 
     columns, attributes, levels, X = _one_hot(table, inputs, texts)
     y = table[target].to_numpy(dtype=object).astype(str) if target in texts else table[target].to_numpy()
     dropped = rows - len(table)
-    return EncodedTable(X, y, target, columns, attributes, levels, ids, groups, form, dropped, few, different)
+    return EncodedTable(X, y, target, columns, attributes, levels, ids, groups, form, dropped, few)
 
 
 def _check_column(name: str, names: Sequence[str]) -> None:
@@ -194,27 +172,21 @@ def _check_column(name: str, names: Sequence[str]) -> None:
     require(name in names, f"there is no column {name!r}{nearest(name, names)}")
 
 
-def _read_text(path: str | os.PathLike[str], encoding: str | None) -> tuple[str, str]:
-    """A file's text and its encoding: by its mark; else UTF-8; else Windows-1252, which takes most bytes."""
+def _read_text(path: str | os.PathLike[str], encoding: str) -> str:
+    """A file's text, gzipped or not."""
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         try:
             content = gzip.decompress(content)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is a gzip file that is truncated or damaged ({error}); copy it again") from error
-
-    likely = [name for mark, name in _MARKS.items() if content.startswith(mark)]
-    if not likely and not any(code in content for code in _CONTROLS):
-        likely = ["utf-8", "cp1252"]
-    for name in likely if encoding is None else [encoding]:
-        try:
-            return content.decode(name), name
-        except LookupError as error:
-            raise ValueError(f"--encoding {name!r} is no encoding that Python knows, such as cp1252") from error
-        except UnicodeError:
-            pass
-    tried = encoding or "UTF-8, UTF-16 (with its mark) or Windows-1252"
-    raise ValueError(f"{path} is not text in {tried}; if it is a table in another encoding, name that: --encoding")
+    try:
+        return content.decode(encoding)
+    except LookupError as error:
+        raise ValueError(f"--encoding {encoding!r} is no encoding that Python knows, such as cp1252") from error
+    except UnicodeError as error:
+        other = "if it is a table in another encoding, name that: --encoding cp1252 (Windows) or utf-16"
+        raise ValueError(f"{path} is not text in {encoding}; {other}") from error
 
 
 def _lines(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
@@ -225,22 +197,6 @@ def _lines(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     return ((reader.line_num, row) for row in rows if row and (row[0] or len(row) > 1))
 
 
-def _separator_of(text: str, path: str | os.PathLike[str]) -> str:
-    """The separator that gives the most columns, equally many in all rows; if none fits all rows, the most names."""
-    fits = {}
-    for separator in SEPARATORS:
-        try:
-            widths = [len(fields) for _, fields in islice(_lines(text, separator), _SAMPLE)] or [1]
-        except csv.Error:
-            widths = [0]
-        fits[separator] = (set(widths) == {widths[0]} and widths[0] > 1, widths[0])
-    best = [separator for separator, fit in fits.items() if fit == max(fits.values())]
-    named = " or ".join(SEPARATORS[separator] for separator in best)
-    unclear = f"the columns of {path} could be separated by {named}; say by which: --separator {best[0]!r}"
-    require(len(best) == 1 or fits[best[0]][1] <= 1, unclear)
-    return best[0]
-
-
 def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> tuple[Any, list[int]]:
     """All entries as texts, by row number and column name, and the line of the file at which each row ends.
 
@@ -249,6 +205,8 @@ def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> tu
     rows, lines, pieces = _lines(text, separator), list[int](), []
     try:
         _, names = next(rows, (0, []))
+        single = f"{path} has one column, {names[:1]}: if another sign than {separator!r} separates columns, name that"
+        require(len(names) != 1, f"{single}: --separator ';'")
         while piece := list(islice(rows, _PIECE)):
             for row, (line, own) in enumerate(piece, start=len(lines) + 1):
                 short = f"{path}, line {line}: row {row} has {len(own)} entries for {len(names)} columns"
@@ -263,20 +221,6 @@ def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> tu
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, f"{path} has the columns {twice} more than once")
     return pandas.concat(pieces, ignore_index=True).set_axis(names, axis=1), lines
-
-
-def _decimal_of(entries: Any, path: str | os.PathLike[str]) -> str:
-    """The decimal sign of most entries, without those that could contain a thousands separator."""
-    texts = entries.to_numpy(dtype=object).ravel().tolist()
-    unclear = next((text for text in texts if "," in text and _THOUSANDS.fullmatch(text)), None)
-    clear = [text for text in texts if not _THOUSANDS.fullmatch(text)]
-    commas = sum(_DECIMAL_COMMA.fullmatch(text) is not None for text in clear)
-    points = sum(_DECIMAL_POINT.fullmatch(text) is not None for text in clear)
-    if unclear and not commas and not points:
-        both = f"{unclear.replace(',', '')} or {unclear.replace(',', '.', 1)}"
-        remedy = "say that the comma is a decimal sign (--decimal ,), or remove thousands separators"
-        raise ValueError(f"{unclear!r} in {path} can be {both}; {remedy}")
-    return "," if commas > points else "."
 
 
 def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[str], drop: bool) -> Any:
@@ -305,11 +249,11 @@ def _numbers_or_texts(column: Any, form: Format, lines: Sequence[int]) -> Any:
     if len(wrong) and (2 * len(wrong) < len(column) or all(map(_LIKE_NUMBERS.fullmatch, wrong))):
         shown = ", ".join(f"{entry!r} in line {lines[row]}" for row, entry in wrong[:3].items())
         shown += ", …" if len(wrong) > 3 else ""
-        sign = "comma" if form.decimal == "," else "point"
         raise ValueError(
             f"column {column.name!r} holds numbers, but {len(wrong):,} of {len(column):,} entries cannot be read as "
-            f"such: {shown}. Correct them (the decimal sign is a {sign}, without separators of thousands) or, if the "
-            f"column holds categories, say so: --categorical {shlex.quote(column.name)}"
+            f"such: {shown}. Correct them (no separators of thousands), name the decimal sign if it is not "
+            f"{form.decimal!r} (--decimal) or, if the column holds categories, say so: --categorical "
+            f"{shlex.quote(column.name)}"
         )
     return column if len(wrong) else numbers
 
@@ -324,15 +268,6 @@ def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequenc
         many = f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows"
         remedy = f"Leave it out (--ignore {_listed([name])}), or name it as the id (--id {shlex.quote(name)})."
         require(counts[name] <= most, f"{many}; it looks like a name or an identifier. {remedy}")
-
-
-def _check_no_index(numbers: Any) -> None:
-    """Refuse columns that count the rows: an index saved with a table would be fitted as a quantity."""
-    for name, column in numbers.items():
-        if len(column) >= _FEWEST_IN_ORDER and np.ptp(column - column.index) == 0:
-            what = "column {!r} counts the rows ({:g}, {:g}, …): it looks like an index".format(name, *column[:2])
-            remedy = f"if it is a quantity, say so: --quantity {_listed([name])}"
-            raise ValueError(f"{what}. Leave it out (--ignore) or name the rows by it (--id); {remedy}")
 
 
 def _listed(names: Sequence[str]) -> str:
