@@ -54,6 +54,14 @@ def test_extras_that_people_guess() -> None:
     assert reached("all") == set().union(*(reached(name) for name in set(lists) - {"vision", "docs", "dev"}))
 
 
+def test_actions_are_pinned_by_hash() -> None:
+    """A tag can be moved to other code by whoever holds the action's repository; a hash cannot."""
+    files = [*(ROOT / ".github/workflows").glob("*.yml"), ROOT / "docs/tutorials/ci-gate.md"]
+    used = [name for path in files for name in re.findall(r"- uses: (?!\./)(\S+)", path.read_text())]
+    assert len(used) > 10
+    assert [name for name in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name)] == []
+
+
 def test_what_errors_tell_to_install_can_be_installed() -> None:
     named = set()
     for path in (ROOT / "torchfil").rglob("*.py"):
