@@ -233,7 +233,7 @@ def test_the_guides_code_runs_on_two_processes(name: str, tmp_path: Path) -> Non
     """As a user starts it: Lightning by itself, with devices=2 and strategy="ddp"; the Trainer under torchrun."""
     guide = Path(__file__).parents[2] / "docs" / "guide" / "integrations.md"
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
-    (code,) = [block for block in blocks if f"torchfil.integrations.{name}" in block]
+    code = next(block for block in blocks if f"torchfil.integrations.{name}" in block)
     code = code.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
     code += "\nimport torch.distributed as dist\nassert dist.get_world_size() == 2\n"
     assert printed_by_two(code, tmp_path, torchrun=name != "lightning").count(" rows x ") == 2  # every rank answers
