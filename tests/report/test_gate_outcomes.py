@@ -453,6 +453,41 @@ def test_a_runner_of_github_reads_no_command_in_texts_of_a_run(
     assert "##[" not in refused("gate", path, "--policy", policy("max_epsilon = '##[error]x'"))
 
 
+FORGED = ("::error::", " \u3000::add-mask::", "a\n::error::", "\r::error::", "\u2028::error::", "\n\t ::error::")
+
+
+@pytest.mark.parametrize("redacted", [[], ["--redacted"]])
+def test_no_text_of_a_run_begins_a_line_as_a_command(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redacted: list[str]
+) -> None:
+    """Blanks may stand before it. The gate's own annotations are commands, whose data are escaped."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    run = made_up()
+    hostile = [f"{FORGED[i % len(FORGED)]}{i}" for i in range(len(run))]
+    changes: dict[str, Any] = {"about": {**run.about, "title": FORGED[0]}, "ids": np.asarray(hostile)}
+    changes["groups"] = {name: np.asarray(hostile) for name in FORGED[:2]}
+    changes["attributes"] = dataclasses.replace(run.attributes, names=[f"{each} x" for each in FORGED[:3]])
+    changes["questions"] = [dataclasses.replace(run.questions[0], name=FORGED[2])]
+    path = save(dataclasses.replace(run, **changes), tmp_path / "run.parquet")
+    file = policy("max_gain_over_guessing = 0.01\nmin_mse_bound = 1e9").rename(tmp_path / "::error::.toml")
+    gated = ("gate", path, "--policy", file, *redacted, "--list", tmp_path / "::who.csv")
+    for command in (
+        gated,
+        ("inspect", path, "--top", 40),
+        ("compare", path, path, *redacted),
+        ("card", path),
+        ("report", path, "-o", "::error::page", *redacted),
+    ):
+        monkeypatch.chdir(tmp_path)
+        found = call(*command)
+        assert found.exit_code in (0, 1), found.output
+        own = [line for line in found.stderr.splitlines() if line.startswith("::error title=torchfil gate%3A ")]
+        assert len(own) == 2 * (command is gated), found.stderr
+        lines = [line for line in re.split("[\\n\\r\\u2028]", found.output) if line not in own]
+        assert [line for line in lines if line.lstrip().startswith("::")] == []
+    assert "\n: :error::0 " in call("inspect", path, "--top", 40).stdout, "shown, not dropped"
+
+
 def test_a_redacted_verdict_keeps_what_is_known_without_the_data(policy: Any, tmp_path: Path) -> None:
     run = made_up()
     run.columns["clip_weight"][0] = 0.5

@@ -164,4 +164,4 @@ def _tell_github(summary: str, verdicts: Sequence[Verdict], policy: Path | None)
             file.write(summary)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in pipelines.github_annotations(verdicts, policy):
-            click.echo(printed(line), err=True)
+            click.echo(f"::{printed(line[2:])}", err=True)  # the one command that is meant
