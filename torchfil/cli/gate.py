@@ -91,7 +91,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if given["list_file"] is not None:
         _write_list(given["list_file"], judged)
     as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}
-    ready = {name: json_ready(own, infinite=True) for name, own in as_json.items()}
+    ready = {name: json_ready(own, for_people=True) for name, own in as_json.items()}
     files = {name: json.dumps(own, indent=1, ensure_ascii=False).encode() for name, own in ready.items()}
     for name, content in files.items():
         if given[f"{name}_file"] is not None:
