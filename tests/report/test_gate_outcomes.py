@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -544,28 +545,65 @@ def test_the_action_is_valid() -> None:
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
 
 
-def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> None:
-    """Its script as GitHub runs it; an input with signs of the shell stays one argument."""
-    yaml = pytest.importorskip("yaml")
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
-    install, step = action["runs"]["steps"]
+def acted(folder: Path, step: int = 1, **given: Any) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A step of the action as GitHub runs it, and its outputs."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text())
     defaults = {name.upper(): str(each.get("default", "")) for name, each in action["inputs"].items()}
+    out = folder / "output"
+    out.write_text("")
+    environment = {**os.environ, **defaults, "PYTHON": sys.executable, "GITHUB_OUTPUT": str(out)}
+    environment |= {"PYTHONPATH": str(ROOT), "GITHUB_ACTION_PATH": str(folder), **given}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", action["runs"]["steps"][step]["run"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    return done, out.read_text().splitlines()
+
+
+def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> None:
+    """An input with signs of the shell stays one argument."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text())
+    install, step = action["runs"]["steps"]
     assert all(
         value == f"${{{{ inputs.{'run' if name == 'RUNS' else name.lower()} }}}}" for name, value in step["env"].items()
     )
     assert "inputs" not in step["run"] + install["run"]
-    out = tmp_path / "output"
     odd = policy(POLICY).rename(tmp_path / "a $(touch b) policy.toml")
-    given = {"PYTHON": sys.executable, "RUNS": str(run), "POLICY": str(odd), "SARIF": str(tmp_path / "g.sarif")}
-    environment = {**__import__("os").environ, **defaults, **given, "GITHUB_OUTPUT": str(out), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-e", "-c", step["run"]], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
+    done, told = acted(tmp_path, RUNS=str(run), POLICY=str(odd), SARIF=str(tmp_path / "g.sarif"))
     assert done.returncode == 1, done.stderr
-    assert out.read_text().splitlines() == ["outcome=failed", f"sarif={tmp_path / 'g.sarif'}"]
+    assert told == ["outcome=failed", f"sarif={tmp_path / 'g.sarif'}"]
     assert "not shown" in done.stdout
     assert not (tmp_path / "b").exists()
     assert RULES.keys() >= {"max_epsilon"}
     words = re.search(r"words=\((.*)\)", step["run"])
     assert words is not None
     assert re.findall(r'"([^"]+)"', words[1]) == [each.word for each in OUTCOMES]
+
+
+def test_no_input_of_the_action_is_an_option_or_an_output(tmp_path: Path, run: Path, policy: Any) -> None:
+    file, before = policy(POLICY), run.read_bytes()
+    for name in ("RUNS", "POLICY", "PRESET", "BASELINE", "TOLERANCE", "RELEASED"):
+        given = {"RUNS": str(run), "POLICY": str(file)} | ({"POLICY": ""} if name == "PRESET" else {})
+        given[name] = (f"{run}\n" if name == "RUNS" else "") + "--json-file=lost"
+        done, told = acted(tmp_path, **given)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), name
+        assert len(done.stderr.splitlines()) == 1
+        assert not (tmp_path / "lost").exists()
+
+    # files may be named like options
+    for path in (run, file):
+        (tmp_path / f"--{path.name}").write_bytes(path.read_bytes())
+    done, told = acted(tmp_path, RUNS=f"--{run.name}", POLICY=f"--{file.name}", SARIF="--sarif")
+    assert (done.returncode, told) == (1, ["outcome=failed", "sarif=--sarif"]), done.stderr
+
+    # one that is refused changes nothing, and an older SARIF file is not announced
+    for sarif in ("a\noutcome=passed", "a\routcome=passed", str(run), "--sarif"):
+        done, told = acted(tmp_path, RUNS=str(run), POLICY=str(tmp_path if sarif == "--sarif" else file), SARIF=sarif)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
+    assert run.read_bytes() == before
+
+
+@pytest.mark.parametrize("python", ["eval", "-c", "", f"{sys.executable} -c", f"{sys.executable}\n", "./none"])
+def test_the_python_of_the_action_is_a_file(tmp_path: Path, python: str) -> None:
+    for step in (0, 1):
+        done, told = acted(tmp_path, step, PYTHON=python, RUNS="run.parquet")
+        assert (done.returncode, told) == (1 + (step == 0), [])
+        assert ("is not a program that can be found" in done.stderr) == (step == 0)
