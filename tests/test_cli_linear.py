@@ -154,6 +154,15 @@ def test_saved_runs_are_gated_inspected_and_compared(patients: Path, tmp_path: P
     assert (found["less"], found["more"]) == (60, 0)
 
 
+def test_no_id_begins_a_line_as_a_command(tmp_path: Path) -> None:
+    """GitHub's runner takes a line that begins with :: for one."""
+    before = ["", "a\n", "\u2028", "\t "]
+    data = rows(tmp_path / "ids.csv", **{"::error::id": [f'"{before[i % 4]}::add-mask::{i}"' for i in range(60)]})
+    said = shown(data, "--target", "y", "--id", "::error::id", "--top", 60)
+    assert not [line for line in said.splitlines() if line.strip().startswith("::")]
+    assert "\n: :add-mask::0 " in said, "shown, not dropped"
+
+
 def test_the_released_score_stands_beside_the_clean_one(tmp_path: Path) -> None:
     """A model of R² 0.467 was released with σ = 1, at which it is −6.3."""
     rng = np.random.default_rng(0)

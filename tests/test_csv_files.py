@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchfil.utils.text import inert, write_csv
+from torchfil.utils.text import inert, visible, write_csv
 
 FORMULAS = ["=cmd()", "+cmd()", "-cmd()", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "-1+1", "+", "-inf", "-1_000", "＝1"]
 
@@ -30,7 +30,7 @@ def test_a_formula_gets_an_apostrophe_and_other_texts_stay() -> None:
 
 def test_names_and_cells_of_every_column_are_inert(tmp_path: Path) -> None:
     write_csv(tmp_path / "table.csv", {"id": FORMULAS, "=name": np.asarray(FORMULAS)})
-    assert read(tmp_path / "table.csv") == [["id", "'=name"], *([f"'{text}"] * 2 for text in FORMULAS)]
+    assert read(tmp_path / "table.csv") == [["id", "'=name"], *([visible(f"'{text}")] * 2 for text in FORMULAS)]
 
     class Name:
         def __str__(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -453,6 +454,41 @@ def test_a_runner_of_github_reads_no_command_in_texts_of_a_run(
     assert "##[" not in refused("gate", path, "--policy", policy("max_epsilon = '##[error]x'"))
 
 
+FORGED = ("::error::", " \u3000::add-mask::", "a\n::error::", "\r::error::", "\u2028::error::", "\n\t ::error::")
+
+
+@pytest.mark.parametrize("redacted", [[], ["--redacted"]])
+def test_no_text_of_a_run_begins_a_line_as_a_command(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redacted: list[str]
+) -> None:
+    """Blanks may stand before it. The gate's own annotations are commands, whose data are escaped."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    run = made_up()
+    hostile = [f"{FORGED[i % len(FORGED)]}{i}" for i in range(len(run))]
+    changes: dict[str, Any] = {"about": {**run.about, "title": FORGED[0]}, "ids": np.asarray(hostile)}
+    changes["groups"] = {name: np.asarray(hostile) for name in FORGED[:2]}
+    changes["attributes"] = dataclasses.replace(run.attributes, names=[f"{each} x" for each in FORGED[:3]])
+    changes["questions"] = [dataclasses.replace(run.questions[0], name=FORGED[2])]
+    path = save(dataclasses.replace(run, **changes), tmp_path / "run.parquet")
+    file = policy("max_gain_over_guessing = 0.01\nmin_mse_bound = 1e9").rename(tmp_path / "::error::.toml")
+    gated = ("gate", path, "--policy", file, *redacted, "--list", tmp_path / "::who.csv")
+    for command in (
+        gated,
+        ("inspect", path, "--top", 40),
+        ("compare", path, path, *redacted),
+        ("card", path),
+        ("report", path, "-o", "::error::page", *redacted),
+    ):
+        monkeypatch.chdir(tmp_path)
+        found = call(*command)
+        assert found.exit_code in (0, 1), found.output
+        own = [line for line in found.stderr.splitlines() if line.startswith("::error title=torchfil gate%3A ")]
+        assert len(own) == 2 * (command is gated), found.stderr
+        lines = [line for line in re.split("[\\n\\r\\u2028]", found.output) if line not in own]
+        assert [line for line in lines if line.lstrip().startswith("::")] == []
+    assert "\n: :error::0 " in call("inspect", path, "--top", 40).stdout, "shown, not dropped"
+
+
 def test_a_redacted_verdict_keeps_what_is_known_without_the_data(policy: Any, tmp_path: Path) -> None:
     run = made_up()
     run.columns["clip_weight"][0] = 0.5
@@ -509,28 +545,65 @@ def test_the_action_is_valid() -> None:
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
 
 
-def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> None:
-    """Its script as GitHub runs it; an input with signs of the shell stays one argument."""
-    yaml = pytest.importorskip("yaml")
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
-    install, step = action["runs"]["steps"]
+def acted(folder: Path, step: int = 1, **given: Any) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A step of the action as GitHub runs it, and its outputs."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text())
     defaults = {name.upper(): str(each.get("default", "")) for name, each in action["inputs"].items()}
+    out = folder / "output"
+    out.write_text("")
+    environment = {**os.environ, **defaults, "PYTHON": sys.executable, "GITHUB_OUTPUT": str(out)}
+    environment |= {"PYTHONPATH": str(ROOT), "GITHUB_ACTION_PATH": str(folder), **given}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", action["runs"]["steps"][step]["run"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    return done, out.read_text().splitlines()
+
+
+def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> None:
+    """An input with signs of the shell stays one argument."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text())
+    install, step = action["runs"]["steps"]
     assert all(
         value == f"${{{{ inputs.{'run' if name == 'RUNS' else name.lower()} }}}}" for name, value in step["env"].items()
     )
     assert "inputs" not in step["run"] + install["run"]
-    out = tmp_path / "output"
     odd = policy(POLICY).rename(tmp_path / "a $(touch b) policy.toml")
-    given = {"PYTHON": sys.executable, "RUNS": str(run), "POLICY": str(odd), "SARIF": str(tmp_path / "g.sarif")}
-    environment = {**__import__("os").environ, **defaults, **given, "GITHUB_OUTPUT": str(out), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-e", "-c", step["run"]], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
+    done, told = acted(tmp_path, RUNS=str(run), POLICY=str(odd), SARIF=str(tmp_path / "g.sarif"))
     assert done.returncode == 1, done.stderr
-    assert out.read_text().splitlines() == ["outcome=failed", f"sarif={tmp_path / 'g.sarif'}"]
+    assert told == ["outcome=failed", f"sarif={tmp_path / 'g.sarif'}"]
     assert "not shown" in done.stdout
     assert not (tmp_path / "b").exists()
     assert RULES.keys() >= {"max_epsilon"}
     words = re.search(r"words=\((.*)\)", step["run"])
     assert words is not None
     assert re.findall(r'"([^"]+)"', words[1]) == [each.word for each in OUTCOMES]
+
+
+def test_no_input_of_the_action_is_an_option_or_an_output(tmp_path: Path, run: Path, policy: Any) -> None:
+    file, before = policy(POLICY), run.read_bytes()
+    for name in ("RUNS", "POLICY", "PRESET", "BASELINE", "TOLERANCE", "RELEASED"):
+        given = {"RUNS": str(run), "POLICY": str(file)} | ({"POLICY": ""} if name == "PRESET" else {})
+        given[name] = (f"{run}\n" if name == "RUNS" else "") + "--json-file=lost"
+        done, told = acted(tmp_path, **given)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), name
+        assert len(done.stderr.splitlines()) == 1
+        assert not (tmp_path / "lost").exists()
+
+    # files may be named like options
+    for path in (run, file):
+        (tmp_path / f"--{path.name}").write_bytes(path.read_bytes())
+    done, told = acted(tmp_path, RUNS=f"--{run.name}", POLICY=f"--{file.name}", SARIF="--sarif")
+    assert (done.returncode, told) == (1, ["outcome=failed", "sarif=--sarif"]), done.stderr
+
+    # one that is refused changes nothing, and an older SARIF file is not announced
+    for sarif in ("a\noutcome=passed", "a\routcome=passed", str(run), "--sarif"):
+        done, told = acted(tmp_path, RUNS=str(run), POLICY=str(tmp_path if sarif == "--sarif" else file), SARIF=sarif)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
+    assert run.read_bytes() == before
+
+
+@pytest.mark.parametrize("python", ["eval", "-c", "", f"{sys.executable} -c", f"{sys.executable}\n", "./none"])
+def test_the_python_of_the_action_is_a_file(tmp_path: Path, python: str) -> None:
+    for step in (0, 1):
+        done, told = acted(tmp_path, step, PYTHON=python, RUNS="run.parquet")
+        assert (done.returncode, told) == (1 + (step == 0), [])
+        assert ("is not a program that can be found" in done.stderr) == (step == 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,74 @@ def test_another_signature_or_none(folder: Path) -> None:
         assert why in said
     assert call("sign", folder / "run.parquet", "--key", folder / "mallory", *others(folder)).exit_code == 0
     assert "is not signed by a key of" in verified(folder)
+
+
+def names_of(folder: Path, *lines: str) -> str:
+    """What verify says where these lines of the list have Alice's key."""
+    kind, key, _ = (folder / "alice.pub").read_text().split()
+    (folder / "signers").write_bytes("\n".join(f"{line} {kind} {key}" for line in lines).encode("latin-1"))
+    return verified(folder)
+
+
+def test_every_name_of_a_key_is_tried(folder: Path) -> None:
+    """On one line and on several: the namespaces and times that the list allows differ."""
+    git, own = 'alice-git namespaces="git"', 'alice-runs namespaces="torchfil-run"'
+    expired, later = 'old valid-before="20200101"', 'new valid-after="20990101"'
+    for lines, signer in (
+        ((git, own), "alice-runs"),
+        ((expired, git, later, "# a comment", "alice"), "alice"),
+        (("!alice@home,*@home",), "*@home"),
+        (('"alice with a key,b"',), "alice with a key"),
+        (("z\xfc",), r"z\udcfc"),
+    ):
+        assert f"verified: signed by {signer} (ED25519 key SHA256:" in names_of(folder, *lines), lines
+    assert "not permitted for use in signature namespace" in names_of(folder, git)
+    for lines in ((expired, git, later), ("!alice",), (expired,), (later,)):
+        assert names_of(folder, *lines).startswith("NOT VERIFIED: ")
+
+
+def test_nothing_stands_after_the_signature(folder: Path) -> None:
+    place = folder / "run.parquet.sig"
+    signed = place.read_bytes()
+    begin = signed.index(b"-----BEGIN")
+    for more in (b"x", b"\n", b"\0", signed[begin:], signed, b"\xff", b"\n" * 2**20):
+        place.write_bytes(signed + more)
+        assert "something was added after the signature" in verified(folder)
+    place.write_bytes(signed[:begin] + b"\xff" + signed[begin:])
+    assert "incorrect signature" in verified(folder)
+
+
+def test_a_manifest_of_another_form(folder: Path) -> None:
+    """Even a trusted signer's: cut, or with a part that is missing, strange or there twice."""
+    place = folder / "run.parquet.sig"
+    signed = place.read_text()
+    manifest = signed.partition("-----BEGIN")[0]
+    document = json.loads(manifest)
+    crafted: list[Any] = [manifest[:cut] for cut in range(0, len(manifest), 40)]
+    odd = (None, [], {}, [[]], {"role": 1}, 0, -1e308, math.nan, math.inf, True, "", "x" * 10**5, "\ud800")
+    for part in (document, document["files"][0]):
+        for name, kept in list(part.items()):
+            others = odd[:-3] if name == "name" else odd  # any text may be a name
+            for part[name] in others:
+                crafted.append(json.dumps(document, indent=1) + "\n")
+            del part[name]
+            crafted.append(json.dumps(document, indent=1) + "\n")
+            part[name] = kept
+    crafted += [json.dumps(each) for each in odd]
+    crafted += [json.dumps(document), f"{manifest} ", manifest.encode("utf-16"), manifest.encode() + b"\xff"]
+    crafted += [manifest.replace('"role"', '"name": "x", "role"'), manifest.replace('"files"', '"files": [], "files"')]
+    crafted += ["[" * 10**5, '{"files":' * 10**5, "9" * 10**4, manifest.replace("{", '{"more": 1,', 1)]
+    sign = ["ssh-keygen", "-Y", "sign", "-f", folder / "alice", "-n", "torchfil-run"]
+    for each in crafted:
+        content = each if isinstance(each, bytes) else each.encode()
+        place.write_bytes(content + subprocess.run(sign, input=content, capture_output=True, check=True).stdout)
+        said = verified(folder)
+        assert any(why in said for why in ("that torchfil sign does not write", "is not the run that")), each
+
+    # and unsigned: cut anywhere
+    for cut in range(0, len(signed) - 1, 40):
+        place.write_text(signed[:cut])
+        assert verified(folder).startswith("NOT VERIFIED: ")
 
 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

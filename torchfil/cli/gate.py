@@ -91,7 +91,7 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if given["list_file"] is not None:
         _write_list(given["list_file"], judged)
     as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}
-    ready = {name: json_ready(own, infinite=True) for name, own in as_json.items()}
+    ready = {name: json_ready(own, for_people=True) for name, own in as_json.items()}
     files = {name: json.dumps(own, indent=1, ensure_ascii=False).encode() for name, own in ready.items()}
     for name, content in files.items():
         if given[f"{name}_file"] is not None:
@@ -164,4 +164,4 @@ def _tell_github(summary: str, verdicts: Sequence[Verdict], policy: Path | None)
             file.write(summary)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in pipelines.github_annotations(verdicts, policy):
-            click.echo(printed(line), err=True)
+            click.echo(f"::{printed(line[2:])}", err=True)  # the one command that is meant

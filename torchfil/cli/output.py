@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,8 +88,11 @@ class Output:
 
 
 def printed(text: str) -> str:
-    """The text as a terminal may show it: GitHub's runner would read ##[…] as a command, wherever it stands."""
-    return visible(text, keep="\n").replace("##[", "# #[")
+    """The text as a terminal may show it.
+
+    GitHub's runner would read a line that begins with :: as a command, and ##[…] wherever it stands.
+    """
+    return re.sub(r"(?m)^(\s*):(?=:)", r"\1: ", visible(text, keep="\n").replace("##[", "# #["))
 
 
 def with_output(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     def number(value: Any, low: float | None = None, high: float | None = None, **words: str) -> None:
         known = {name: end for name, end in (("lower", low), ("upper", high)) if end is not None and math.isfinite(end)}
         if value is not None and value == value:
-            told = {"value": json_ready(value, infinite=True), "ends": known}
+            told = {"value": json_ready(value, for_people=True), "ends": known}
             numbers.append({name: _line(text) for name, text in words.items()} | told)
 
     def point(topic: str, *, caller: Callable[[], str]) -> str:

@@ -369,17 +369,17 @@ def write_report(
 
         files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
         if verdicts is not None and policy is not None:
-            rules = json_ready([each.as_dict() for each in verdicts], infinite=True)
+            rules = [each.as_dict() for each in verdicts]
             verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}
         content = {
             "format": MARKER,
             "confidential": not redacted,
-            **json_ready(asdict(summary), infinite=True),
+            **asdict(summary),
             **verdict,
             "signed_by": None if signature is None else signature.signer,
             "files": files,
         }
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(json_ready(content, for_people=True), indent=1, ensure_ascii=False, allow_nan=False)
         (folder / SUMMARY).write_text(text, encoding="utf-8")
 
         # the page comes last: it names the files beside it

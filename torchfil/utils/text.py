@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import html
 import math
 import os
 import re
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,7 +73,7 @@ def write_csv(path: str | os.PathLike[str], columns: Columns, *, digits: int | N
 
     Guarantees:
         * The file is replaced only when complete, and only its owner may read it (mode 0600).
-        * Names and cells that are text are :func:`inert`; NaN is an empty cell.
+        * Names and cells that are text are :func:`inert` and :func:`visible`; NaN is an empty cell.
 
     Args:
         path: The file.
@@ -107,9 +107,9 @@ def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> Any:
     return pa.array(array if numbers and array.dtype.kind in "iu" else [_text_cell(str(value)) for value in values])
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _text_cell(text: str) -> str:
-    return inert(text).encode("utf-8", "replace").decode()
+    return visible(inert(text))
 
 
 def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
@@ -152,26 +152,29 @@ def html_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str
     return f"<table><caption>{html.escape(caption)}</caption>{head}<tbody>{body}</tbody></table>"
 
 
-def json_ready(value: Any, *, infinite: bool = False) -> Any:
+def json_ready(value: Any, *, for_people: bool = False) -> Any:
     """The same in JSON's own types; anything else as text.
 
     Args:
         value: Numbers, texts and arrays, also in lists and dicts.
-        infinite: Whether infinite numbers are told as "infinite" and "-infinite"; otherwise they are null, as NaN is.
+        for_people: Whether texts are :func:`visible`, and infinite numbers "infinite" and "-infinite"; otherwise texts
+            stay, so that an id is found by it, and infinite numbers are null, as NaN is.
 
     Example:
-        >>> json_ready({1: np.array([0.5, np.inf, np.nan])}), json_ready((-np.inf,), infinite=True)
+        >>> json_ready({1: np.array([0.5, np.inf, np.nan])}), json_ready((-np.inf,), for_people=True)
         ({'1': [0.5, None, None]}, ['-infinite'])
     """
+    ready = functools.partial(json_ready, for_people=for_people)
     if isinstance(value, dict):
-        return {str(key): json_ready(part, infinite=infinite) for key, part in value.items()}
+        return {ready(str(key)): ready(part) for key, part in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [json_ready(part, infinite=infinite) for part in value]
+        return [*map(ready, value)]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value) if infinite else None
-    return value if isinstance(value, str | int | float | None) else str(value)
+        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value) if for_people else None
+    value = value if isinstance(value, str | int | float | None) else str(value)
+    return visible(value) if for_people and isinstance(value, str) else value
 
 
 def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
