@@ -7,11 +7,14 @@ site's page. No site may embed or read what it answers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import html
+import math
 import os
 import secrets
+import socket
 import socketserver
 import threading
 import time
@@ -26,6 +29,7 @@ from torchfil.run.file import load
 from torchfil.utils.text import visible
 
 HOST, _PROBLEM = "127.0.0.1", '<b class="warn" id="problem">'
+_MOST, _PATIENCE = 16, (30.0, 2.0)  # connections at a time, and their seconds: with room for more, without
 _HEADERS = asset("live.headers").replace("{{script}}", digest_of(asset("live.js"))).splitlines()
 
 
@@ -71,6 +75,9 @@ class LivePage:
 class LiveServer(socketserver.ThreadingTCPServer):
     """Serves a page on 127.0.0.1 at a random address.
 
+    Any program on this machine can connect, even without the address, so connections are few and short: slow ones take
+    neither threads nor open files from the training, and make room for others.
+
     Args:
         page: The page.
         port: The port; 0: a free one.
@@ -83,6 +90,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere another program could take the port over
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
+        self._since = dict[socket.socket, float]()  # by open connection
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -94,6 +102,33 @@ class LiveServer(socketserver.ThreadingTCPServer):
     def start(self) -> None:
         """Serve in a thread that ends with the process."""
         threading.Thread(target=self.serve_forever, args=(0.1,), name="torchfil-watch", daemon=True).start()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room; what exceeds it is closed before it gets a thread."""
+        room = len(self._since) < _MOST
+        if room:
+            self._since[request] = time.monotonic()
+        return room
+
+    def service_actions(self) -> None:
+        """End slow connections; a byte now and then keeps them from a timeout."""
+        self._end_before(time.monotonic() - _PATIENCE[len(self._since) == _MOST])
+
+    def shutdown_request(self, request: Any) -> None:
+        """As in the base class; there is room for another."""
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """As in the base class; open connections end, too."""
+        super().server_close()
+        self._end_before(math.inf)
+
+    def _end_before(self, latest: float) -> None:
+        for request, since in self._since.copy().items():
+            if since < latest:
+                with contextlib.suppress(OSError):  # it has just ended
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: readers close their windows."""
