@@ -23,6 +23,7 @@ import torch
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.reading import check_delta
 from torchfil.engine.saving.build import check_options
+from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.page import write_report
 from torchfil.report.summary import FALSE_POSITIVE_RATE, Summary
@@ -148,6 +149,14 @@ class Calls:
 
     def __init__(self, writer: Any, *first: Any) -> None:
         self.writer, self.first = writer, first
+        name = getattr(writer, "__name__", type(writer).__name__)
+        self.point = surviving(f"{name} logged nothing", self._point)
+        self.report = surviving(f"{name} did not get the report", lambda _, path: self.folder(path))
+
+    def _point(self, step: int, numbers: dict[str, float], *histogram: Any) -> None:
+        if len(histogram[-1]):
+            self.histogram(*histogram, step)
+        self.scalars(numbers, step)
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         """Log numbers by name."""
@@ -269,7 +278,8 @@ class LeakageLogger:
           two counts of whatever steps, rests on nobody or on ``min_group`` examples or more; what does not is left
           out, so that a series may have gaps. The report is the public page, whose counts of examples keep this rule,
           except the sizes of groups, which do not depend on the training.
-        * Training is the same with and without it.
+        * Training is the same with and without it. A writer that fails is a warning, once for each cause, and neither
+          ends the training nor keeps points from the other writers; it is tried again at the next point.
 
     Args:
         *writers: Where to log: TensorBoard's ``SummaryWriter``, a W&B run, the module ``mlflow``, an Aim
@@ -317,7 +327,8 @@ class LeakageLogger:
         require(bool(self.sinks), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
         # a point has no need of what only the report shows
-        self._stop = engine.call_every(steps, lambda _: self._log(pictures=0, texts=None, attacks=()))
+        log = surviving("LeakageLogger logged nothing", lambda _: self._log(pictures=0, texts=None, attacks=()))
+        self._stop = engine.call_every(steps, log)
         self._engine = engine
         return self
 
@@ -340,10 +351,9 @@ class LeakageLogger:
             counts = self._series.publish(levels)
         scalars, edges, heights = point_of(counts, len(run), 0 if self.confidential else self.min_group)
         numbers = {"epsilon": run.about["epsilon"], **own, **scalars}
+        named = {f"{self.prefix}{name}": float(value) for name, value in numbers.items()}
         for sink in self.sinks:
-            if len(heights):
-                sink.histogram(f"{self.prefix}log10_mse_bound", edges, heights, step)
-            sink.scalars({f"{self.prefix}{name}": float(value) for name, value in numbers.items()}, step)
+            sink.point(step, named, f"{self.prefix}log10_mse_bound", edges, heights)
         return run, counts
 
     def close(self) -> None:
@@ -357,7 +367,7 @@ class LeakageLogger:
         with tempfile.TemporaryDirectory() as folder:
             path = write_report(run, Path(folder) / _NAME, **({} if self.confidential else public)).parent
             for sink in self.sinks:
-                sink.folder(path)
+                sink.report(run.about["mechanism"]["steps"], path)
 
     def __enter__(self) -> LeakageLogger:
         return self

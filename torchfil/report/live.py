@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import html
-import math
 import os
 import secrets
 import socket
@@ -112,7 +111,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
 
     def service_actions(self) -> None:
         """End slow connections; a byte now and then keeps them from a timeout."""
-        self._end_before(time.monotonic() - _PATIENCE[len(self._since) == _MOST])
+        self._end_after(_PATIENCE[len(self._since) == _MOST])
 
     def shutdown_request(self, request: Any) -> None:
         """As in the base class; there is room for another."""
@@ -122,11 +121,11 @@ class LiveServer(socketserver.ThreadingTCPServer):
     def server_close(self) -> None:
         """As in the base class; open connections end, too."""
         super().server_close()
-        self._end_before(math.inf)
+        self._end_after(-1)
 
-    def _end_before(self, latest: float) -> None:
+    def _end_after(self, seconds: float) -> None:
         for request, since in self._since.copy().items():
-            if since < latest:
+            if time.monotonic() - since > seconds:
                 with contextlib.suppress(OSError):  # it has just ended
                     request.shutdown(socket.SHUT_RDWR)
 
@@ -135,7 +134,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_version, sys_version, timeout = "torchfil", "", 10
+    server_version, sys_version = "torchfil", ""
     server: LiveServer
 
     def _refusal(self) -> HTTPStatus | None:
