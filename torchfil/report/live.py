@@ -7,7 +7,6 @@ site's page. No site may embed or read what it answers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import html
@@ -28,7 +27,7 @@ from torchfil.run.file import load
 from torchfil.utils.text import visible
 
 HOST, _PROBLEM = "127.0.0.1", '<b class="warn" id="problem">'
-_MOST, _PATIENCE = 16, (30.0, 2.0)  # connections at a time, and their seconds: with room for more, without
+_MOST, _SECONDS = 16, 30.0  # connections at a time, and how long each may take
 _HEADERS = asset("live.headers").replace("{{script}}", digest_of(asset("live.js"))).splitlines()
 
 
@@ -75,7 +74,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     """Serves a page on 127.0.0.1 at a random address.
 
     Any program on this machine can connect, even without the address, so connections are few and short: slow ones take
-    neither threads nor open files from the training, and make room for others.
+    neither threads nor open files from the training, and make room for others in time.
 
     Args:
         page: The page.
@@ -89,7 +88,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere another program could take the port over
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
-        self._since = dict[socket.socket, float]()  # by open connection
+        self._ends = dict[Any, threading.Timer]()  # by open connection
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -104,30 +103,18 @@ class LiveServer(socketserver.ThreadingTCPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room; what exceeds it is closed before it gets a thread."""
-        room = len(self._since) < _MOST
-        if room:
-            self._since[request] = time.monotonic()
+        room = len(self._ends) < _MOST
+        if room:  # a timeout would be put off by a byte now and then
+            self._ends[request] = end = threading.Timer(_SECONDS, request.shutdown, [socket.SHUT_RDWR])
+            end.daemon = True
+            end.start()
         return room
-
-    def service_actions(self) -> None:
-        """End slow connections; a byte now and then keeps them from a timeout."""
-        self._end_after(_PATIENCE[len(self._since) == _MOST])
 
     def shutdown_request(self, request: Any) -> None:
         """As in the base class; there is room for another."""
-        self._since.pop(request, None)
+        if request in self._ends:
+            self._ends.pop(request).cancel()
         super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        """As in the base class; open connections end, too."""
-        super().server_close()
-        self._end_after(-1)
-
-    def _end_after(self, seconds: float) -> None:
-        for request, since in self._since.copy().items():
-            if time.monotonic() - since > seconds:
-                with contextlib.suppress(OSError):  # it has just ended
-                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: readers close their windows."""
