@@ -329,8 +329,8 @@ def test_a_dashboard_that_is_down_ends_neither_the_training_nor_the_other_logs()
             train(engine, loader)
     assert numbers == [4, 8, 12, 16, 20, 24, 24]
     first, last = [str(each.message) for each in found]
-    assert first.startswith("dict logged nothing at step 4 (ConnectionError: no route)")
-    assert last.startswith("dict did not get the report at step 24 (OSError: no room)")
+    assert first.startswith("writing to <class 'dict'> failed at step 4 (ConnectionError: no route)")
+    assert last.startswith("writing to <class 'dict'> failed at step 24 (OSError: no room)")
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

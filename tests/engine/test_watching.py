@@ -209,7 +209,7 @@ def test_a_bar_or_a_page_that_fails_warns_once_and_leaves_the_run_alone() -> Non
         watch._shown += [down]
         again = trained(engine, loader, step)
     assert [str(each.message).partition(" at step 1 ")[0] for each in found] == [
-        "the progress bar was not updated",
+        "the bar was not updated",
         "the page was not renewed",
     ]
     assert all(torch.equal(one, other) for one, other in zip(plain["weights"], again["weights"], strict=True))

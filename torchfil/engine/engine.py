@@ -646,7 +646,7 @@ class FILPrivacyEngine(PrivacyEngine):
         kept = dict[Any, Any]()
 
         def write(_: int) -> None:
-            run = None if self.ledger is None else self._saved_run("save_every", delta, kept=kept, **options)
+            run = self._saved_run("save_every", delta, kept=kept, **options)
             if run is not None:
                 save(run, path)
 

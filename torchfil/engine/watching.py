@@ -38,8 +38,11 @@ def surviving(what: str, work: Callable[..., Any]) -> Callable[..., None]:
             cause = type(error), getattr(error, "errno", None)
             if cause not in warned:
                 warned.add(cause)
-                failed = f"{what} at step {step} ({type(error).__name__}: {error})"
-                warnings.warn(f"{failed}; training is not affected, and the next turn tries again", stacklevel=2)
+                warnings.warn(
+                    f"{what} at step {step} ({type(error).__name__}: {error}); "
+                    "training is not affected, and the next turn tries again",
+                    stacklevel=2,
+                )
 
     return call
 
@@ -84,8 +87,7 @@ def show_every(
             numbers = engine.metrics(delta=delta, prefix="")
         show({text: f"{numbers[name]:{form}}" for name, (text, form) in names.items() if name in numbers})
 
-    read = surviving("the progress bar was not updated", read)
-    stop: Callable[[], None] = engine.call_every(steps, read, share=share)
+    stop: Callable[[], None] = engine.call_every(steps, surviving("the bar was not updated", read), share=share)
     return stop
 
 
@@ -126,7 +128,7 @@ class Watch(contextlib.ExitStack):
         super().__init__()
         try:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="torchfil-watch-"))
-            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Callable[[], Any]]()
+            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Any]()
             self._page = LivePage(self.path, policy, share=0.02)
             ranks = engine._training.run.ranks
             if server := LiveServer(self._page, port) if ranks is None or ranks.rank == 0 else None:
@@ -158,9 +160,11 @@ class Watch(contextlib.ExitStack):
 
         if hasattr(get_ipython(), "kernel"):
             if not self._shown:
-                kept = "torchfil: this page is confidential, and the notebook's file (.ipynb) keeps it"
-                remedy = "clear the outputs before you share it, or show nothing here and open watch.url in a browser"
-                warnings.warn(f"{kept}; {remedy}", stacklevel=2)
+                warnings.warn(
+                    "torchfil: this page is confidential, and the notebook's file (.ipynb) keeps it; clear the outputs "
+                    "before you share it, or show nothing here and open watch.url in a browser",
+                    stacklevel=2,
+                )
             handle = display.display(display.HTML(self._repr_html_()), display_id=True)
             self._shown.append(lambda: handle.update(display.HTML(self._repr_html_())))
         else:  # a terminal, which would print every update

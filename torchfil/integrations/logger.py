@@ -149,14 +149,7 @@ class Calls:
 
     def __init__(self, writer: Any, *first: Any) -> None:
         self.writer, self.first = writer, first
-        name = getattr(writer, "__name__", type(writer).__name__)
-        self.point = surviving(f"{name} logged nothing", self._point)
-        self.report = surviving(f"{name} did not get the report", lambda _, path: self.folder(path))
-
-    def _point(self, step: int, numbers: dict[str, float], *histogram: Any) -> None:
-        if len(histogram[-1]):
-            self.histogram(*histogram, step)
-        self.scalars(numbers, step)
+        self.surviving = surviving(f"writing to {writer!r} failed", lambda _, write, *args: write(*args))
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         """Log numbers by name."""
@@ -327,8 +320,9 @@ class LeakageLogger:
         require(bool(self.sinks), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
         # a point has no need of what only the report shows
-        log = surviving("LeakageLogger logged nothing", lambda _: self._log(pictures=0, texts=None, attacks=()))
-        self._stop = engine.call_every(steps, log)
+        self._stop = engine.call_every(
+            steps, surviving("LeakageLogger logged nothing", lambda _: self._log(pictures=0, texts=None, attacks=()))
+        )
         self._engine = engine
         return self
 
@@ -351,9 +345,10 @@ class LeakageLogger:
             counts = self._series.publish(levels)
         scalars, edges, heights = point_of(counts, len(run), 0 if self.confidential else self.min_group)
         numbers = {"epsilon": run.about["epsilon"], **own, **scalars}
-        named = {f"{self.prefix}{name}": float(value) for name, value in numbers.items()}
         for sink in self.sinks:
-            sink.point(step, named, f"{self.prefix}log10_mse_bound", edges, heights)
+            if len(heights):
+                sink.surviving(step, sink.histogram, f"{self.prefix}log10_mse_bound", edges, heights, step)
+            sink.surviving(step, sink.scalars, {f"{self.prefix}{name}": float(numbers[name]) for name in numbers}, step)
         return run, counts
 
     def close(self) -> None:
@@ -367,7 +362,7 @@ class LeakageLogger:
         with tempfile.TemporaryDirectory() as folder:
             path = write_report(run, Path(folder) / _NAME, **({} if self.confidential else public)).parent
             for sink in self.sinks:
-                sink.report(run.about["mechanism"]["steps"], path)
+                sink.surviving(run.about["mechanism"]["steps"], sink.folder, path)
 
     def __enter__(self) -> LeakageLogger:
         return self

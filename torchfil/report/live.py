@@ -88,7 +88,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere another program could take the port over
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
-        self._ends = dict[Any, threading.Timer]()  # by open connection
+        self._ends = dict[Any, Any]()  # by open connection
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -103,8 +103,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room; what exceeds it is closed before it gets a thread."""
-        room = len(self._ends) < _MOST
-        if room:  # a timeout would be put off by a byte now and then
+        if room := len(self._ends) < _MOST:  # a timeout would be put off by a byte now and then
             self._ends[request] = end = threading.Timer(_SECONDS, request.shutdown, [socket.SHUT_RDWR])
             end.daemon = True
             end.start()
