@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, LeakageLogger
 from torchfil.engine.saving import build
-from torchfil.integrations.logger import EXPONENTS, levels_of, point_of
+from torchfil.integrations.logger import EXPONENTS, Calls, levels_of, point_of
 from torchfil.questions import Absent
 from torchfil.report.summary import AttackSummary, AttributeSummary, summarise
 from torchfil.run import baselines
@@ -309,6 +309,36 @@ class TestNumbers:
         for (one, levels), (again, same) in zip(logger._series.kept, other._series.kept, strict=True):
             assert (one == again).all()
             assert (levels == same).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_dashboard_that_is_down_ends_neither_the_training_nor_the_other_logs() -> None:
+    numbers = list[int]()
+
+    class Down(Calls):
+        def scalars(self, numbers: dict[str, float], step: int) -> None:
+            raise ConnectionError("no route")
+
+        def folder(self, path: Path) -> None:
+            raise OSError("no room")
+
+    engine, _, loader = private()
+    with pytest.warns(UserWarning, match="not affected") as found:
+        log = LeakageLogger(Down(dict), lambda _, step: numbers.append(step), delta=1e-4, every=4)
+        with log.attach(engine):
+            train(engine, loader)
+    assert numbers == [4, 8, 12, 16, 20, 24, 24]
+    first, last = [str(each.message) for each in found]
+    assert first.startswith("writing to <class 'dict'> failed at step 4 (ConnectionError: no route)")
+    assert last.startswith("writing to <class 'dict'> failed at step 24 (OSError: no room)")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine, _, loader = private()
+    LeakageLogger(interrupted, delta=1e-4, every=4).attach(engine)
+    with pytest.raises(KeyboardInterrupt):
+        train(engine, loader)
 
 
 def test_training_is_the_same_with_and_without_it() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfil.audit.labels import audit_labels
+from torchfil.audit.labels import LabelAudit, audit_labels
 
 
 def draw(p: Tensor) -> Tensor:
@@ -136,3 +136,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> Non
     fine = {"outputs": torch.zeros(4, 3), "labels": torch.tensor([0, 1, 2, 0]), "reference": torch.full((4, 3), 1 / 3)}
     with pytest.raises(ValueError, match=match):
         audit_labels(**{**fine, **change})
+
+
+def test_lower_bounds_are_not_rounded_up() -> None:
+    parts = {"num_pairs": 9, "delta": 0.0, "confidence": 0.95, "reference_error": 0.0, "claimed_label_epsilon": None}
+    assert "ε ≥ 1.99 at" in str(LabelAudit(epsilon=1.999, placebo=0.0, exceeds_label_claim=False, **parts))
+    assert "(ε ≥ 0.99)" in str(LabelAudit(epsilon=None, placebo=0.999, exceeds_label_claim=False, **parts))

@@ -49,3 +49,19 @@ def test_it_is_called_after_whole_steps_whose_numbers_are_booked(way):
 def test_a_number_of_steps_below_one_is_refused():
     with pytest.raises(ValueError, match="steps=0"):
         private()[0].call_every(0, print)
+
+
+def test_an_error_of_the_user_ends_the_loop_after_the_step():
+    engine, _, _, loader = private()
+
+    def stop_early(steps):
+        raise PatienceError
+
+    class PatienceError(Exception):
+        pass
+
+    engine.call_every(3, stop_early)
+    with pytest.raises(PatienceError):
+        for x, y in loader:
+            engine.train_step(x, y)
+    assert engine.ledger.steps == 3

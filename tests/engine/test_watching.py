@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import random
 import time
@@ -18,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.engine.saving import build
-from torchfil.engine.watching import TimeShare
+from torchfil.engine.watching import TimeShare, show_every
 from torchfil.questions import Absent
 from torchfil.report import load
+from torchfil.utils.errors import RunFileError
 
 
 def private(accountant: str = "rdp", **options: Any) -> tuple[FILPrivacyEngine, Any, Any]:
@@ -159,6 +161,60 @@ def test_a_disk_that_fails_does_not_stop_the_training(tmp_path: Path) -> None:
     assert engine.ledger.steps == 4
 
 
+@pytest.mark.filterwarnings("error")
+def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loader, step = private()
+    path = tmp_path / "run.parquet"
+    engine.save_every(path, steps=1, delta=1e-5)
+    trained(engine, loader, step, epochs=1)
+    whole = path.read_bytes()
+
+    def fails(error: Exception) -> None:
+        def broken(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("torchfil.run.columns.write_run", broken)
+
+    for error in (OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "denied"), RunFileError("4 MiB")):
+        fails(error)
+        with pytest.warns(UserWarning, match=type(error).__name__) as found:
+            trained(engine, loader, step, epochs=1)
+        assert len(found) == 1
+        assert path.read_bytes() == whole
+    trained(engine, loader, step, epochs=1)  # it has warned of this
+    monkeypatch.undo()
+    path.unlink()
+    tmp_path.rmdir()
+    trained(engine, loader, step, epochs=1)
+    assert load(path).about["mechanism"]["steps"] == 24
+    monkeypatch.setattr("torchfil.run.columns.write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trained(engine, loader, step, epochs=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bar_or_a_page_that_fails_warns_once_and_leaves_the_run_alone() -> None:
+    def down(*_: Any) -> None:
+        raise ConnectionError("is down")
+
+    plain = trained(*private())
+    engine, loader, step = private()
+    show_every(engine, down, 1e-5, steps=1, share=1.0)
+    with (
+        engine.watch(delta=1e-5, every=1) as watch,
+        pytest.warns(UserWarning, match="ConnectionError: is down") as found,
+    ):
+        watch._shown += [down]
+        again = trained(engine, loader, step)
+    assert [str(each.message).partition(" at step 1 ")[0] for each in found] == [
+        "the bar was not updated",
+        "the page was not renewed",
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(plain["weights"], again["weights"], strict=True))
+
+
 def test_wrong_arguments_are_refused_before_the_training(tmp_path: Path) -> None:
     engine, *_ = private()
     path = tmp_path / "run.parquet"
@@ -257,7 +313,12 @@ def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch
         watch._ipython_display_()
         assert publisher.outputs == [], "a terminal would print every update"
         monkeypatch.setattr(shell, "kernel", object(), raising=False)
-        watch._ipython_display_()
+        with pytest.warns(UserWarning, match="the notebook's file .* keeps it; clear the outputs") as found:
+            watch._ipython_display_()
+            watch._ipython_display_()
+        assert len([each for each in found if "clear the outputs" in str(each.message)]) == 1
+        publisher.outputs.pop()
+        watch._shown.pop()
         trained(engine, loader, step, epochs=1)
     first, *updates = publisher.outputs
     assert "No numbers yet" in first["data"]["text/html"]

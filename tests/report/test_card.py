@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from tests.report import test_disclosure as disclosure
 from tests.report.prepared_runs import ten_runs
-from tests.report.run_cases import REFUTED, audited, made_up, owned, with_baselines
+from tests.report.run_cases import AUDIT, REFUTED, audited, made_up, owned, with_baselines
 from tests.report.test_redaction import bytes_of_examples, planted
 from torchfil.cli import main
 from torchfil.gate.policy import Policy
@@ -173,6 +173,8 @@ def test_every_number_is_one_of_the_public_page() -> None:
     card, summary = card_of(run), summarise(run, redacted=True)
     assert by_type(card, "epsilon") == [2.5]
     assert by_type(card, "audited-epsilon") == [1.1]
+    lower = audited(AUDIT | {"epsilon": 1.199}, 200)
+    assert by_type(card_of(lower), "audited-epsilon") == [1.1]
     assert by_type(card, "exposure") == list(summary.classes.values())
     assert len(summary.classes) == 4
     assert by_type(card, "true-positive-rate") == [summary.questions[0].rate["0"]]

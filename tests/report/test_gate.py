@@ -286,3 +286,14 @@ def test_a_delta_that_promises_little_is_noted() -> None:
     for delta, noted in ((0.05, True), (0.049, False)):
         told = notes(dataclasses.replace(run, about={**run.about, "delta": delta}))
         assert any("δ = 0.05 is not below 1/20" in note for note in told) is noted
+
+
+def test_an_audited_epsilon_is_a_lower_bound_and_never_rounded_up() -> None:
+    run = audited(AUDIT | {"epsilon": 1.199})
+    (found,) = [v for v in check(run, Policy(audited_epsilon_below_claimed=True)) if v.key.startswith("audited")]
+    assert found.found == 1.1
+    assert "audited ε ≥ 1.1 (" in found.detail
+    run = audited(ABOVE | {"epsilon": 2.559})  # a claim of 2.5
+    (found,) = [v for v in check(run, Policy(audited_epsilon_below_claimed=True)) if v.key.startswith("audited")]
+    assert (found.found, found.passed) == (2.55, False)
+    assert RULES[found.key].sentence(found).startswith("Audited ε: ≥ 2.55 (")

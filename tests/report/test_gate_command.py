@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,10 @@ def test_an_audit_is_told(policy: Path, tmp_path: Path) -> None:
     assert "audited ε ≥ 3.4 (1,000 canaries): the run leaks more" in call("inspect", path).stdout
     assert "audited ε, at least" in call("compare", before, path).stdout
     assert call("gate", before, "--policy", policy).exit_code == 0
+    path = save(audited(REFUTED | {"epsilon": 3.999}), tmp_path / "run.parquet")
+    for found in (call("inspect", path), call("compare", before, path)):
+        assert "3.99" in found.stdout
+        assert not re.search(r"audited.* 4", found.stdout)
 
 
 def test_the_best_option_is_printed_with_its_cost(policy: Path, tmp_path: Path) -> None:

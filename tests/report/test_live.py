@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.report.run_cases import made_up
-from torchfil.report import SavedRun, save
+from torchfil.report import SavedRun, live, save
 from torchfil.report.live import LivePage, LiveServer
 from torchfil.report.page import report_of
 
@@ -345,3 +345,34 @@ def test_a_page_that_nobody_renews_says_so(browser: Any, asked: Asked, tmp_path:
 def test_a_connection_that_never_asks_does_not_keep_others_waiting(asked: Asked) -> None:
     with socket.create_connection(("127.0.0.1", asked.server.port)):
         assert asked()[0].status == 200
+
+
+def test_the_excess_is_closed_without_a_thread(asked: Asked) -> None:
+    def serving() -> int:
+        return sum("process_request" in each.name for each in threading.enumerate())
+
+    slow = [socket.create_connection(("127.0.0.1", asked.server.port), timeout=20) for _ in range(40)]
+    for each in slow[16:]:
+        assert each.recv(1) == b""
+    assert serving() == 16
+    for each in slow:
+        each.close()
+    while serving():
+        time.sleep(0.05)
+    assert asked()[0].status == 200
+
+
+def test_slow_requests_end_at_their_deadline_and_the_server_does_not_wait(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", asked.server.port)) as slow, pytest.raises(ConnectionError):
+        while True:  # each byte comes in time
+            slow.sendall(b"a")
+            time.sleep(0.05)
+    monkeypatch.setattr(live, "_SECONDS", 60.0)
+    with socket.create_connection(("127.0.0.1", asked.server.port)):
+        assert asked()[0].status == 200, "so the one before was accepted"
+        stopped(asked)
+    asked.server = LiveServer(asked.server.page)
+    asked.server.start()

@@ -6,6 +6,7 @@ import base64
 import csv
 import dataclasses
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None
     assert "± 6" not in exposed
     assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
     assert set(table_data(page)["attributes"][0]["values"]) == {4.0}
+
+
+@pytest.mark.parametrize("redacted", [False, True])
+def test_an_audited_epsilon_is_published_rounded_down(redacted: bool, tmp_path: Path) -> None:
+    audit = AUDIT | {"epsilon": 1.199, "by_method": {"dp": 0.999, "fdp": 1.199}}
+    page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
+    assert "audited ε ≥ 1.1 (" in text_of(page, "first")
+    assert "ε ≥ 1.1 at 95 %" in text_of(page, "audit")
+    assert ("ε ≥ 0.99;" in text_of(page, "audit")) is not redacted
+    assert "≥ 1.1, a lower bound" in text_of(page, "training")
+    assert "1.2" not in text_of(page, "audit")
+    if redacted:
+        assert json.loads((page.parent / "summary.json").read_text())["about"]["audit"]["epsilon"] == 1.1
 
 
 @pytest.mark.parametrize("redacted", [False, True])

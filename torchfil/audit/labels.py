@@ -23,6 +23,7 @@ model like the released one, trained on other people, shows that (``placebo=``).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +63,16 @@ class LabelAudit:
 
     def __str__(self) -> str:
         if self.epsilon is None:
-            return f"Cannot tell: the reference is wrong. Placebos find trained labels, too (ε ≥ {self.placebo:.2f})."
+            return f"Cannot tell: the reference is wrong. Placebos find trained labels, too (ε ≥ {_low(self.placebo)})."
         claim = "" if self.claimed_label_epsilon is None else f"claimed ε {self.claimed_label_epsilon:.2f}, "
         assumed = f"{self.num_pairs:,} pairs, if reference_error={self.reference_error:g} holds"
-        audited = f"ε ≥ {self.epsilon:.2f} at δ = {self.delta:g} ({100 * self.confidence:g} %, {assumed})"
+        audited = f"ε ≥ {_low(self.epsilon)} at δ = {self.delta:g} ({100 * self.confidence:g} %, {assumed})"
         return f"One replaced label: {claim}audited {audited}. Do not compare it with an ε for added or removed people."
+
+
+def _low(value: float) -> str:
+    """Two decimals of a lower bound, which is not rounded up."""
+    return f"{math.floor(100 * value) / 100:.2f}"
 
 
 def audit_labels(

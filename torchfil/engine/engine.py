@@ -47,7 +47,7 @@ from torchfil.engine.options import (
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run, check_options
-from torchfil.engine.watching import TimeShare, Watch, with_bar
+from torchfil.engine.watching import TimeShare, Watch, surviving, with_bar
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
@@ -597,7 +597,7 @@ class FILPrivacyEngine(PrivacyEngine):
         """Call a function with the number of private steps so far, whenever that is a multiple of ``steps``.
 
         It is called after the step is booked and the weights are updated, on all ranks, so it may read or save the run.
-        An error in it leaves the step taken.
+        An error in it ends the loop, with the step taken: raise one to stop early.
 
         Args:
             steps: How many.
@@ -625,8 +625,11 @@ class FILPrivacyEngine(PrivacyEngine):
 
         Every file is complete and replaces the last one; ``torchfil watch run.parquet`` shows it. Weights, noise, draws
         and sums are the same with and without. What depends on the data set alone (its checksum, the blind guess) is
-        read at the first save only: write the file that you keep with :meth:`save_run`. If a file cannot be written,
-        it warns, and training continues. With several processes all ranks must call it, and rank 0 writes.
+        read at the first save only: write the file that you keep with :meth:`save_run`. With several processes all
+        ranks must call it, and rank 0 writes.
+
+        Whatever keeps a file from being written (a full disk, a folder that may not be written, data that cannot be
+        read), the earlier file stays, training continues, and the next turn tries again. Each new cause is a warning.
 
         Args:
             path: The file.
@@ -642,15 +645,12 @@ class FILPrivacyEngine(PrivacyEngine):
         check_options(options)
         kept = dict[Any, Any]()
 
-        def write(taken: int) -> None:
-            run = None if self.ledger is None else self._saved_run("save_every", delta, kept=kept, **options)
-            try:
-                if run is not None:
-                    save(run, path)
-            except OSError as error:
-                warnings.warn(f"no run file was written at step {taken} ({error}); training continues", stacklevel=2)
+        def write(_: int) -> None:
+            run = self._saved_run("save_every", delta, kept=kept, **options)
+            if run is not None:
+                save(run, path)
 
-        return self.call_every(steps, write, share=share)
+        return self.call_every(steps, surviving("no run file was written", write), share=share)
 
     def watch(self, *, delta: float | None = None, every: int = 50, **options: Any) -> Watch:
         """Show the run while it trains: the first screens of its report, on a page that only this machine can open.
@@ -658,7 +658,8 @@ class FILPrivacyEngine(PrivacyEngine):
             with engine.watch(delta=1e-5):  # prints the address
                 train()
 
-        In a notebook, let the result be a cell's last expression: the page is shown there, and renewed.
+        In a notebook, let the result be a cell's last expression: the page is shown there, and renewed. The notebook's
+        file keeps it: clear the outputs before you share it.
 
         The numbers grow with every step, and the verdict is about the run as it is now. They are as **confidential** as
         the data. The page is drawn when somebody looks at it, in at most 2 % of the time.

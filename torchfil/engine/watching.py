@@ -24,6 +24,29 @@ from torchfil.gate.policy import Policy
 from torchfil.utils.errors import require
 
 
+def surviving(what: str, work: Callable[..., Any]) -> Callable[..., None]:
+    """``work``, a function of the step and more, whose errors become warnings, one for each cause.
+
+    Hours of training must not end with a dashboard or a disk. ``what`` says what then did not happen.
+    """
+    warned = set[Any]()
+
+    def call(step: int, *args: Any) -> None:
+        try:
+            work(step, *args)
+        except Exception as error:
+            cause = type(error), getattr(error, "errno", None)
+            if cause not in warned:
+                warned.add(cause)
+                warnings.warn(
+                    f"{what} at step {step} ({type(error).__name__}: {error}); "
+                    "training is not affected, and the next turn tries again",
+                    stacklevel=2,
+                )
+
+    return call
+
+
 class TimeShare:
     """Work that may take at most a share of the time; all ranks decide alike.
 
@@ -64,7 +87,7 @@ def show_every(
             numbers = engine.metrics(delta=delta, prefix="")
         show({text: f"{numbers[name]:{form}}" for name, (text, form) in names.items() if name in numbers})
 
-    stop: Callable[[], None] = engine.call_every(steps, read, share=share)
+    stop: Callable[[], None] = engine.call_every(steps, surviving("the bar was not updated", read), share=share)
     return stop
 
 
@@ -105,13 +128,14 @@ class Watch(contextlib.ExitStack):
         super().__init__()
         try:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="torchfil-watch-"))
-            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Callable[[], Any]]()
+            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Any]()
             self._page = LivePage(self.path, policy, share=0.02)
             ranks = engine._training.run.ranks
             if server := LiveServer(self._page, port) if ranks is None or ranks.rank == 0 else None:
                 self.callback(server.server_close)
             self.callback(engine.save_every(self.path, **{"share": 0.02, **options}))
-            self.callback(engine.call_every(options["steps"], lambda _: [renew() for renew in self._shown]))
+            renew = surviving("the page was not renewed", lambda _: [renew() for renew in self._shown])
+            self.callback(engine.call_every(options["steps"], renew))
         except BaseException:
             self.close()  # neither the port nor the folder stays taken
             raise
@@ -135,6 +159,12 @@ class Watch(contextlib.ExitStack):
         from IPython import display, get_ipython
 
         if hasattr(get_ipython(), "kernel"):
+            if not self._shown:
+                warnings.warn(
+                    "torchfil: this page is confidential, and the notebook's file (.ipynb) keeps it; clear the outputs "
+                    "before you share it, or show nothing here and open watch.url in a browser",
+                    stacklevel=2,
+                )
             handle = display.display(display.HTML(self._repr_html_()), display_id=True)
             self._shown.append(lambda: handle.update(display.HTML(self._repr_html_())))
         else:  # a terminal, which would print every update

@@ -30,7 +30,7 @@ import numpy as np
 from torchfil.gate.policy import Policy, PolicyError
 from torchfil.run import baselines
 from torchfil.run.matching import EXPOSED, worsening
-from torchfil.run.saved_run import SavedRun, jumps_of
+from torchfil.run.saved_run import SavedRun, audited_epsilon, jumps_of
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
 from torchfil.run.unit import Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
@@ -399,7 +399,9 @@ def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
     kept = audit["epsilon"] <= claimed and not refuted
     above = "; refutes the claim at 99.9 %" if refuted else f"; above the claim at {100 * audit['confidence']:g} %"
     note, rows = f"{audit['num_canaries']:,} canaries{'' if kept else above}", np.arange(0 if kept else len(asked.run))
-    found = replace(asked.verdict(kept, audit["epsilon"], rows, note), limit=claimed, detail=audit_in_words(audit))
+    found = replace(
+        asked.verdict(kept, audited_epsilon(audit), rows, note), limit=claimed, detail=audit_in_words(audit)
+    )
     return [found] * (asked.limit or refuted)
 
 
@@ -589,8 +591,8 @@ def audit_in_words(audit: dict[str, Any]) -> str:
         >>> audit_in_words({"claimed": 2.9, "epsilon": 1.1, "num_canaries": 1000, "exceeds_claim": False})
         'claimed ε 2.9, audited ε ≥ 1.1 (1,000 canaries)'
     """
-    claimed, least = format_distinct(audit["claimed"], audit["epsilon"])
-    shown = f"claimed ε {claimed}, audited ε ≥ {least} ({audit['num_canaries']:,} canaries)"
+    least = in_digits(audited_epsilon(audit))
+    shown = f"claimed ε {in_digits(audit['claimed'])}, audited ε ≥ {least} ({audit['num_canaries']:,} canaries)"
     if audit["exceeds_claim"]:
         wrong = "either the accounting or the training code is wrong, and no other number of the report can be trusted"
         return f"{shown}: the run leaks more than its claim allows, so {wrong}"

@@ -291,8 +291,10 @@ class _ReportTo(Calls):
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         before, self.writer.state.global_step = self.writer.state.global_step, step  # the trainer counts it later
-        self.writer.log(numbers)
-        self.writer.state.global_step = before
+        try:
+            self.writer.log(numbers)
+        finally:
+            self.writer.state.global_step = before
 
     def histogram(self, *histogram: Any) -> None:
         for sink in self._dashboards():

@@ -23,6 +23,7 @@ import torch
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.reading import check_delta
 from torchfil.engine.saving.build import check_options
+from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.page import write_report
 from torchfil.report.summary import FALSE_POSITIVE_RATE, Summary
@@ -148,6 +149,7 @@ class Calls:
 
     def __init__(self, writer: Any, *first: Any) -> None:
         self.writer, self.first = writer, first
+        self.surviving = surviving(f"writing to {writer!r} failed", lambda _, write, *args: write(*args))
 
     def scalars(self, numbers: dict[str, float], step: int) -> None:
         """Log numbers by name."""
@@ -269,7 +271,8 @@ class LeakageLogger:
           two counts of whatever steps, rests on nobody or on ``min_group`` examples or more; what does not is left
           out, so that a series may have gaps. The report is the public page, whose counts of examples keep this rule,
           except the sizes of groups, which do not depend on the training.
-        * Training is the same with and without it.
+        * Training is the same with and without it. A writer that fails is a warning, once for each cause, and neither
+          ends the training nor keeps points from the other writers; it is tried again at the next point.
 
     Args:
         *writers: Where to log: TensorBoard's ``SummaryWriter``, a W&B run, the module ``mlflow``, an Aim
@@ -317,7 +320,9 @@ class LeakageLogger:
         require(bool(self.sinks), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
         # a point has no need of what only the report shows
-        self._stop = engine.call_every(steps, lambda _: self._log(pictures=0, texts=None, attacks=()))
+        self._stop = engine.call_every(
+            steps, surviving("LeakageLogger logged nothing", lambda _: self._log(pictures=0, texts=None, attacks=()))
+        )
         self._engine = engine
         return self
 
@@ -342,8 +347,8 @@ class LeakageLogger:
         numbers = {"epsilon": run.about["epsilon"], **own, **scalars}
         for sink in self.sinks:
             if len(heights):
-                sink.histogram(f"{self.prefix}log10_mse_bound", edges, heights, step)
-            sink.scalars({f"{self.prefix}{name}": float(value) for name, value in numbers.items()}, step)
+                sink.surviving(step, sink.histogram, f"{self.prefix}log10_mse_bound", edges, heights, step)
+            sink.surviving(step, sink.scalars, {f"{self.prefix}{name}": float(numbers[name]) for name in numbers}, step)
         return run, counts
 
     def close(self) -> None:
@@ -357,7 +362,7 @@ class LeakageLogger:
         with tempfile.TemporaryDirectory() as folder:
             path = write_report(run, Path(folder) / _NAME, **({} if self.confidential else public)).parent
             for sink in self.sinks:
-                sink.folder(path)
+                sink.surviving(run.about["mechanism"]["steps"], sink.folder, path)
 
     def __enter__(self) -> LeakageLogger:
         return self

@@ -48,7 +48,7 @@ SETTINGS = {
     "mechanism.amplification": "amplification",
     "epsilon": "ε for everybody",
     "delta": "δ",
-    "audit.epsilon": "audited ε, at least",
+    "audited": "audited ε, at least",
 }
 
 

@@ -12,6 +12,7 @@ import hmac
 import html
 import os
 import secrets
+import socket
 import socketserver
 import threading
 import time
@@ -26,6 +27,7 @@ from torchfil.run.file import load
 from torchfil.utils.text import visible
 
 HOST, _PROBLEM = "127.0.0.1", '<b class="warn" id="problem">'
+_MOST, _SECONDS = 16, 30.0  # connections at a time, and how long each may take
 _HEADERS = asset("live.headers").replace("{{script}}", digest_of(asset("live.js"))).splitlines()
 
 
@@ -71,6 +73,9 @@ class LivePage:
 class LiveServer(socketserver.ThreadingTCPServer):
     """Serves a page on 127.0.0.1 at a random address.
 
+    Any program on this machine can connect, even without the address, so connections are few and short: slow ones take
+    neither threads nor open files from the training, and make room for others in time.
+
     Args:
         page: The page.
         port: The port; 0: a free one.
@@ -83,6 +88,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere another program could take the port over
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
+        self._ends = dict[Any, Any]()  # by open connection
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -95,12 +101,26 @@ class LiveServer(socketserver.ThreadingTCPServer):
         """Serve in a thread that ends with the process."""
         threading.Thread(target=self.serve_forever, args=(0.1,), name="torchfil-watch", daemon=True).start()
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room; what exceeds it is closed before it gets a thread."""
+        if room := len(self._ends) < _MOST:  # a timeout would be put off by a byte now and then
+            self._ends[request] = end = threading.Timer(_SECONDS, request.shutdown, [socket.SHUT_RDWR])
+            end.daemon = True
+            end.start()
+        return room
+
+    def shutdown_request(self, request: Any) -> None:
+        """As in the base class; there is room for another."""
+        if request in self._ends:
+            self._ends.pop(request).cancel()
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: readers close their windows."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_version, sys_version, timeout = "torchfil", "", 10
+    server_version, sys_version = "torchfil", ""
     server: LiveServer
 
     def _refusal(self) -> HTTPStatus | None:

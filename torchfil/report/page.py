@@ -35,7 +35,7 @@ from torchfil.report.signature import Signature
 from torchfil.report.summary import Report, Summary, named_level, summarise
 from torchfil.report.svg import intervals, standalone
 from torchfil.run import baselines
-from torchfil.run.saved_run import SavedRun, leakage_columns
+from torchfil.run.saved_run import SavedRun, audited_epsilon, leakage_columns
 from torchfil.run.unit import unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
@@ -290,6 +290,7 @@ def _environment() -> Any:
     environment.globals["states"] = STATES
     environment.globals["ctime"] = time.ctime
     environment.filters |= {"named_level": named_level, "plainly": _plainly, "sha256": digest_of}
+    environment.filters["audited"] = audited_epsilon
     return environment
 
 

@@ -15,7 +15,7 @@ from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, jumps_of, value_at
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, audited_epsilon, jumps_of, value_at
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -247,6 +247,8 @@ def _public(about: dict[str, Any]) -> dict[str, Any]:
             kept[key] = {name: value[name] for name in inner if name in value}
         elif inner is None and isinstance(value, str | int | float | bool):
             kept[key] = value
+    if audit := kept.get("audit"):
+        audit["epsilon"] = audited_epsilon(audit)
     return kept
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, is_told
-from torchfil.run.saved_run import MEASURED, SavedRun, value_at
+from torchfil.run.saved_run import MEASURED, SavedRun, audited_epsilon, value_at
 from torchfil.utils.errors import require
 from torchfil.utils.tables import as_texts
 from torchfil.utils.text import visible
@@ -35,8 +35,9 @@ _SAME = 1e-9  # relative difference up to which closed forms are the same
 
 
 def setting(run: SavedRun, name: str) -> Any:
-    """A value of ``about`` by its path, e.g. "mechanism.sigma", or the "unit"; None where it is not there or empty."""
-    value = value_at({**run.about, "unit": run.unit.kind}, name)
+    """A value of ``about`` by its path, e.g. "mechanism.sigma", "unit" or "audited" (ε); None: missing or empty."""
+    audit = run.about.get("audit")
+    value = value_at({**run.about, "unit": run.unit.kind, "audited": audit and audited_epsilon(audit)}, name)
     return value if value != "" else None
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import msgspec
@@ -561,6 +562,17 @@ def value_at(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
+
+
+def audited_epsilon(audit: Any) -> float:
+    """The audited ε as readers see it: a lower bound, so rounded down to two digits, or to three above the claim.
+
+    Example:
+        >>> audited_epsilon({"epsilon": 1.199, "claimed": 2.5}), audited_epsilon({"epsilon": 2.559, "claimed": 2.5})
+        (1.1, 2.55)
+    """
+    digits = Context(2 + (audit["epsilon"] > audit["claimed"]), ROUND_FLOOR)
+    return float(digits.create_decimal(f"{audit['epsilon']}"))
 
 
 def jumps_of(about: Mapping[str, Any]) -> str:
