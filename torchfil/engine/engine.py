@@ -55,7 +55,7 @@ from torchfil.planning import calibration
 from torchfil.private import Private
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.errors import UnsupportedModuleError, require
+from torchfil.utils.errors import OfRun, UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
 from torchfil.utils.text import html_table
@@ -65,7 +65,7 @@ __all__ = ["FILPrivacyEngine"]
 logger = logging.getLogger(__name__)
 
 
-class FILPrivacyEngine(PrivacyEngine):
+class FILPrivacyEngine(OfRun, PrivacyEngine):
     """Opacus's engine, which also accounts for how much the run leaks about every example.
 
     The training loop stays unchanged. At each step the engine adds the example's Fisher information
@@ -112,6 +112,10 @@ class FILPrivacyEngine(PrivacyEngine):
         self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
         self._choice: calibration.NoiseChoice | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As for any object before make_private, as launchers of processes need it; afterwards refused."""
+        return object.__reduce_ex__(self, protocol) if self._made is None else super().__reduce_ex__(protocol)
 
     @property
     def _training(self) -> PrivateTraining:

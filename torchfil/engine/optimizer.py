@@ -20,12 +20,13 @@ from torchfil.audit.canaries import CanaryScores
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.models import wide_dtype
+from torchfil.utils.errors import OfRun
 from torchfil.utils.noise import NoiseSource
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer"]
 
 
-class FILOptimizer(DPOptimizer):
+class FILOptimizer(OfRun, DPOptimizer):
     """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
 
     The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for calibrated clips.

@@ -50,6 +50,23 @@ class CheckpointError(ValueError):
     """A checkpoint file is damaged or truncated, or was not written by torchfil."""
 
 
+class OfRun:
+    """A part of a run, which is neither copied nor pickled: nobody would count what a copy releases.
+
+    Besides, torch's optimizer changes its class while it is copied, and every private optimizer of the process failed.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            TypeError: Always.
+        """
+        alone = f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy releases"
+        remedy = "Save the run with engine.save_checkpoint, or make a new engine for another run."
+        raise TypeError(f"{alone}. {remedy} Weights and optimizer state are in state_dict().")
+
+
 def ran_out(error: RuntimeError) -> bool:
     """Whether a device ran out of memory.
 
