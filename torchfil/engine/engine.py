@@ -259,7 +259,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             id_of,
             self._noise_source(module, noise_generator, data_loader.generator),
             distributed=distributed,
-            releases=lambda: self.accountant.history,
+            accountant=self.accountant,
             owners=owners,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,

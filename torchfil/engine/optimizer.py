@@ -7,6 +7,7 @@ such a step with sums that come from elsewhere.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchfil.audit.canaries import CanaryScores
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
-from torchfil.fisher.models import wide_dtype
+from torchfil.fisher.models import autograd_kept, wide_dtype
 from torchfil.utils.errors import OfRun
 from torchfil.utils.noise import NoiseSource
 
@@ -129,18 +130,35 @@ class FILOptimizer(OfRun, DPOptimizer):
                 p.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
-        """As in Opacus; informs the engine when a logical batch has been released."""
+        """As in Opacus; the engine books a logical batch together with the accountant, whom ``step_hook`` informs."""
         with self.refuse_on_all_ranks():
             self._step.guard.check_optimizer(self.parameter_names)
-            proceed: bool | None = super().pre_step(closure)
-            if proceed:
-                self._step.book(self)
-            return proceed
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = bool(self._check_skip_next_step())
+            if self._is_last_step_skipped:
+                return False
+            self.add_noise()
+            self.scale_grad()
+            self._step.book(self)
+            return True
 
+    @autograd_kept()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """As in Opacus; after a whole step, watchers are called."""
+        """As in Opacus; after a whole step, watchers are called. Ctrl-C before the update undoes the logical batch."""
+        run = self._step.run
+        if not run.is_updated:
+            run.is_updated = True
+            counted = "the last step was counted, but its update was cut short: ε and all readings are too large"
+            warnings.warn(f"{counted}, at most by this step. To undo it, load an earlier checkpoint.", stacklevel=3)
         with self.watched():
-            return super().step(closure)
+            try:
+                result = super().step(closure)
+            except KeyboardInterrupt:
+                self.discard_partial_batch()
+                self._step.give_up()
+                raise
+            run.is_updated = True
+            return result
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

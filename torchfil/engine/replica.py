@@ -111,18 +111,20 @@ class Replica:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, all weights are here (collective if the model is sharded), and the copy is up to date."""
-        came = self.gather()
-        self.follow()
-        try:
-            yield
-        finally:
-            if came:
-                self.free_weights()
+        with models.autograd_kept():
+            came = self.gather()
+            self.follow()
+            try:
+                yield
+            finally:
+                if came:
+                    self.free_weights()
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
         return bool(self._dropouts) and any(map(models.has_active_dropout, self._dropouts))
 
+    @models.autograd_kept()
     def lay_out(
         self,
         args: tuple[Any, ...],

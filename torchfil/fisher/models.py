@@ -36,7 +36,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError, put_back_after_errors
 from torchfil.utils.trees import map_tensors
 
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
@@ -63,8 +63,23 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             source = first.setdefault(id(value), name)
             if value is not None and source in values:
                 tied[name] = values[source]
-    with _recurrent_without_cudnn(model), with_second_derivatives(model):
+    with weights_kept(model), _recurrent_without_cudnn(model), with_second_derivatives(model):
         return functional_call(model, tied, args, kwargs, tie_weights=False)
+
+
+def weights_kept(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """After an error inside, the module holds the weights from before: Ctrl-C can stop torch while it swaps them."""
+    return put_back_after_errors(own for part in module.modules() for own in (part._parameters, part._buffers))
+
+
+@contextlib.contextmanager
+def autograd_kept() -> Iterator[None]:
+    """Afterwards autograd is on or off as before: Ctrl-C at the end of a ``no_grad`` can leave it off everywhere."""
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
 
 
 def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -102,6 +102,18 @@ def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> It
     except BaseException:
         for set_state, state in before:
             set_state(state)
+        raise
+
+
+@contextlib.contextmanager
+def put_back_after_errors(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """If an error occurs inside, or Ctrl-C, these dicts hold what they held before; lists in them are copied."""
+    before = [(own, {key: each[:] if type(each) is list else each for key, each in own.items()}) for own in dicts]
+    try:
+        yield
+    except BaseException:
+        for own, values in before:
+            own.update(values)
         raise
 
 
