@@ -113,10 +113,6 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         self._made: PrivateTraining | None = None
         self._choice: calibration.NoiseChoice | None = None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As for any object before make_private, as launchers of processes need it; afterwards refused."""
-        return object.__reduce_ex__(self, protocol) if self._made is None else super().__reduce_ex__(protocol)
-
     @property
     def _training(self) -> PrivateTraining:
         if self._made is None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchfil.audit.canaries import CanaryScores
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
-from torchfil.fisher.models import autograd_kept, wide_dtype
+from torchfil.fisher.models import wide_dtype
 from torchfil.utils.errors import OfRun
 from torchfil.utils.noise import NoiseSource
 
@@ -142,23 +142,23 @@ class FILOptimizer(OfRun, DPOptimizer):
             self._step.book(self)
             return True
 
-    @autograd_kept()
+    @torch.enable_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As in Opacus; after a whole step, watchers are called. Ctrl-C before the update undoes the logical batch."""
-        run = self._step.run
-        if not run.is_updated:
-            run.is_updated = True
-            counted = "the last step was counted, but its update was cut short: ε and all readings are too large"
-            warnings.warn(f"{counted}, at most by this step. To undo it, load an earlier checkpoint.", stacklevel=3)
+        if not self._step.run.is_updated:
+            self._step.run.is_updated = True
+            warnings.warn(
+                "the last step was counted, but its update was cut short: ε and all readings are too large, at most by "
+                "this step. To undo it, load an earlier checkpoint.",
+                stacklevel=3,
+            )
         with self.watched():
             try:
-                result = super().step(closure)
-            except KeyboardInterrupt:
+                return super().step(closure)
+            except (KeyboardInterrupt, StepNotTakenError):
                 self.discard_partial_batch()
                 self._step.give_up()
                 raise
-            run.is_updated = True
-            return result
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -182,8 +182,6 @@ class FILOptimizer(OfRun, DPOptimizer):
         try:
             yield
         except StepNotTakenError:
-            self.discard_partial_batch()
-            self._step.give_up()
             raise
         except Exception:
             if not self._answered:

@@ -420,6 +420,7 @@ class Run:
 
     def end_step(self) -> None:
         """After the update, do what may take long, and can be stopped without any harm (collective now and then)."""
+        self.is_updated = True
         self._note_leakage(self.history.steps)
         self._make_room()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0

@@ -72,16 +72,6 @@ def weights_kept(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return put_back_after_errors(own for part in module.modules() for own in (part._parameters, part._buffers))
 
 
-@contextlib.contextmanager
-def autograd_kept() -> Iterator[None]:
-    """Afterwards autograd is on or off as before: Ctrl-C at the end of a ``no_grad`` can leave it off everywhere."""
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
-
-
 def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Inside, a model with recurrent layers of torch runs without cuDNN, whose fused layers have no second derivative.
 

@@ -57,14 +57,18 @@ class OfRun:
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse.
+        """As for any object of an engine before make_private, which launchers of processes copy; otherwise refused.
 
         Raises:
-            TypeError: Always.
+            TypeError: It belongs to a run.
         """
-        alone = f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy releases"
-        remedy = "Save the run with engine.save_checkpoint, or make a new engine for another run."
-        raise TypeError(f"{alone}. {remedy} Weights and optimizer state are in state_dict().")
+        if getattr(self, "_made", self) is None:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy releases. Save the "
+            "run with engine.save_checkpoint, or make a new engine for another run. Weights and optimizer state are in "
+            "state_dict()."
+        )
 
 
 def ran_out(error: RuntimeError) -> bool:

@@ -20,6 +20,7 @@ ranks, and each rank keeps its part.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import time
@@ -300,10 +301,12 @@ class Ranks:
                 store.set(marks[self.rank], "")
                 work.wait()
         except RuntimeError as error:
-            time.sleep(_PATIENCE.total_seconds())  # if a connection ended, the others are about to see it
-            absent = [f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])]
+            who = "another rank"
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+                time.sleep(_PATIENCE.total_seconds())  # if a connection ended, the others are about to see it
+                absent = [f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])]
+                who = " and ".join(absent) or who
             step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
-            who = " and ".join(absent) or "another rank"
             late = f"{who} did not reach the end of step {step}, which no rank has taken ({reason})"
             remedy = "restart all from the last checkpoint, or wait longer: init_process_group(timeout=…)"
             raise StepNotTakenError(f"{late}: {remedy}") from error
