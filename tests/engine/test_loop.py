@@ -40,6 +40,7 @@ from torchfil import FILPrivacyEngine, Private
 from torchfil.accounting.norms import NormHistory
 from torchfil.engine.executor import Executor
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
 from torchfil.fisher import NoAmplification, reference
 from torchfil.utils.errors import UnsupportedModuleError
@@ -603,7 +604,6 @@ STOPS: dict[str, tuple[Any, str, Any]] = {
     "in the accountant": (RDPAccountant, "step", accountant_stopped),
     "between accountant and ledger": (Run, "book", KeyboardInterrupt),
     "in the ledger": (NormHistory, "step", KeyboardInterrupt),
-    "after the ledger": (Run, "clear_batch", KeyboardInterrupt),
 }
 
 
@@ -633,11 +633,18 @@ def test_ctrl_c_before_the_update_undoes_the_step(place: str, way: str) -> None:
     assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 5
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_booked_step_whose_update_was_cut_short_is_told(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (Replica, "free_weights", KeyboardInterrupt),  # between the ledger and the update
+        (torch.optim.SGD, "step", KeyboardInterrupt),
+        (torch.optim.SGD, "step", MemoryError),
+    ],
+)
+def test_a_booked_step_whose_update_was_cut_short_is_told(place: Any, name: str, error: type[BaseException]) -> None:
     engine, model, optimizer, batches = begun(poisson_sampling=True)[1:]
     trained(engine, model, optimizer, batches, steps=1)
-    with mock.patch.object(torch.optim.SGD, "step", side_effect=error), pytest.raises(error):
+    with mock.patch.object(place, name, side_effect=[error, None]), pytest.raises(error):
         trained(engine, model, optimizer, batches, steps=1)
     with pytest.warns(UserWarning, match="its update was cut short"):
         trained(engine, model, optimizer, batches, steps=1)

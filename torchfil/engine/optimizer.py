@@ -134,12 +134,13 @@ class FILOptimizer(OfRun, DPOptimizer):
         with self.refuse_on_all_ranks():
             self._step.guard.check_optimizer(self.parameter_names)
             self.clip_and_accumulate()
-            self._is_last_step_skipped = bool(self._check_skip_next_step())
-            if self._is_last_step_skipped:
+            if self._check_skip_next_step():
+                self._is_last_step_skipped = True
                 return False
             self.add_noise()
             self.scale_grad()
             self._step.book(self)
+            self._is_last_step_skipped = False
             return True
 
     @torch.enable_grad()

@@ -128,9 +128,11 @@ def spent_epsilon(accountant: IAccountant, delta: float) -> float:
     if not accountant.history:
         return 0.0
     if accountant.mechanism() != "rdp":
-        return max(0.0, float(accountant.get_epsilon(delta)))
-    rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
-    return max(0.0, float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0]))
+        epsilon = accountant.get_epsilon(delta)
+    else:
+        rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
+        epsilon = get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0]
+    return max(0.0, float(epsilon))
 
 
 def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:

@@ -392,8 +392,7 @@ class Run:
         Opacus's accountants take their last entry out to count it up. Sums are queued, so that little is copied.
         """
         self._make_room()
-        parts = self, self.accountant, self.history, self.ledger
-        return put_back_after_errors(vars(part) for part in parts if part is not None)
+        return put_back_after_errors(map(vars, (self, self.accountant, self.history, self.ledger or self)))
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: queue what was staged."""

@@ -303,13 +303,14 @@ class Ranks:
         except RuntimeError as error:
             who = "another rank"
             with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
-                time.sleep(_PATIENCE.total_seconds())  # if a connection ended, the others are about to see it
+                time.sleep(1)  # if a connection ended, the others are about to see it
                 absent = [f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])]
                 who = " and ".join(absent) or who
             step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
-            late = f"{who} did not reach the end of step {step}, which no rank has taken ({reason})"
-            remedy = "restart all from the last checkpoint, or wait longer: init_process_group(timeout=…)"
-            raise StepNotTakenError(f"{late}: {remedy}") from error
+            raise StepNotTakenError(
+                f"{who} did not reach the end of step {step}, which no rank has taken ({reason}): restart all from the "
+                "last checkpoint, or wait longer: init_process_group(timeout=…)"
+            ) from error
         self.is_lost = bool(votes[0] == _IS_LOST)
         return votes.tolist()
 
