@@ -54,6 +54,20 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
     assert spent[0] == spent[1]
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_epsilon_is_never_below_0(accountant: str) -> None:
+    """Opacus's formulas are, at a large δ; before the first step, that of "prv" fails."""
+    engine = FILPrivacyEngine(accountant=accountant)
+    module = network()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(data(40)))
+    assert engine.get_epsilon(0.5) == 0
+    step(model, optimizer, next(iter(private)))
+    assert engine.accountant.get_epsilon(0.5) < 0
+    assert engine.get_epsilon(0.5) == engine.metrics(delta=0.5)["privacy/epsilon"] == 0
+    assert not engine.get_individual_epsilon(delta=0.5).value.any()
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
     module = network()
     module.insert(2, layer)

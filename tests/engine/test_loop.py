@@ -6,16 +6,21 @@ batches out of the ordinary are followed in all three ways of training, or refus
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from opacus.accountants import RDPAccountant
 from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     BatchSampler,
@@ -29,8 +34,14 @@ from torch.utils.data import (
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import C, assert_same_run, data, loader, network
+from tests.engine.test_state import same
 from tests.engine.ways import LOSS, WAYS, Calling, examples, mlp, start, step, taken, trained, weights_of
 from torchfil import FILPrivacyEngine, Private
+from torchfil.accounting.norms import NormHistory
+from torchfil.engine.executor import Executor
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.replica import Replica
+from torchfil.engine.run import Run
 from torchfil.fisher import NoAmplification, reference
 from torchfil.utils.errors import UnsupportedModuleError
 
@@ -576,3 +587,106 @@ def test_graphs_with_all_nodes_in_one_tensor_are_refused() -> None:
     LOSS(model(*inputs), y).backward()
     with pytest.raises(ValueError, match="pad graphs"):
         optimizer.step()
+
+
+# ------------------------------------------------------------------ Ctrl-C
+
+
+def accountant_stopped(self: Any, **_: float) -> None:
+    self.history.pop()  # as Opacus's do, before they append
+    raise KeyboardInterrupt
+
+
+STOPS: dict[str, tuple[Any, str, Any]] = {
+    "in a pass": (Executor, "run", KeyboardInterrupt),
+    "before the sums are complete": (FILOptimizer, "_check_skip_next_step", KeyboardInterrupt),
+    "before the accountant": (FILOptimizer, "scale_grad", KeyboardInterrupt),
+    "in the accountant": (RDPAccountant, "step", accountant_stopped),
+    "between accountant and ledger": (Run, "book", KeyboardInterrupt),
+    "in the ledger": (NormHistory, "step", KeyboardInterrupt),
+}
+
+
+def booked(engine: FILPrivacyEngine) -> Any:
+    state = engine.state_dict()
+    return copy.deepcopy((state["accountant"], state["run"]["ledger"], state["run"]["history"]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", STOPS)
+def test_ctrl_c_before_the_update_undoes_the_step(place: str, way: str) -> None:
+    module = network()
+    given = {"lr": 0.3, "poisson_sampling": True}
+    engine, model, optimizer, batches = start(module, loader(data(40)), way, **given)
+    trained(engine, model, optimizer, batches, way, steps=3)
+    before, weights = booked(engine), weights_of(module)
+    x, y = next(iter(batches))
+    cut, name, effect = STOPS[place]
+    with mock.patch.object(cut, name, autospec=True, side_effect=effect), pytest.raises(KeyboardInterrupt):
+        step(engine, model, optimizer, x, y, way)
+    assert same(booked(engine), before)
+    assert torch.equal(weights_of(module), weights)
+    assert not engine._training.run.staged
+    assert all(getattr(p, "summed_grad", None) is None for p in module.parameters())
+    trained(engine, model, optimizer, batches, way, steps=2)
+    assert engine.ledger is not None
+    assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 5
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (Replica, "free_weights", KeyboardInterrupt),  # between the ledger and the update
+        (torch.optim.SGD, "step", KeyboardInterrupt),
+        (torch.optim.SGD, "step", MemoryError),
+    ],
+)
+def test_a_booked_step_whose_update_was_cut_short_is_told(place: Any, name: str, error: type[BaseException]) -> None:
+    engine, model, optimizer, batches = begun(poisson_sampling=True)[1:]
+    trained(engine, model, optimizer, batches, steps=1)
+    with mock.patch.object(place, name, side_effect=[error, None]), pytest.raises(error):
+        trained(engine, model, optimizer, batches, steps=1)
+    with pytest.warns(UserWarning, match="its update was cut short"):
+        trained(engine, model, optimizer, batches, steps=1)
+    trained(engine, model, optimizer, batches, steps=1)  # and said once
+    assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 4
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_while_torch_swaps_weights_leaves_the_known_ones(way: str, call: int) -> None:
+    module = network()
+    engine, model, optimizer, batches = start(module, data(40), way, lr=0.3)
+    trained(engine, model, optimizer, batches, way, steps=2)
+    template = engine._training.replica.template
+    held = [*module.parameters(), *template.parameters()]
+    swap, calls = NamedMemberAccessor.swap_tensors_dict, itertools.count(1)
+
+    def stopped(self: Any, named: Any, allow_missing: bool = False) -> Any:
+        if next(calls) != call:
+            return swap(self, named, allow_missing)
+        first = dict(itertools.islice(named.items(), 1))
+        swap(self, first, allow_missing)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(NamedMemberAccessor, "swap_tensors_dict", stopped), pytest.raises(KeyboardInterrupt):
+        trained(engine, model, optimizer, batches, way, steps=1)
+    assert all(a is b for a, b in zip([*module.parameters(), *template.parameters()], held, strict=True))
+    trained(engine, model, optimizer, batches, way, steps=1)
+
+
+def test_ctrl_c_leaves_autograd_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, and in a reading that passes over examples."""
+    engine, model, optimizer, batches = start(network(), data(40), "train_step")
+
+    def stopped(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    works: tuple[Any, ...] = (lambda: trained(engine, model, optimizer, batches, "train_step", steps=1), engine.plis)
+    for work in works:
+        monkeypatch.setattr(torch.no_grad, "__exit__", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert torch.is_grad_enabled()
+        trained(engine, model, optimizer, batches, "train_step", steps=1)

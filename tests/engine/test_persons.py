@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,12 +185,13 @@ def test_checkpoints_and_refusals() -> None:
     want = run.engine.get_guess("member", by="owner").divergence.value
     assert torch.equal(other.engine.get_guess("member", by="owner").divergence.value, want)
 
-    engine = train(make(network(), visits(), batch_size=7, noise_multiplier=SIGMA), steps=1).engine
+    engine = make(network(), visits(), batch_size=7, noise_multiplier=SIGMA).engine  # no step is needed to refuse
     for read in (engine.get_epsilon, engine.get_fil, engine.get_guess):
         with pytest.raises(ValueError, match="owner_of="):
             read(1e-5, by="owner")
-    with pytest.raises(ValueError, match="must be 'owner'"):
-        engine.get_fil(by="visit")
+    for read in (engine.get_fil, other.engine.get_attribute_fil, partial(by_row().engine.get_epsilon, 1e-5)):
+        with pytest.raises(ValueError, match="must be 'owner'"):
+            read(by="visit")
     whole = train(by_row(unit="owner"), steps=2).engine  # the examples are owners already
     assert torch.equal(whole.get_fil(by="owner").value, whole.get_fil().value)
     with pytest.raises(ValueError, match="pass owner_of="):

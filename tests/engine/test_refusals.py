@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,19 @@ def test_reading_needs_a_step_and_lists_of_ids(tmp_path: Path) -> None:
         run.engine.get_individual_epsilon(delta=0)
     with pytest.raises(TypeError, match="state_dict"):  # a private model is not pickled
         torch.save(run.model, tmp_path / "model.pt")
+
+
+def test_a_run_is_neither_copied_nor_pickled() -> None:
+    """Copying torch's optimizer changes its class: a copy that failed broke every private optimizer of the process."""
+    assert copy.deepcopy(FILPrivacyEngine()).accountant.history == []  # of no run yet
+    run = Run()
+    for part in (run.engine, run.optimizer, run.private):
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"^FIL.* cannot be copied or pickled.*save_checkpoint"):
+                take(part)
+    copy.deepcopy((run.model, run.optimizer.state_dict()))
+    for each in (run, Run()):
+        each.take()
 
 
 def test_ids_that_are_none_are_told() -> None:

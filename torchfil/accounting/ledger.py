@@ -97,7 +97,7 @@ class Ledger:
         questions: Mapping[str, QuestionSpec] | None = None,
         chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.num_examples, self.laid_out, self.sketch_rank = num_examples, num_coordinates, sketch_rank
+        self.laid_out, self.sketch_rank = num_coordinates, sketch_rank
         self.questions = dict(questions or {})
         self.quantities = (*tracked(track), *(Divergence(name, asked) for name, asked in self.questions.items()))
         self.track = tuple([each.name for each in tracked(track) if each.name != "trace"])
@@ -144,6 +144,11 @@ class Ledger:
         return f"Ledger({content}, {size}, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
 
     @property
+    def num_examples(self) -> int:
+        """n."""
+        return self._sums.num_examples
+
+    @property
     def sums(self) -> RowTable:
         """All sums by name, [n, …] each, with everything that was added."""
         self.flush()
@@ -176,16 +181,16 @@ class Ledger:
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""
         self._sums.extend(num_examples)
-        self.num_examples = max(self.num_examples, num_examples)
 
     def add(self, *contributions: Contribution) -> None:
         """Add the contributions of the batches of one step; each example occurs in them at most once.
 
-        They are queued: their tensors must not change any more.
+        They are queued, and booked by a later call: their tensors must not change any more.
 
         Raises:
             ValueError: What is added to a sum has another shape than the sum; nothing of the step is added.
         """
+        self.flush_if_full()
         queued, size, layout = [], self._bytes_queued, self._sums.layout
         for each in contributions:
             size += each.squared_norm.nbytes
@@ -204,12 +209,15 @@ class Ledger:
                 queued.append((each.rows, {**told, **self._unless_told, **each.additions} if each.measured else told))
         self._queue += queued
         self._bytes_queued, self._steps_queued = size, self._steps_queued + 1
-        if self._steps_queued >= STEPS_QUEUED or size >= BYTES_QUEUED:
-            self.flush()
 
     def look_later(self, look: Callable[[Tensor, Tensor], object]) -> None:
         """Call ``look`` with the traces and d of all examples as they are now, [n] each, when the queue is booked."""
         self._looks.append((sum([len(rows) for rows, _ in self._queue]), self.num_examples, look))
+
+    def flush_if_full(self) -> None:
+        """Book what is queued if it is much."""
+        if self._steps_queued >= STEPS_QUEUED or self._bytes_queued >= BYTES_QUEUED:
+            self.flush()
 
     def flush(self) -> None:
         """Book what is queued; every reader does this first. After an exception all sums are as before."""

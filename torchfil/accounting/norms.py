@@ -115,7 +115,7 @@ class NormHistory:
     def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
         """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C.
 
-        With several ranks, these are the examples of this one, and now and then the step is collective.
+        They are queued until :meth:`enter_if_full`. With several ranks, they are the examples of this one.
         """
         if noise_multiplier == 0:
             self.noiseless = True
@@ -129,8 +129,6 @@ class NormHistory:
             self._queue.append((2 * self.steps + 1, rows, ratio))
             self._queued += len(rows)
         self.steps += 1
-        if self.steps % self._every == 0 or (self._queued >= _NORMS_QUEUED and self._exchange is None):
-            self.enter()
 
     def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
         """Set the norms of these examples from now on, as a refresh pass found them; the next step may change them."""
@@ -142,6 +140,11 @@ class NormHistory:
         before = self._rows.num_examples
         self._rows.extend(num_examples)
         self._rows["ratio"][before:] = 1.0
+
+    def enter_if_full(self) -> None:
+        """Enter what is queued if it is much (collective then, if there are several ranks)."""
+        if self.steps - self._entered >= self._every or (self._queued >= _NORMS_QUEUED and self._exchange is None):
+            self.enter()
 
     def enter(self) -> None:
         """Enter what is queued, of all ranks, in the order of the steps (collective, if there are several)."""

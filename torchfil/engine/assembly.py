@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from opacus.accountants import IAccountant
 from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor, nn, optim
 from torch.nn.utils.rnn import pad_sequence
@@ -192,7 +193,7 @@ class PrivateTraining:
         id_of: The examples' ids, or where to find them in a batch of a stream.
         new_noise: Makes the source of noise and Poisson draws of a rank; None: a single process.
         distributed: Whether several processes train together.
-        releases: Returns the DP accountant's history: (σ, q, steps) each.
+        accountant: The DP accountant.
         owners: Who owns which row, if that is known.
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         batch_first: Whether the examples lie along the first dimension of the model's inputs.
@@ -220,7 +221,7 @@ class PrivateTraining:
         new_noise: Callable[..., NoiseSource],
         *,
         distributed: bool,
-        releases: Callable[[], Sequence[tuple[float, float, int]]],
+        accountant: IAccountant,
         owners: Owners | None,
         with_hooks: Callable[[], Any] | None,
         batch_first: bool,
@@ -247,7 +248,7 @@ class PrivateTraining:
         generator = accounting.generator() if ranks is None else ranks.probe_generator()
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
-        self.run = Run(options, loss, ids, self.replica.device, generator, releases, drawn, ranks, owners, row_ids)
+        self.run = Run(options, loss, ids, self.replica.device, generator, accountant, drawn, ranks, owners, row_ids)
         self.passes = DatasetPasses(self.run, self.replica, None if stream else rows, prepared.collate_fn)
         graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses
         size, recorded = math.ceil(whole_batch / (1 if ranks is None else ranks.size)), options.shares is None

@@ -55,7 +55,7 @@ from torchfil.planning import calibration
 from torchfil.private import Private
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
-from torchfil.utils.errors import UnsupportedModuleError, require
+from torchfil.utils.errors import OfRun, UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
 from torchfil.utils.text import html_table
@@ -65,7 +65,7 @@ __all__ = ["FILPrivacyEngine"]
 logger = logging.getLogger(__name__)
 
 
-class FILPrivacyEngine(PrivacyEngine):
+class FILPrivacyEngine(OfRun, PrivacyEngine):
     """Opacus's engine, which also accounts for how much the run leaks about every example.
 
     The training loop stays unchanged. At each step the engine adds the example's Fisher information
@@ -255,7 +255,7 @@ class FILPrivacyEngine(PrivacyEngine):
             id_of,
             self._noise_source(module, noise_generator, data_loader.generator),
             distributed=distributed,
-            releases=lambda: self.accountant.history,
+            accountant=self.accountant,
             owners=owners,
             with_hooks=partial(self._prepare_model, module, **hooks) if mode != "auto" else None,
             batch_first=batch_first,
@@ -777,17 +777,22 @@ class FILPrivacyEngine(PrivacyEngine):
         lines = readings.summary(self._made, self.accountant.mechanism())
         return html_table(f"{type(self).__name__} (confidential)", lines)
 
-    def _by(self, by: str | None) -> Leakage:
-        """What is read by example, or by owner in a run by row."""
+    def _persons(self, by: str | None) -> Persons | None:
+        """Owners in a run by row; None: the run's own examples. It needs no step, so a wrong ``by`` fails early."""
         run = self._training.run
         if by in (None, "owner" if run.options.accounting.by_owner else "row"):
-            return self.totals
+            return None
         if by != "owner" or run.persons is None:
             raise ValueError(f"by={by!r} must be 'owner', which needs owner_of=, numbered rows and a single process")
         return run.persons
 
+    def _by(self, by: str | None) -> Leakage:
+        """What is read by example, or by owner in a run by row."""
+        persons = self._persons(by)
+        return self.totals if persons is None else persons
+
     def get_epsilon(self, delta: float, *, by: str | None = None) -> float:
-        """The accountant's ε at δ, a guarantee for every example.
+        """The accountant's ε at δ, a guarantee for every example; never below 0.
 
         Args:
             delta: δ.
@@ -795,8 +800,8 @@ class FILPrivacyEngine(PrivacyEngine):
                 of them or absent; a guarantee for every owner. A step is a mixture of Gaussians with sensitivities
                 0, C, …, kC and binomial weights; its Rényi divergences in both directions are composed.
         """
-        history = self.accountant.history
-        if by is None or not history or not isinstance(persons := self._by(by), Persons):
+        persons, history = None if by is None else self._persons(by), self.accountant.history
+        if persons is None or not history:
             return readings.spent_epsilon(self.accountant, delta)
         check_delta(delta)
         return float(readings.epsilon_over_time(history, [torch.inf], delta, int(persons.owners.counts.max()))[0])

@@ -403,6 +403,7 @@ class LoopForward:
         self._until_look = 0
         self._draws = False  # whether the model drew random numbers in its last pass
 
+    @torch.enable_grad()
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()

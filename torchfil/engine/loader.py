@@ -42,7 +42,7 @@ from torchfil.engine.distributed.ranks import Ranks
 from torchfil.private import Private, as_call
 from torchfil.private.batches import named_inputs
 from torchfil.private.choice import private_inputs
-from torchfil.utils.errors import require
+from torchfil.utils.errors import OfRun, require
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -358,7 +358,7 @@ class FILBatchSampler(BatchSampler):
         return len(self._batches)
 
 
-class FILDataLoader(DataLoader[Any]):
+class FILDataLoader(OfRun, DataLoader[Any]):
     """A prepared loader, unchanged except that its batches remember their ids.
 
     Args:
@@ -458,7 +458,7 @@ def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int,
     return remembering(batch, ids, token)
 
 
-class FILStreamLoader(DataLoader[Any]):
+class FILStreamLoader(OfRun, DataLoader[Any]):
     """A loader of a stream, unchanged except that its batches remember their ids.
 
     On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a

@@ -7,6 +7,7 @@ such a step with sums that come from elsewhere.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,13 @@ from torchfil.audit.canaries import CanaryScores
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.models import wide_dtype
+from torchfil.utils.errors import OfRun
 from torchfil.utils.noise import NoiseSource
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer"]
 
 
-class FILOptimizer(DPOptimizer):
+class FILOptimizer(OfRun, DPOptimizer):
     """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
 
     The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for calibrated clips.
@@ -128,18 +130,36 @@ class FILOptimizer(DPOptimizer):
                 p.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
-        """As in Opacus; informs the engine when a logical batch has been released."""
+        """As in Opacus; the engine books a logical batch together with the accountant, whom ``step_hook`` informs."""
         with self.refuse_on_all_ranks():
             self._step.guard.check_optimizer(self.parameter_names)
-            proceed: bool | None = super().pre_step(closure)
-            if proceed:
-                self._step.book(self)
-            return proceed
+            self.clip_and_accumulate()
+            if self._check_skip_next_step():
+                self._is_last_step_skipped = True
+                return False
+            self.add_noise()
+            self.scale_grad()
+            self._step.book(self)
+            self._is_last_step_skipped = False
+            return True
 
+    @torch.enable_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """As in Opacus; after a whole step, watchers are called."""
+        """As in Opacus; after a whole step, watchers are called. Ctrl-C before the update undoes the logical batch."""
+        if not self._step.run.is_updated:
+            self._step.run.is_updated = True
+            warnings.warn(
+                "the last step was counted, but its update was cut short: ε and all readings are too large, at most by "
+                "this step. To undo it, load an earlier checkpoint.",
+                stacklevel=3,
+            )
         with self.watched():
-            return super().step(closure)
+            try:
+                return super().step(closure)
+            except (KeyboardInterrupt, StepNotTakenError):
+                self.discard_partial_batch()
+                self._step.give_up()
+                raise
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -163,8 +183,6 @@ class FILOptimizer(DPOptimizer):
         try:
             yield
         except StepNotTakenError:
-            self.discard_partial_batch()
-            self._step.give_up()
             raise
         except Exception:
             if not self._answered:

@@ -120,12 +120,19 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
 
 
 def spent_epsilon(accountant: IAccountant, delta: float) -> float:
-    """The accountant's ε at δ, bit for bit; for "rdp" what was computed once for q and σ is not computed again."""
+    """The accountant's ε at δ, bit for bit; for "rdp" what was computed once for q and σ is not computed again.
+
+    At a large δ, Opacus's formulas go below 0, where they mean 0; before the first step, some of them fail.
+    """
     check_delta(delta)
-    if accountant.mechanism() != "rdp" or not accountant.history:
-        return float(accountant.get_epsilon(delta))
-    rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
-    return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0])
+    if not accountant.history:
+        return 0.0
+    if accountant.mechanism() != "rdp":
+        epsilon = accountant.get_epsilon(delta)
+    else:
+        rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
+        epsilon = get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0]
+    return max(0.0, float(epsilon))
 
 
 def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:

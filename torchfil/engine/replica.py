@@ -110,19 +110,24 @@ class Replica:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all weights are here (collective if the model is sharded), and the copy is up to date."""
-        came = self.gather()
-        self.follow()
-        try:
-            yield
-        finally:
-            if came:
-                self.free_weights()
+        """Inside, all weights are here (collective if the model is sharded), and the copy is up to date.
+
+        As around the parts of a step, ``enable_grad`` puts autograd back if Ctrl-C came while something had it off.
+        """
+        with torch.enable_grad():
+            came = self.gather()
+            self.follow()
+            try:
+                yield
+            finally:
+                if came:
+                    self.free_weights()
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
         return bool(self._dropouts) and any(map(models.has_active_dropout, self._dropouts))
 
+    @torch.enable_grad()
     def lay_out(
         self,
         args: tuple[Any, ...],

@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from opacus.accountants import IAccountant
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds, GrowingIds
@@ -41,7 +42,7 @@ from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
-from torchfil.utils.errors import all_or_nothing, require
+from torchfil.utils.errors import all_or_nothing, put_back_after_errors, require
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Run:
         ids: The examples' names; in a stream, those that took part so far.
         device: The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``).
         generator: Source of the probes.
-        releases: Returns the DP accountant's history: (σ, q, steps) each.
+        accountant: The DP accountant.
         expected_batch: The mean batch size, of all ranks together.
         ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
         owners: Who owns which row, if that is known.
@@ -85,6 +86,7 @@ class Run:
 
     Attributes:
         staged: The physical batches since the last release, in order.
+        is_updated: Whether the update of the last booked step was made.
         is_measured: Whether the current step is measured, drawn once for a logical batch; None: not drawn yet.
     """
 
@@ -95,7 +97,7 @@ class Run:
         ids: ExampleIds,
         device: torch.device,
         generator: torch.Generator,
-        releases: Callable[[], Sequence[tuple[float, float, int]]],
+        accountant: IAccountant,
         expected_batch: int,
         ranks: Ranks | None = None,
         owners: Owners | None = None,
@@ -136,7 +138,8 @@ class Run:
 
         # the current step
         self._grouped: tuple[Any, list[OwnedRows]] = (None, [])  # the last batch's ids, and its rows by owner
-        self._releases = releases
+        self.accountant = accountant
+        self.is_updated = True
         self.clear_batch()
         if self._knows_batches:
             ids.count_from([0] * ids.num_examples)
@@ -176,7 +179,7 @@ class Run:
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         matrix = None if test_matrix is None else test_matrix.to(ledger.device)
-        largest = None if rate is None else largest_divergences(self._releases())
+        largest = None if rate is None else largest_divergences(self.accountant.history)
         conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
         return Leakage(ledger, self.ids, conditions)
 
@@ -383,8 +386,16 @@ class Run:
         contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
         self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
 
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Inside, accountant and ledger book a step; after an error, or Ctrl-C, neither has.
+
+        Opacus's accountants take their last entry out to count it up. Sums are queued, so that little is copied.
+        """
+        self._make_room()
+        return put_back_after_errors(map(vars, (self, self.accountant, self.history, self.ledger or self)))
+
     def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch: enter what was staged."""
+        """Book the released logical batch: queue what was staged."""
         self._enter_ids()
         contributions = [staged.contribution for staged in self.staged]
         if contributions:
@@ -395,19 +406,31 @@ class Run:
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
-        self._note_leakage(self.history.steps + 1)
 
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
-        rate = float(self._releases()[-1][1]) if self._releases() else 1.0
+        rate = float(self.accountant.history[-1][1]) if self.accountant.history else 1.0
         self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
         if self.persons is not None:
             self.persons.book(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier))
         self.clear_batch()
+        self.is_updated = False
+
+    def end_step(self) -> None:
+        """After the update, do what may take long, and can be stopped without any harm (collective now and then)."""
+        self.is_updated = True
+        self._note_leakage(self.history.steps)
+        self._make_room()
         steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
         if self.ledger is not None and steered:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+
+    def _make_room(self) -> None:
+        """Book what is queued if it is much."""
+        if self.ledger is not None:
+            self.ledger.flush_if_full()
+        self.history.enter_if_full()
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
 
@@ -509,6 +532,7 @@ class Run:
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
+        self.is_updated = True
 
 
 # ------------------------------------------------------------------ a clip threshold for each example

@@ -450,12 +450,15 @@ class Step:
     # ------------------------------------------------------------------ what the optimizer tells and asks
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch. Nothing that can fail comes between the noise and the update."""
-        self.run.book(optimizer)
+        """Book the released logical batch, in accountant and ledger or in neither."""
+        with self.run.all_or_none():
+            optimizer.step_hook(optimizer)
+            self.run.book(optimizer)
         self.replica.free_weights()
 
     def end(self, optimizer: FILOptimizer) -> None:
-        """After the update, refresh all norms if that is due (collective then)."""
+        """After the update, do what is due now and then; refreshing all norms is collective."""
+        self.run.end_step()
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
             with self.replica.gathered():

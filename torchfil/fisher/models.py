@@ -36,7 +36,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError, put_back_after_errors
 from torchfil.utils.trees import map_tensors
 
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
@@ -63,8 +63,13 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             source = first.setdefault(id(value), name)
             if value is not None and source in values:
                 tied[name] = values[source]
-    with _recurrent_without_cudnn(model), with_second_derivatives(model):
+    with weights_kept(model), _recurrent_without_cudnn(model), with_second_derivatives(model):
         return functional_call(model, tied, args, kwargs, tie_weights=False)
+
+
+def weights_kept(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """After an error inside, the module holds the weights from before: Ctrl-C can stop torch while it swaps them."""
+    return put_back_after_errors(own for part in module.modules() for own in (part._parameters, part._buffers))
 
 
 def _recurrent_without_cudnn(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -429,7 +429,7 @@ class _Rounds:
         if together.mechanism() == "gdp" and len(steps) > 1:
             return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
-        return float(together.get_epsilon(self.delta))
+        return max(0.0, float(together.get_epsilon(self.delta)))
 
 
 # ------------------------------------------------------------------ whose clip weight falls, and how far

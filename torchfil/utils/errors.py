@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -50,6 +50,27 @@ class CheckpointError(ValueError):
     """A checkpoint file is damaged or truncated, or was not written by torchfil."""
 
 
+class OfRun:
+    """A part of a run, which is neither copied nor pickled: nobody would count what a copy releases.
+
+    Besides, torch's optimizer changes its class while it is copied, and every private optimizer of the process failed.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As for any object of an engine before make_private, which launchers of processes copy; otherwise refused.
+
+        Raises:
+            TypeError: It belongs to a run.
+        """
+        if getattr(self, "_made", self) is None:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy releases. Save the "
+            "run with engine.save_checkpoint, or make a new engine for another run. Weights and optimizer state are in "
+            "state_dict()."
+        )
+
+
 def ran_out(error: RuntimeError) -> bool:
     """Whether a device ran out of memory.
 
@@ -85,6 +106,18 @@ def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> It
     except BaseException:
         for set_state, state in before:
             set_state(state)
+        raise
+
+
+@contextlib.contextmanager
+def put_back_after_errors(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """If an error occurs inside, or Ctrl-C, these dicts hold what they held before; lists in them are copied."""
+    before = [(own, {key: each[:] if type(each) is list else each for key, each in own.items()}) for own in dicts]
+    try:
+        yield
+    except BaseException:
+        for own, values in before:
+            own.update(values)
         raise
 
 

@@ -20,8 +20,10 @@ ranks, and each rank keeps its part.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,6 +201,7 @@ class ShardedReplica(Replica):
             part.reshard()
 
 
+_PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits for others says that it is here
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
 
 
@@ -232,7 +235,7 @@ class Ranks:
         self.seed: int = seeds[0]
         whole = f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
         require(len(set(sizes)) == 1, whole)
-        self.is_lost = False
+        self.is_lost, self._votes = False, 0
 
     # ------------------------------------------------------------------ random numbers
 
@@ -288,13 +291,26 @@ class Ranks:
         """
         ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
         votes = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
+        store, self._votes = dist.distributed_c10d._get_default_store(), self._votes + 1
+        marks = [f"torchfil/{self._group.group_name}/{self._votes}/{rank}" for rank in range(self.size)]
         try:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+            work: Any = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            try:
+                work.wait(_PATIENCE)
+            except RuntimeError:  # from now on, the others can see that this rank is here
+                store.set(marks[self.rank], "")
+                work.wait()
         except RuntimeError as error:
+            who = "another rank"
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+                time.sleep(1)  # if a connection ended, the others are about to see it
+                absent = [f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])]
+                who = " and ".join(absent) or who
             step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
-            absent = f"another rank did not reach the end of step {step}, which no rank has taken ({reason})"
-            remedy = "restart all from the last checkpoint, or wait longer: init_process_group(timeout=…)"
-            raise StepNotTakenError(f"{absent}: {remedy}") from error
+            raise StepNotTakenError(
+                f"{who} did not reach the end of step {step}, which no rank has taken ({reason}): restart all from the "
+                "last checkpoint, or wait longer: init_process_group(timeout=…)"
+            ) from error
         self.is_lost = bool(votes[0] == _IS_LOST)
         return votes.tolist()
 

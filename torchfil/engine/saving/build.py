@@ -159,7 +159,7 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
     """
     together = copy.deepcopy(accountant)
     together.history = list(accountant.history) * len(trainings)
-    merged = {"runs": len(trainings), "epsilon_of_all": float(together.get_epsilon(delta))}
+    merged = {"runs": len(trainings), "epsilon_of_all": reading.spent_epsilon(together, delta)}
     kinds = [training.optimizer.noise.kind for training in trainings]
     mechanism = {**run.about["mechanism"], "noise": "seeded" if "seeded" in kinds else kinds[0]}
     known_batches = mechanism["sample_rate"] is None

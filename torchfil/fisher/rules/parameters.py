@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.models import Replaced, wide
+from torchfil.fisher.models import Replaced, weights_kept, wide
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
 from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
@@ -59,7 +59,7 @@ class GenericRule(LayerRule):
 
         try:
             mapped = vmap(one, in_dims=(of_args, of_kwargs, 0))
-            with Replaced(_WEIGHTS_APART):
+            with weights_kept(module), Replaced(_WEIGHTS_APART):
                 return mapped(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:
             raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
