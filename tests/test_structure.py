@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations import places_gone
+
 ROOT = Path(__file__).parents[1]
 
 # A module imports from its own folder and from rows above; what stands in one row does not know of each other.
@@ -150,3 +152,7 @@ def test_no_function_is_long() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length_of(node) > MOST_LINES
     }
     assert not long
+
+
+def test_every_planted_fault_has_its_place() -> None:
+    assert places_gone() == []

@@ -652,6 +652,7 @@ def test_a_booked_step_whose_update_was_cut_short_is_told(place: Any, name: str,
     assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 4
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA graphs swap no weights")
 @pytest.mark.parametrize("way", ["auto", "train_step"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_ctrl_c_while_torch_swaps_weights_leaves_the_known_ones(way: str, call: int) -> None:
