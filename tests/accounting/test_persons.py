@@ -76,6 +76,15 @@ def test_twelve_aligned_rows(q: float) -> None:
         assert true * (1 - 1e-6) - 1e-14 <= found <= 2 * true + 1e-14, norm
 
 
+@pytest.mark.parametrize(("rows", "q"), [(40, 0.5), (100, 0.2)])
+def test_more_rows_than_the_grid_holds(rows: int, q: float) -> None:
+    """About twenty rows are drawn, so that half of the sums lie beyond the grid: they count as known."""
+    for norm in (0.1, 0.3):
+        u = torch.full((rows, 1), norm, dtype=torch.float64)
+        known = norm**2 * (rows * q * (1 - q) + (rows * q) ** 2) / 2
+        assert aligned(norm, rows, q) <= bound(u, q) <= known * (1 + 1e-12), norm
+
+
 @pytest.mark.parametrize("q", [0.01, 0.3, 0.8])
 def test_no_arrangement_of_rows_in_the_plane_has_a_larger_divergence(q: float) -> None:
     """Random arrangements, and those that gradient ascent finds from them."""

@@ -63,6 +63,14 @@ class TestTheorem2:
         assert errors.mean().item() < bounds.mse_from_fim(fim).item()
         assert abs(errors.mean().item() - biased) < 4 * errors.std().item() / math.sqrt(trials)
 
+    def test_a_mean_with_any_jacobian(self) -> None:
+        """tr(J_μ I⁻¹ J_μᵀ) with J_μ that mixes coordinates and stretches them by different factors."""
+        generator = torch.Generator().manual_seed(4)
+        fim, bias = random_fim(5, 4), torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        jacobian = torch.randn(4, 4, generator=generator, dtype=torch.float64).triu()
+        want = torch.einsum("ij,bjk,ik->b", jacobian, torch.linalg.inv(fim), jacobian) + bias.square().sum(dim=1)
+        torch.testing.assert_close(bounds.mse_biased(fim, jacobian, bias), want / 4, rtol=1e-9, atol=0)
+
     def test_one_attribute(self) -> None:
         """Knowing all else, an attacker guesses coordinate j with standard error 1/sqrt(I_jj), and no better."""
         fim = random_fim(1, 5)[0]

@@ -162,3 +162,15 @@ def test_labels_and_known_columns_are_conditioned_on() -> None:
     lonely[0] = 2
     with_one = bounds.population_mse_bound(trace, 2, Prior.gaussian(values, [lonely, column]))
     assert with_one.bound.value.item() == pytest.approx(found.bound.value.item(), rel=1e-3)
+
+
+def test_known_columns_cost_degrees_of_freedom() -> None:
+    """Few people and many known columns: what is left has the variance of a regression, not of its small residuals."""
+    generator = torch.Generator().manual_seed(7)
+    columns = torch.randn(30, 12, generator=generator, dtype=torch.float64)
+    values = columns @ torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    values += torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    design = torch.cat([columns, torch.ones(30, 1, dtype=torch.float64)], dim=1)
+    residual = values - design @ torch.linalg.lstsq(design, values).solution
+    variance = residual.square().sum().item() / (3 * (30 - 13))
+    assert Prior.gaussian(values, [columns]).variance == pytest.approx(variance)

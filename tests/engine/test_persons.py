@@ -131,7 +131,8 @@ def test_errors_of_persons() -> None:
 
     The path's error needs five measured participations of the person, not of each row.
     """
-    run = train(by_row(track=("diagonal",), num_probes=3, amplification=None), steps=30)
+    probed = {"track": ("diagonal",), "estimator": "weight-probes", "num_probes": 3}
+    run = train(by_row(amplification=None, **probed), steps=30)
     engine, q = run.engine, run.private.sample_rate
     single = [key for key in KEYS if (key == OWNERS).sum() == 1]
     rows = [int((key == OWNERS).nonzero()) for key in single]
@@ -151,6 +152,7 @@ def test_errors_of_persons() -> None:
     slope = 1 / (2 * (total * 5 * mine.sum()).sqrt())  # of sqrt(tr/d)
     torch.testing.assert_close(found.standard_error[0], slope * trace.standard_error.cpu()[mine].sum())
     torch.testing.assert_close(found.run_error[0], slope * run_error, rtol=1e-6, atol=0)
+    assert found.standard_error[0] > 0
     assert 0 < found.interval()[0] < found.value < found.interval()[1] < torch.inf
 
     # the person with six rows took part often enough, though not each row did; a run in which no row did says nothing

@@ -194,6 +194,7 @@ LAYERS: Cases = {
     "conv2d strides that differ": (lambda: nn.Conv2d(8, 2, (4, 3), stride=(4, 1), padding=(3, 2)), (8, 11, 5)),
     "conv2d dilation": (lambda: nn.Conv2d(2, 3, 2, dilation=(2, 3), padding=1), (2, 6, 6)),
     "conv2d groups, stride": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, stride=(2, 3), padding=1), (4, 6, 5)),
+    "conv2d groups, one position": (lambda: nn.Conv2d(4, 6, 2, groups=2), (4, 2, 2)),
     "conv2d depthwise": (lambda: nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 5, 5)),
     "conv2d same": (lambda: nn.Conv2d(2, 3, (3, 4), padding="same"), (2, 5, 5)),
     "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
@@ -242,15 +243,15 @@ def tied() -> nn.Module:
     return model
 
 
-def folded(together: bool) -> nn.Module:
+def folded(together: bool, layer: nn.Module | None = None) -> nn.Module:
     """Rows of all examples as one batch: those of an example together, or not."""
 
     def run(m: Any, x: Tensor) -> Tensor:
         x = x if together else x.transpose(0, 1)
-        h = torch.tanh(m.layer(x.reshape(-1, 4))).reshape(x.shape)
+        h = torch.tanh(m.layer(x.flatten(0, 1).sin())).reshape(x.shape)
         return h if together else h.transpose(0, 1)
 
-    return Model(run, layer=nn.Linear(4, 4))
+    return Model(run, layer=layer or nn.Linear(4, 4))
 
 
 def attends(*, across: bool = False, need_weights: bool = False, kdim: int | None = None, **options: Any) -> nn.Module:
@@ -267,6 +268,12 @@ def attends(*, across: bool = False, need_weights: bool = False, kdim: int | Non
     attention = nn.MultiheadAttention(4, 2, kdim=kdim, **{"batch_first": True, **options})
     nn.init.normal_(attention.in_proj_bias)
     return Model(run, attention=attention, head=nn.Linear(4, 2))
+
+
+def attends_to_other_values() -> nn.Module:
+    """Queries that are the keys, and values of their own, as in detection transformers."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Model(lambda m, x: m.attention(s := x.sin(), s, x.cos())[0].mean(dim=1), attention=attention)
 
 
 def in_place(m: Any, x: Tensor) -> Tensor:
@@ -289,6 +296,11 @@ def twice(m: Any, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.layer(torch.tanh(m.layer(x)))))
 
 
+def in_two_layouts(m: Any, x: Tensor) -> Tensor:
+    """The same layer with the examples first, and behind as many positions."""
+    return m.head(torch.tanh(m.layer(x)) + torch.tanh(m.layer(x.transpose(0, 1).cos())).transpose(0, 1)).mean(dim=1)
+
+
 def with_and_without_the_examples(m: Any, x: Tensor) -> Tensor:
     return torch.tanh(m.layer(x)) + m.layer(torch.eye(4)[:1].to(x)).sin()
 
@@ -301,7 +313,10 @@ MODELS: Cases = {
     "a layer used twice": (linear_layers(twice, layer=(4, 4), head=(4, 2)), (4,)),
     "tied weights": (tied, (4,)),
     "in-place operations": (linear_layers(in_place, first=(4, 5), second=(5, 2)), (4,)),
+    "a layer in two layouts": (linear_layers(in_two_layouts, layer=(4, 4), head=(4, 2)), (BATCH, 4)),
     "rows of all examples as one batch": (partial(folded, True), (2, 4)),
+    "rows of all examples, normalised": (lambda: folded(True, nn.GroupNorm(2, 4)), (2, 4)),
+    "rows of all examples, convolved": (lambda: folded(True, nn.Conv1d(2, 2, 3, padding=1)), (2, 2, 4)),
     "positions first": (time_first, (3, 4)),
     "a weight used behind its layer's back": (linear_layers(behind_its_back, layer=(4, 4)), (4,)),
     "with and without the examples": (linear_layers(with_and_without_the_examples, layer=(4, 4)), (4,)),
@@ -313,6 +328,7 @@ MODELS: Cases = {
     "attention": (attends, (3, 4)),
     "attention, positions first": (partial(attends, batch_first=False), (3, 4)),
     "attention, keys of their own width": (partial(attends, across=True, kdim=3), (3, 4)),
+    "attention, values of their own": (attends_to_other_values, (3, 4)),
     "attention, its weights asked for": (partial(attends, need_weights=True), (3, 4)),
     "attention with rows added": (partial(attends, add_bias_kv=True), (5, 4)),
     "a layer of two inputs that is given one": (
@@ -330,6 +346,25 @@ def _changed_in_place(m: Any, h: Tensor) -> Tensor:
 
 def _standardised(w: Tensor) -> Tensor:
     return (w - w.mean(dim=(1, 2), keepdim=True)) / w.std()
+
+
+class _Unseen(torch.autograd.Function):
+    """A product that no mode sees."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradients[0] * b, (gradients[0] * a).sum_to_size(b.shape)
 
 
 Use = tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]
@@ -371,6 +406,15 @@ USES: dict[str, Use] = {
 OTHER_USES: dict[str, Use] = {
     "sum": (lambda m, h: torch.einsum("bti,ij->btj", h, m.theta), (4, 4)),
     "activation as a function": (lambda m, h: F.prelu(h, m.theta), (1,)),
+    "embedding, divided by counts": (
+        lambda m, h: h * F.embedding((h.detach() > 0).sum(dim=-1) // 3, m.theta, scale_grad_by_freq=True),
+        (5, 4),
+    ),
+    "addmm with factors": (
+        lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta, beta=2, alpha=0.5).reshape(h.shape),
+        (4, 4),
+    ),
+    "an autograd function": (lambda m, h: _Unseen.apply(h, m.theta), (4,)),
 }
 
 

@@ -15,7 +15,7 @@ from tests.cases import DEVICE, build
 from tests.fisher import recorded_cases as cases
 from tests.fisher.recorded_cases import BATCH, MECHANISM, Model, check, close, gradients_of, norms_and_slopes, state_of
 from torchfil import Private
-from torchfil.fisher import ExampleGradients
+from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, plan
 from torchfil.fisher.recording.record import record
 
@@ -89,7 +89,11 @@ def test_repeated_tokens_and_padding() -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
     tokens = torch.tensor([[1, 2, 1, 0], [3, 3, 3, 3], [0, 0, 5, 0]])
-    check(gradients_of(model, tokens, private=Private(submodule="0")))
+    gradients = gradients_of(model, tokens, private=Private(submodule="0"))
+    check(gradients)
+    other = gradients_of(model, tokens.roll(1, dims=1).clamp(max=3), private=Private(submodule="0"))
+    recorded, mapped = RecordedJacobian(gradients, MECHANISM, measured=False), ClippedJacobian(gradients, CLIP, 1.0)
+    close(recorded.products_with(other), mapped.products_with(other))
 
 
 @pytest.mark.parametrize("padding", [None, 1])

@@ -79,6 +79,14 @@ class _WrongInner(LinearRule):
         return value, [(leaf, 2 * part) for leaf, part in derivatives]
 
 
+class _WrongForOne(LinearRule):
+    def inner(self, call: Any, direction: Any) -> Any:
+        value, derivatives = super().inner(call, direction)
+        wrong = torch.ones_like(call.delta[:, :1])
+        wrong[1] = 2
+        return value, [(leaf, wrong * part) for leaf, part in derivatives]
+
+
 class _WrongSum(LinearRule):
     def weighted_sum(self, call: Any, weight: Tensor) -> dict[str, Tensor]:
         return {name: value / 2 for name, value in super().weighted_sum(call, weight).items()}
@@ -90,6 +98,7 @@ class _WrongSum(LinearRule):
         (LinearRule(), "None"),
         (_WrongNormSlope(), "derivatives of gradients' norms"),
         (_WrongInner(), "products with a probe"),
+        (_WrongForOne(), "products with a probe"),
         (_WrongSum(), "sums of gradients"),
     ],
 )
