@@ -206,3 +206,11 @@ def test_every_measurement_of_physical_batches_adds_up() -> None:
     sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
     assert torch.equal(sums["trace_measured"], sums["participations"].double())
     assert bool(sums["trace"].isfinite().all())
+
+
+def test_a_logical_batch_is_measured_as_a_whole() -> None:
+    """All of its physical batches, or none: everybody is in each."""
+    given = {"physical": 5, "batch_size": 40, "poisson_sampling": False, "fil_rate": 0.5}
+    measured = train(data(40), steps=8, **given).engine.totals.ledger.sums["trace_measured"]
+    assert bool((measured == measured[0]).all())
+    assert 0 < int(measured[0]) < 8
