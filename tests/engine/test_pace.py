@@ -194,6 +194,7 @@ def test_few_are_measured_anew_after_the_first_passes() -> None:
     drawn = early.ledger.sums["participations"]
     assert bool((early.ledger.sums["certain"][drawn > 0] > 0).all())
     assert bool((late.ledger.sums["variance"] > 0).all())
+    assert bool((late.ledger.sums["certain"] > early.ledger.sums["certain"]).any())
     exact = frozen_run(0, 52, estimator="exact").totals.get_trace()
     assert torch.allclose(late.totals.get_trace().value.sum(), exact.value.sum(), rtol=0.2)
     added = late.ledger.sums["participations"].sum() - drawn.sum()
