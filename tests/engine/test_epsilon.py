@@ -126,6 +126,12 @@ class TestKnownBatches:
         twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
         assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
 
+    def test_the_noise_for_an_epsilon_counts_rows_that_a_sampler_repeats(self) -> None:
+        """Some are drawn twice in a pass, and others once."""
+        some = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=28))
+        aimed = train_known(2, some, target_epsilon=8.0, target_delta=1e-5, epochs=2)
+        assert aimed.engine.get_epsilon(1e-5) <= 8.0
+
     def test_undrawn_examples(self) -> None:
         """What they share is read once for all of them, and equals each one's own reading."""
         run = train_known(0, noise_multiplier=1.0)

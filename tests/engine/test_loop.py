@@ -132,6 +132,18 @@ def test_several_outputs() -> None:
         assert_same_run(run, runs[0], 1e-6)
 
 
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_another_loss_of_one_of_several_outputs_is_refused(mode: str) -> None:
+    module = Calling(several, body=network(), head=nn.Linear(3, 3).double())
+    engine, model, optimizer, batches = start(module, data(12), mode, criterion=of_several)
+    x, y = (part.to(DEVICE) for part in next(iter(batches)))
+    outputs = model(x)
+    (of_several(outputs, y) + outputs["hidden"].mean()).backward()
+    with pytest.raises(ValueError, match="differs"):
+        optimizer.step()
+    assert engine.accountant.history == []
+
+
 Habit = Callable[[Any, FILPrivacyEngine, Any, Any, Tensor, Tensor], None]
 
 
@@ -207,6 +219,18 @@ HABITS = [by_a_closure, by_the_compiled_private_model, after_other_passes, after
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_that_change_nothing(habit: Habit) -> None:
     assert all(torch.equal(one, other) for one, other in zip(trained_by(habit), trained_by(plainly), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_gradients_that_the_model_drops_are_nobodys(mode: str) -> None:
+    """model.zero_grad() alone: what came after it is released, and booked for its examples."""
+    _, engine, model, optimizer, batches = begun(grad_sample_mode=mode)
+    first, second = itertools.islice(batches, 2)
+    backward(model, first)
+    model.zero_grad()
+    backward(model, second)
+    optimizer.step()
+    assert taken(engine) == [0] * 8 + [1] * 8 + [0] * 24
 
 
 @pytest.mark.parametrize("compiled", [torch.compile, lambda module: module.compile() or module])
@@ -452,12 +476,53 @@ def test_buffers_are_written_once_a_step(way: str, options: dict[str, Any]) -> N
     assert taken(engine) == [1] * 24
 
 
+def test_buffers_are_written_once_for_people_with_few_and_many_rows() -> None:
+    """Who are measured in several pieces."""
+    owners, module = torch.cat([torch.zeros(18).long(), torch.arange(1, 7)]), changing()
+    options = {"batch": 24, "owner_of": owners, "grad_sample_mode": "auto"}
+    engine = trained(*start(module, examples(), "train_step", **options), "train_step")
+    assert float(module.calls) == 1
+    assert taken(engine) == [1] * 7
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_hook_that_changes_the_output_is_refused(way: str) -> None:
     module = mlp()
     module[1].register_forward_hook(lambda module, inputs, output: 3 * output)
     with pytest.raises(RuntimeError, match="copy of the model|differ"):
         trained(*start(module, examples(), way), way)
+
+
+LATER: list[tuple[str, dict[str, Any]]] = [("train_step", {}), ("hooks", {}), ("auto", {"estimator": "exact"})]
+
+
+@pytest.mark.parametrize(("way", "options"), LATER, ids=str)
+def test_a_forward_hook_that_comes_during_training_is_refused_at_once(way: str, options: dict[str, Any]) -> None:
+    """Where the loop's own pass is no part of the numbers; a look that is due later would come too late."""
+    module = mlp()
+    engine, model, optimizer, loader = start(module, examples(), way, **options)
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches), way)
+    module[1].register_forward_hook(lambda module, inputs, output: 3 * output)
+    with pytest.raises(RuntimeError, match="copy of the model|differ"):
+        step(engine, model, optimizer, *next(batches), way)
+    assert taken(engine) == [1] * 6 + [0] * 18
+
+
+def test_a_penalty_on_something_inside_the_model_is_refused_at_once() -> None:
+    """Also where the engine has recorded the pass, and no parameter gets the gradient."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.hidden.append(torch.tanh(self.body(x)))
+        return torch.as_tensor(self.head(self.hidden[-1]))
+
+    module = Calling(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2), hidden=[])
+    engine, model, optimizer, loader = start(module, examples(), "auto")
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches))
+    with pytest.raises(RuntimeError, match="does not go through the model's output"):
+        step(engine, model, optimizer, *next(batches), loss=lambda out, y: LOSS(out, y) + module.hidden[-1].sum())
+    assert taken(engine) == [1] * 6 + [0] * 18
 
 
 def with_batch_norm() -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import assert_same_run, data, network
@@ -166,10 +167,11 @@ def test_uneven_padding_counts_each_examples_own_mean(way: str, criterion: Any) 
     assert torch.allclose(engine.get_fil().value, truth, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.01])
 @pytest.mark.parametrize("criterion", [None, lambda o, t: F.cross_entropy(o, t)])
-def test_hooks_take_no_uneven_padding(criterion: Any) -> None:
-    """There the gradients of a batch's mean are Opacus's, and depend on other examples."""
-    engine, *parts = start(per_token(), padded(7), "hooks", criterion=criterion)
+def test_hooks_take_no_uneven_padding(criterion: Any, rate: float) -> None:
+    """There the gradients of a batch's mean are Opacus's, and depend on other examples; measured or not."""
+    engine, *parts = start(per_token(), padded(7), "hooks", criterion=criterion, fil_rate=rate)
     with pytest.raises(LossMismatchError, match="'auto'"):
         trained(engine, *parts)
     assert sum(taken(engine)) == 6
@@ -247,6 +249,36 @@ def test_a_models_own_loss_gives_the_same_run_as_that_loss_written_down(way: str
         return by_itself(*start(module, items(ignored), mode, criterion=loss, **options), way, loss), module
 
     assert_same_run(run(way, None), run("train_step", partial(loss_of_one, kind)), 1e-9)
+
+
+@pytest.mark.parametrize("way", ["auto", "hooks"])
+def test_a_models_own_loss_that_the_loop_scales_is_refused(way: str) -> None:
+    _, model, optimizer, loader = start(of_tokens("next"), items(), way, criterion=None)
+    batch = {key: value.to(DEVICE) for key, value in next(iter(loader)).items()}
+    (model(**batch).loss / 2).backward()
+    with pytest.raises(LossMismatchError, match="0.5 times"):
+        optimizer.step()
+
+
+class Reading(Own):
+    """Its outputs depend on the labels."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(x if labels is None else x + labels.clamp(min=0)[..., None])
+        return Output(logits, None if labels is None else self.loss(self, x, logits, labels))
+
+
+@pytest.mark.parametrize("way", ["auto", "hooks", "train_step"])
+def test_labels_that_change_the_outputs_stay_inputs(way: str) -> None:
+    """Of a model that has read them, the loss is no function of what it would give without."""
+    module = Reading(lambda _self, _x, logits, labels: loss_of("next", logits, labels))
+    plain = copy.deepcopy(module).to(DEVICE)
+    options: dict[str, Any] = {"criterion": None, "estimator": "exact", "amplification": None}
+    engine = by_itself(*start(module, items(), "hooks" if way == "hooks" else "auto", **options), way)
+    batch: Any = {name: value.to(DEVICE) for name, value in default_collate(items()).items()}
+    settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    fim = reference.exact_fim(plain, lambda out, y: loss_of("next", out.logits, y), batch, batch["labels"], **settings)
+    assert relative_error(engine.totals.get_trace().value, torch.einsum("bii->b", fim)) < 1e-6
 
 
 def test_a_loss_of_the_logits_is_identified() -> None:

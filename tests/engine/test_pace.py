@@ -194,6 +194,7 @@ def test_few_are_measured_anew_after_the_first_passes() -> None:
     drawn = early.ledger.sums["participations"]
     assert bool((early.ledger.sums["certain"][drawn > 0] > 0).all())
     assert bool((late.ledger.sums["variance"] > 0).all())
+    assert bool((late.ledger.sums["certain"] > early.ledger.sums["certain"]).any())
     exact = frozen_run(0, 52, estimator="exact").totals.get_trace()
     assert torch.allclose(late.totals.get_trace().value.sum(), exact.value.sum(), rtol=0.2)
     added = late.ledger.sums["participations"].sum() - drawn.sum()
@@ -206,3 +207,11 @@ def test_every_measurement_of_physical_batches_adds_up() -> None:
     sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
     assert torch.equal(sums["trace_measured"], sums["participations"].double())
     assert bool(sums["trace"].isfinite().all())
+
+
+def test_a_logical_batch_is_measured_as_a_whole() -> None:
+    """All of its physical batches, or none: everybody is in each."""
+    given = {"physical": 5, "batch_size": 40, "poisson_sampling": False, "fil_rate": 0.5}
+    measured = train(data(40), steps=8, **given).engine.totals.ledger.sums["trace_measured"]
+    assert bool((measured == measured[0]).all())
+    assert 0 < int(measured[0]) < 8

@@ -88,6 +88,12 @@ def test_paused_and_noise_that_comes_later() -> None:
     assert engine.get_epsilon(1e-5) == math.inf
 
 
+def test_every_step_without_noise_is_measured() -> None:
+    """fil_rate chooses among steps that leave something to estimate."""
+    engine = trained(*made(poisson_sampling=False, fil_rate=0.1))
+    assert bool(engine.get_fil().value.isposinf().all())
+
+
 def test_checkpoints_averages_files_and_reports(tmp_path: Path) -> None:
     """NaN says nothing, and is nowhere."""
     track = {"track": ("diagonal", "fim", "plis", "sketch")}
