@@ -18,8 +18,10 @@ from tests.accounting.test_persons import aligned
 from tests.engine.brute_force import Run, make, train
 from tests.engine.loops import data, network
 from tests.engine.test_owners import OWNERS, QUESTIONS, visits
+from tests.engine.test_state import same
 from torchfil.accounting.persons import absence_divergence
 from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine.run import Run as EngineRun
 from torchfil.questions import Absent
 
 KEYS = list(dict.fromkeys(OWNERS.tolist()))
@@ -92,6 +94,25 @@ def test_steps_that_are_not_measured_count_for_persons() -> None:
     full, part = (train(by_row(fil_rate=rate), steps=5).engine for rate in (1.0, 0.5))
     found, want = (each.get_guess("member", by="owner").divergence.value for each in (part, full))
     torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+
+
+def test_ctrl_c_in_a_booking_undoes_what_persons_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs is the last ledger to be booked."""
+    run = train(by_row(), steps=2)
+    before = copy.deepcopy(run.engine.state_dict()["run"])
+
+    def stopped(self: EngineRun, optimizer: Any) -> None:
+        monkeypatch.undo()
+        self.book(optimizer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineRun, "book", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, steps=3)
+    after = run.engine.state_dict()["run"]
+    assert same(after["persons"], before["persons"])
+    assert same(after["ledger"], before["ledger"])
+    assert train(run, steps=4).engine.state_dict()["run"]["ledger"]["steps"] == 4
 
 
 @pytest.mark.parametrize("rows", [1, 12])

@@ -83,7 +83,7 @@ class Persons(Leakage):
         if not self.ledger.questions:
             return
         rate, owners = self.conditions.sample_rate, self.owners
-        self.last[rows] = ratios.double().cpu()
+        self.last = self.last.index_copy(0, rows, ratios.double().cpu())  # a new one: a step may be undone
         counted = torch.zeros(len(self.last)).index_fill(0, rows, 1.0) if rate is None else torch.ones(len(self.last))
         persons = owners.of_row[rows].unique()
         counts, found = owners.counts[persons], torch.full((len(persons),), torch.inf, dtype=torch.float64)

@@ -389,10 +389,12 @@ class Run:
     def all_or_none(self) -> AbstractContextManager[None]:
         """Inside, accountant and ledger book a step; after an error, or Ctrl-C, neither has.
 
-        Opacus's accountants take their last entry out to count it up. Sums are queued, so that little is copied.
+        Opacus's accountants take their last entry out to count it up. Sums are queued, so that little is copied; room
+        for them is made first, because what a full queue adds to the sums is not put back.
         """
         self._make_room()
-        return put_back_after_errors(map(vars, (self, self.accountant, self.history, self.ledger or self)))
+        parts = [self, self.accountant, self.history, *self._ledgers]
+        return put_back_after_errors(map(vars, parts if self.persons is None else [*parts, self.persons]))
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: queue what was staged."""
@@ -428,9 +430,15 @@ class Run:
 
     def _make_room(self) -> None:
         """Book what is queued if it is much."""
-        if self.ledger is not None:
-            self.ledger.flush_if_full()
+        for ledger in self._ledgers:
+            ledger.flush_if_full()
         self.history.enter_if_full()
+
+    @property
+    def _ledgers(self) -> list[Ledger]:
+        """The ledger, and that of the persons of a run by row, as far as there are any."""
+        every = self.ledger, None if self.persons is None else self.persons.ledger
+        return [each for each in every if each is not None]
 
     # ------------------------------------------------------------------ known batches, and a stream's examples
 
