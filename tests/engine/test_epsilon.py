@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
-from opacus.accountants import RDPAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy import stats
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from tests.engine.ways import LOSS, Calling
 from torchfil import PLIS, FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
-from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness
+from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness, spent_epsilon
 from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.report import load
 
@@ -66,6 +66,13 @@ def test_epsilon_is_never_below_0(accountant: str) -> None:
     assert engine.accountant.get_epsilon(0.5) < 0
     assert engine.get_epsilon(0.5) == engine.metrics(delta=0.5)["privacy/epsilon"] == 0
     assert not engine.get_individual_epsilon(delta=0.5).value.any()
+
+
+def test_an_unknown_epsilon_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    accountant = PRVAccountant()
+    accountant.history = [(1.0, 0.1, 1)]
+    monkeypatch.setattr(accountant, "get_epsilon", lambda _: math.nan)
+    assert math.isnan(spent_epsilon(accountant, 0.5))
 
 
 def with_layer(layer: nn.Module) -> nn.Module:

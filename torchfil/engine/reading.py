@@ -132,7 +132,7 @@ def spent_epsilon(accountant: IAccountant, delta: float) -> float:
     else:
         rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
         epsilon = get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0]
-    return max(0.0, float(epsilon))
+    return max(float(epsilon), 0.0)  # in this order, NaN stays NaN
 
 
 def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:

@@ -429,7 +429,7 @@ class _Rounds:
         if together.mechanism() == "gdp" and len(steps) > 1:
             return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
-        return max(0.0, float(together.get_epsilon(self.delta)))
+        return max(float(together.get_epsilon(self.delta)), 0.0)  # NaN stays NaN
 
 
 # ------------------------------------------------------------------ whose clip weight falls, and how far

@@ -65,7 +65,7 @@ def rdp_of(run: SavedRun, sigmas: Sequence[float]) -> np.ndarray:
 def epsilon_at(rdp: np.ndarray, delta: float) -> float:
     """ε of Rényi divergences, by Balle et al. (2020), Theorem 21."""
     epsilon = rdp + np.log1p(-1 / _ORDERS) - (math.log(delta) + np.log(_ORDERS)) / (_ORDERS - 1)
-    return max(0.0, float(epsilon.min()))
+    return max(float(epsilon.min()), 0.0)  # in this order, NaN stays NaN
 
 
 def compose(runs: Sequence[SavedRun]) -> SavedRun:
