@@ -21,7 +21,7 @@ from torchfil.glm import Absent as AbsentRow
 from torchfil.glm import Composition, LinearRegression, LogisticRegression
 from torchfil.questions import Absent
 from torchfil.run.baselines import is_told
-from torchfil.run.composed import compose
+from torchfil.run.composed import compose, epsilon_at
 from torchfil.run.file import load
 from torchfil.run.linear_run import linear_run
 from torchfil.run.saved_run import QuestionRecord, SavedRun
@@ -220,3 +220,8 @@ def test_no_noise_and_nothing_leaked_are_the_ends_of_the_scale() -> None:
     both = compose([zero, some])
     assert both.columns["mse_bound"].tolist() == [0.0, 0.25]
     assert both.columns["fil"].tolist() == [math.inf, 2.0]
+
+
+def test_an_unknown_epsilon_is_not_0() -> None:
+    assert math.isnan(epsilon_at(np.array([math.nan]), 1e-5))
+    assert epsilon_at(np.array([0.0]), 0.9) == 0
