@@ -71,7 +71,8 @@ def search(browser: Any, text: str, expected: str) -> None:
 
 
 def text_of(browser: Any, selector: str) -> str:
-    text: str = browser.find_element("css selector", selector).text
+    """The text on screen, found and read by one script: the live page replaces its elements at any time."""
+    text: str = browser.execute_script("return document.querySelector(arguments[0]).innerText", selector)
     return " ".join(text.split())
 
 
