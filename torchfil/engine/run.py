@@ -76,7 +76,7 @@ class Run:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
         ids: The examples' names; in a stream, those that took part so far.
-        device: The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``).
+        device: The device on which steps are computed.
         generator: Source of the probes.
         accountant: The DP accountant.
         expected_batch: The mean batch size, of all ranks together.
@@ -106,13 +106,11 @@ class Run:
         self.options, self.loss, self.ids = options, loss, ids
         self.owners, self.row_ids = owners, row_ids
         self.device, self.generator, self.ranks = device, generator, ranks
-        self._place = options.accounting.rows_place(device)
         self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
         self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
-        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
-        self._chosen()  # whose ids must be known
+        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1))
         given = weights_by_row(options.accounting.clip_weights, self.ids)
         self.clip_weights = None if given is None else given.to(device)  # ω of every example, [n]
 
@@ -125,7 +123,6 @@ class Run:
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
-        self.test_matrix: Tensor | None = None
         num_rows = 0 if owners is None else len(owners.of_row)
         self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)  # seen so far, not shared
         self.pace = options.accounting.pace()
@@ -155,14 +152,13 @@ class Run:
         self.history.enter()
         if self.owners is not None:
             self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(self.device)
-        mine = self.ledger, self.test_matrix
-        self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
+        self._whole = Whole.of(self.ranks, self.history.steps, self.ledger, self.new_ledger, self.generator)
 
     @property
-    def whole_ledger(self) -> tuple[Ledger | None, Tensor | None]:
-        """The ledger of all ranks and the test matrix of its sketch (collective); None before the first step."""
+    def whole_ledger(self) -> Ledger | None:
+        """The ledger of all ranks (collective); None before the first step."""
         self.gather()
-        return (self.ledger, self.test_matrix) if self._whole is None else (self._whole.ledger, self._whole.test_matrix)
+        return self.ledger if self._whole is None else self._whole.ledger
 
     @property
     def whole_history(self) -> NormHistory:
@@ -173,14 +169,13 @@ class Run:
     @property
     def leakage(self) -> Leakage:
         """The ledger so far, for reading; of all ranks (collective)."""
-        ledger, test_matrix = self.whole_ledger
+        ledger = self.whole_ledger
         if ledger is None:
             raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
-        matrix = None if test_matrix is None else test_matrix.to(ledger.device)
         largest = None if rate is None else largest_divergences(self.accountant.history)
-        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
+        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest)
         return Leakage(ledger, self.ids, conditions)
 
     @property
@@ -338,36 +333,24 @@ class Run:
             return None
         return self.clip_weights[torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)]
 
-    def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
-        """An empty ledger for d coordinates, and the test matrix of a sketch."""
+    def new_ledger(self, num_coordinates: int) -> Ledger:
+        """An empty ledger for d coordinates."""
         accounting, n = self.options.accounting, self.ids.num_examples
-        rank = min(accounting.sketch_rank, num_coordinates)
-        kept = (accounting.track, rank, accounting.asked, self._chosen())
+        kept = (accounting.track, accounting.asked)
         needed = Ledger.bytes_needed(n, num_coordinates, *kept) + NormHistory.bytes_needed(n)
         self._check_memory(needed)
-        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
-        ledger = Ledger(n, num_coordinates, self._place, *kept)
+        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
+        ledger = Ledger(n, num_coordinates, self.device, *kept)
         ledger.steps = self.history.steps  # of empty batches
-        if not accounting.needs.products:
-            return ledger, None
-        # the same on all ranks, over which products with it are summed
-        gaussian = torch.randn(num_coordinates, rank, generator=self._common_generator("sketch"), dtype=torch.float64)
-        return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
+        return ledger
 
-    def _chosen(self) -> dict[str, Tensor]:
-        """By tracked quantity, the rows of the ids for which it is kept, ascending, if these are not all."""
-        chosen = self.options.accounting.chosen
-        together = chosen and self.ranks is not None
-        require(not together, "track= with chosen ids needs a single process; with several, track all or less")
-        return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
-
-    def ledger_for(self, examples: Sequence[Examples]) -> tuple[Ledger, Tensor | None]:
-        """The ledger that takes these examples, and the test matrix of its sketch; the first step makes new ones."""
+    def ledger_for(self, examples: Sequence[Examples]) -> Ledger:
+        """The ledger that takes these examples; the first step makes it."""
         if self.ledger is None:
             return self.new_ledger(examples[0].num_coordinates)
         for part in examples:
             self.ledger.check_coordinates(part.num_coordinates)
-        return self.ledger, self.test_matrix
+        return self.ledger
 
     def stage(
         self, ids: Sequence[int], values: StepValues, noise: Noise, *, measured: bool, num_coordinates: Tensor | int
@@ -477,7 +460,7 @@ class Run:
         if self.ranks is not None:
             together = {"exchange": self.ranks.joined, "every": max(1, round(1 / self._passes_per_step))}
         n, own_steps = self.ids.num_examples, self._knows_batches
-        return NormHistory(n, self._place, self.clip_weights, own_steps=own_steps, **together)
+        return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps, **together)
 
     def draws_undone_if_refused(self) -> AbstractContextManager[None]:
         """Restore the probes' generator if the work inside is refused."""
@@ -487,22 +470,21 @@ class Run:
         accounting = self.options.accounting
         if needed > accounting.max_ledger_memory:
             over = f"{needed / 2**30:.2f} GiB, over the limit of {accounting.max_ledger_memory / 2**30:.2f} GiB"
-            remedy = f"Track less, or for chosen ids only, or pass Accounting(max_ledger_memory={needed})"
+            remedy = f"Track less, or pass Accounting(max_ledger_memory={needed})"
             raise MemoryError(f"the ledger of track={tuple(accounting.track)} would take {over}. {remedy}.")
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix and the probes' generator (collective)."""
+        """Ledger, norm history, timeline and the probes' generator (collective)."""
         if self.staged:
             when = "a state can be saved and loaded only between logical batches"
             raise RuntimeError(f"{when}; finish the batch first, or call optimizer.discard_partial_batch()")
-        ledger, test_matrix = self.whole_ledger
+        ledger = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
             "history": self.history.state_dict(),
             "timeline": self.timeline.state_dict(),
-            "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "not_smooth": list(self.not_smooth),
@@ -514,7 +496,7 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, of a run that was made as this one."""
-        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self._place)
+        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self.device)
         ids = GrowingIds(state["keys"]) if self._grows else self.ids
         participations: list[int] = []  # of all ranks
         if self._knows_batches:
@@ -537,8 +519,6 @@ class Run:
             self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
             self.persons.last = state["persons"][1].clone()
         ids.count_from(participations)
-        matrix = state["test_matrix"]
-        self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
         self.is_updated = True
 

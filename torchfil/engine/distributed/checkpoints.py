@@ -335,7 +335,6 @@ class Checkpoints:
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
-            "tracked_ids": {name: ids.places(each).unique().tolist() for name, each in accounting.chosen.items()},
             "questions": {name: tuple(asked) for name, asked in accounting.asked.items()},
             "ids": None if is_stream else ids.fingerprint,
             "data": self._data,
