@@ -61,7 +61,10 @@ def test_estimates_are_those_of_the_exact_trace(options: dict[str, Any]) -> None
         for more in ({}, {"estimator": "exact", "track": (), "extra_probes": 0, "fil_rate": 1.0, "rel_error": None})
     )
     error = found.value.sum() - exact.value.sum()
-    assert abs(float(error)) < 3 * float(found.standard_error.square().sum().sqrt())
+    spread = found.standard_error.square().sum().sqrt()
+    if "fil_rate" in options:  # a skipped step is skipped for all of its examples: their errors are alike
+        spread = found.standard_error.sum()
+    assert abs(float(error)) < 3 * float(spread)
 
 
 @pytest.mark.parametrize("rows_per_owner", [None, 2])
