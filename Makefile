@@ -99,10 +99,10 @@ bench: $(VENV)/.installed
 
 # Both go on where they ended. REPRODUCE="--only guo-figure2 --again": one row, again.
 reproduce: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.reproduce $(REPRODUCE)
+	$(VENV)/bin/python -m reproduction $(REPRODUCE)
 
 reproduce-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.reproduce --gpu $(REPRODUCE)
+	$(VENV)/bin/python -m reproduction --gpu $(REPRODUCE)
 
 # the links' tests are among all the tests, too
 lint: static
