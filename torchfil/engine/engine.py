@@ -48,7 +48,7 @@ from torchfil.engine.options import (
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run, check_options
-from torchfil.engine.watching import TimeShare, Watch, surviving, with_bar
+from torchfil.engine.watching import TimeShare, Watch, surviving
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
@@ -677,26 +677,6 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             An object with ``url`` and ``stop()``, and a context manager.
         """
         return Watch(self, steps=every, delta=delta, **options)
-
-    def progress(
-        self, loader: Any, *, delta: float | None = None, steps: int = 10, share: float = 0.01, **options: Any
-    ) -> Any:
-        """The loader with a progress bar (tqdm) that shows ε and the smallest MSE bound so far.
-
-            for x, y in engine.progress(loader, delta=1e-5):
-
-        The bound is an estimate from this run, for unbiased attackers, on average over runs. It depends on private
-        data: the terminal, and logs of it, are as **confidential** as the data.
-
-        Args:
-            loader: The private loader.
-            delta: δ; None: without ε.
-            steps: After how many private steps the numbers may change.
-            share: The largest share of the time that reading them may take.
-            **options: Of ``tqdm``.
-        """
-        check_delta(0.5 if delta is None else delta)
-        return with_bar(self, loader, {"delta": delta, "steps": steps, "share": share}, options)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
