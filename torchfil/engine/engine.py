@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -515,9 +514,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
         self._checkpoints.load_state_dict(state_dict)
 
-    def save_checkpoint(
-        self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
-    ) -> Future[None] | None:
+    def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
         """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
 
         Torch's random state serves dropout, shuffling and augmentation. Noise and Poisson draws are not in it, and a
@@ -530,14 +527,9 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
 
         Args:
             path: A file, or a folder: an existing one, or a name that ends with a slash.
-            asynchronous: Whether to write into the folder while training continues, from a copy in memory.
             **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
-
-        Returns:
-            With ``asynchronous`` a future; its ``result()`` waits until the checkpoint is on the disk and raises any
-            error. The next save or load waits for it, too.
         """
-        return self._checkpoints.save(path, asynchronous=asynchronous, **options)
+        self._checkpoints.save(path, **options)
 
     def load_checkpoint(
         self, *, path: str | os.PathLike[str] | IO[bytes], module: nn.Module, **options: Any
