@@ -113,7 +113,6 @@ def test_make_private_refuses_and_touches_nothing(case: str) -> None:
 DIRECT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"probes": 3}, TypeError, "'probes'"),
     ({"accounting": Accounting(estimator="coordinates"), "track": "diagonal"}, ValueError, "coordinates"),
-    ({"accounting": Accounting(num_probes=2), "num_probes": 3}, ValueError, "twice"),
 ]
 
 

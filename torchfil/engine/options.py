@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import reprlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
@@ -39,14 +38,8 @@ from torchfil.questions import Absent, Question, check_questions
 from torchfil.run.unit import unit_of
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
-from torchfil.utils.text import most_alike
 
 _USUAL_PROBES = 3
-SHORTCUTS = (  # options of Accounting that make_private takes directly
-    *("num_probes", "questions", "rel_error", "track", "views"),
-    *("owner_of", "rows_per_owner", "row_reduction", "unit", "unit_names"),
-    *("accumulation_steps", "canaries", "clip_weights", "sample_rate", "expected_batch_size"),
-)
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
@@ -289,19 +282,6 @@ class Accounting:
         require(poisson_sampling or not chosen.secret_batches, f"{secret}. Use 'none' for passes over shuffled data.")
         return chosen
 
-    def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
-        """The same, with the shortcut options of ``make_private``.
-
-        Raises:
-            ValueError: An option that is given twice.
-        """
-        usual = vars(Accounting())
-        for name in shortcuts:
-            value, default = getattr(self, name), usual[name]
-            if (value is not None) if default is None else (value != default):  # arrays are not compared
-                raise ValueError(f"{name} is given twice, in accounting= and directly; keep one of them")
-        return replace(self, **shortcuts)
-
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -345,43 +325,28 @@ class RunOptions:
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
 
 
-def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_loader: Any = None) -> None:
-    """Raise a TypeError for what is no loader, and for an option that the called method does not take.
+def take_options(accounting: Accounting | None, options: Mapping[str, object]) -> tuple[Accounting, dict[str, Any]]:
+    """The accounting with those of the options that are its own, and the other options.
 
-    The text says what to write instead. It comes before anything that takes time.
-
-    Args:
-        engine: The engine's class. The signatures of its methods say where each option belongs.
-        called: The method, or the class's own name. Those that choose σ take the other options of ``make_private``.
-        given: Options by name.
-        data_loader: The loader; not of the class itself.
+    Example:
+        >>> accounting, others = take_options(None, {"num_probes": 2, "clip": "hard"})
+        >>> accounting.num_probes, others
+        (2, {'clip': 'hard'})
     """
-    made = called != engine.__name__
-    if made and not isinstance(data_loader, DataLoader):
-        got = f"Got {type(data_loader).__name__}"
-        if isinstance(data_loader, IterableDataset) or not hasattr(type(data_loader), "__getitem__"):
-            plain = "Pass the plain DataLoader(dataset, batch_size=64), before Fabric or WebDataset wraps it"
-            raise TypeError(f"data_loader must be torch's own DataLoader. {got}. {plain}.")
-        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. {got}."
-        raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
-    methods = engine.make_private, engine.make_private_with_epsilon, engine.make_private_with_bound
-    owners = {each.__name__: each for each in (*methods, Accounting, Execution, engine)}
-    homes = dict[str, str]()  # of every option; of two that look alike, the first counts
-    for place in (called, *owners):
-        for name in (*inspect.signature(owners[place]).parameters, *(SHORTCUTS if place == "make_private" else ())):
-            homes.setdefault(name, place)
+    names = {each.name for each in fields(Accounting)}
+    own: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return replace(accounting or Accounting(), **own), others
 
-    # a target names the method that was meant, so it is told first
-    for name in sorted(given, key=lambda name: not name.startswith("target_")):
-        usual = {"sigma": "noise_multiplier", "noise": "noise_multiplier"}.get(name, name)
-        meant = usual if usual in homes else most_alike(usual, list(homes)) or ""
-        home = homes.get(meant, "")
-        is_taken = home == called or (made and home == "make_private" and meant != "noise_multiplier")
-        if not is_taken or meant != name:
-            remedy = f"Use {home}." if "_with_" in home else f"Pass {meant}={reprlib.repr(given[name])} to {home}."
-            if is_taken or not home:
-                remedy = f"Did you mean {meant}?" if home else f"See the help of {called}."
-            raise TypeError(f"Unknown option {name!r}. {remedy}")
+
+def check_loader(data_loader: object) -> None:
+    """Raise a TypeError for anything but torch's own loader."""
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(
+            f"data_loader must be torch's own DataLoader. Got {type(data_loader).__name__}. Pass the plain "
+            "DataLoader, before Fabric or WebDataset wraps it; for arrays, "
+            "DataLoader(TensorDataset(x, y), batch_size=64)."
+        )
 
 
 def check_modes(

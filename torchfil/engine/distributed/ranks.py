@@ -28,7 +28,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -324,10 +323,10 @@ class Ranks:
             remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
             raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
-    def objects(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    def objects(self, value: Any) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=group or self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -353,11 +352,6 @@ class Ranks:
         padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
-
-    @cached_property
-    def saving_group(self) -> dist.ProcessGroup:
-        """The group for checkpoints, which may be written while steps are taken."""
-        return dist.new_group(backend="gloo")
 
 
 @dataclass(frozen=True)
