@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paper_data import SOURCES, PaperData, TabularTask
+from paper_data import PaperData, TabularTask
 
 from tests.paper_files import IWPC, real_data, write, write_mnist
 from torchfil.glm import LinearRegression, SingularHessianError
@@ -96,14 +96,3 @@ def test_adult_as_published() -> None:
     np.testing.assert_allclose(task.train_inputs[:, numerical].std(axis=0, ddof=1), 1, atol=1e-12)
     with pytest.raises(SingularHessianError, match="linear combinations"):
         LinearRegression(fit_intercept=True).fit(task.train_inputs, task.train_targets)
-
-
-def test_made_up_tasks(tmp_path: Path) -> None:
-    made = PaperData(*SOURCES, folder=tmp_path)
-    check_task(made.iwpc(), 800, 200, 14)  # as many columns as the real table has
-    check_task(people := made.adult(), 1000, 500, len(people.columns))
-    assert 0.2 < people.train_targets.mean() < 0.6
-    for task in (made.mnist_zero_one(), made.cifar_plane_car()):
-        assert set(task.train_targets) == set(task.test_targets) == {0.0, 1.0}
-        assert task.train_inputs.shape[1] == task.test_inputs.shape[1] == 20
-        assert np.linalg.norm(task.train_inputs, axis=1).max() <= 1

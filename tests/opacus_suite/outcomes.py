@@ -70,7 +70,7 @@ def summary(outcomes: Mapping[str, str]) -> str:
 
 
 def quick_part(expected: Records) -> list[str]:
-    """The tests that take less than a quarter of a second, and each function and class once for every way in which it ends."""
+    """The tests that take less than 0.25 s, and each function and class once for every way in which it ends."""
     seen: set[tuple[str, str]] = set()
     part = []
     for test, entry in sorted(expected.items(), key=lambda item: item[1]["seconds"]):
