@@ -17,7 +17,6 @@ from benchmarks import many_examples as many
 from benchmarks.scale_model import fitted, measured_in_float32
 from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.report import load
 
 
 def tiny() -> loops.Model:
@@ -76,15 +75,10 @@ def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> N
     assert "seed 0: σ = " in capsys.readouterr().out
 
 
-def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
-    found = many.train_and_save(300, tmp_path / "run.parquet", all_drawn=True)
-    assert found["bytes_an_example"] == found["bytes_an_example_drawn"] == 136
-    assert len(load(tmp_path / "run.parquet")) == 300
-
-
 @pytest.mark.slow
 def test_every_stage_of_many_examples_runs() -> None:
-    found = many.many_examples([300])
+    found = many.many_examples([300], all_drawn=True)
+    assert found["details"][0]["bytes_an_example"] == found["details"][0]["bytes_an_example_drawn"] == 136
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
 
 
