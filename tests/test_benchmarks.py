@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, paper, targets, zoo
 from benchmarks import many_examples as many
-from benchmarks.scale_model import fitted, measured_in_float32
+from benchmarks.scale_model import fitted, measured_in_float32, tables
 from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
 
@@ -96,3 +96,4 @@ def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
     float32, bfloat16 = fitted(measured_in_float32())
     assert 1 < float32.off_by < 2
     assert 1 < bfloat16.off_by < 2
+    assert "136 GB" in tables(float32, bfloat16)  # the ledger of a billion examples
