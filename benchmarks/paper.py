@@ -24,6 +24,7 @@ from torchfil.clipping import get_clip
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import plan
 
 __all__ = [
@@ -104,22 +105,12 @@ def coordinate_cost(
 
 
 def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
-    """The same for torchfil's estimator "coordinates", reverse over reverse: half the difference of three and one.
-
-    Raises:
-        RuntimeError: Three do not cost more than one, because the machine is busy with something else.
-    """
+    """The same, reverse over reverse, as torchfil's products with J."""
     gradients = examples_of(model, examples, device)
-    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
-
-    def seconds(count: int) -> float:
-        return timed(lambda: batch.estimate("trace", "coordinates", count, torch.Generator(), 2**34), device)
-
-    seconds(1)
-    cost = statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(3))
-    if cost <= 0:
-        raise RuntimeError(f"three coordinates took {2 * cost:.3g} s more than one")
-    return cost * model.batch(device) / examples
+    jacobian = ClippedJacobian(gradients, CLIP, 1.0)
+    (direction,) = random_directions(gradients.examples.z, 1, torch.Generator().manual_seed(0))
+    seconds = [timed(lambda: jacobian.matvec(direction), device) for _ in range(4)][1:]
+    return statistics.median(seconds) * model.batch(device) / examples
 
 
 def error_of_coordinates(r_coordinate: float, count: float, d: int) -> float:

@@ -129,9 +129,7 @@ def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
 
 
 def _traces(batch: PrivateBatch, jacobian: Jacobian, seeds: tuple[int, ...]) -> Tensor:
-    count = len(batch.gradients)
-    draws = Draws(seeds, slice(0, count), count, 1)
-    measurement = batch.measured(jacobian, ("trace",), "weight-probes", draws)
+    measurement = batch.measured(jacobian, ("trace",), "weight-probes", Draws(seeds, 1))
     return measurement.estimates["trace"].value.double()
 
 
