@@ -74,7 +74,6 @@ def check_dense(op: ClippedJacobian, clipped: Tensor, jacobian: Tensor, mechanis
         (op.rmatvec(u[0]), torch.einsum("bpd,p->bd", jacobian, u[0])),
         (op.dense(), jacobian),
         (op.gram(columns_at_once=d // 4 + 1), gram),
-        (op.perpendicular_gram_matvec(v), torch.einsum("bde,be->bd", across, v)),
         (op.perpendicular_gram(d // 2 + 1), across),
         (op.perpendicular_diagonal(), across.diagonal(dim1=1, dim2=2)),
         (op.perpendicular_diagonal(d // 2 + 1), across.diagonal(dim1=1, dim2=2)),
