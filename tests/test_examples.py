@@ -23,7 +23,7 @@ QUICK = {
     "attack_property": "--out {out} --rounds 4 --examples 40 --measured 24",
     "digits_leakage": "--epochs 1",
     "digits_one_step": "",
-    "equalise_adult": "--out {out} --steps 4 --examples 80 --rounds 1 --only sex",
+    "equalise_adult": "--out {out} --steps 4 --examples 80 --rounds 1",
     "equalise_cifar10": "--examples 20 --test-examples 20 --steps 1 --rounds 1",
     "glm_iwpc": "--out {out} --rounds 1",
     "glm_table1": "--out {out}",

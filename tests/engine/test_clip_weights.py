@@ -81,7 +81,6 @@ def of_one_parameter() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "steps", "options"),
     [
-        (network, 2, {"estimator": "input-probes"}),
         (network, 2, {"estimator": "weight-probes"}),
         (network, 2, {"estimator": "weight-probes", "max_memory": 20_000}),
         (of_one_parameter, 48, {"estimator": "weight-probes", "num_probes": 1, "extra_probes": 8}),

@@ -44,8 +44,6 @@ def made(dataset: Any = None, **options: Any) -> Run:
 
 ESTIMATORS: list[dict[str, Any]] = [
     {"estimator": "weight-probes", "num_probes": 2, "extra_probes": 4},
-    {"estimator": "input-probes", "num_probes": 4},
-    {"estimator": "coordinates", "num_probes": 4},
     {"estimator": "weight-probes", "fil_rate": 0.5, "track": ("diagonal", "plis")},
     {"estimator": "weight-probes", "rel_error": 0.1, "rows_per_owner": 2},
     {"estimator": "weight-probes", "private": Private(shared={0: SHARED}), "clipping": "per_layer"},
