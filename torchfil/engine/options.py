@@ -264,10 +264,9 @@ class Accounting:
             return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
-    def generator(self) -> torch.Generator:
-        """The source of the probes; run files keep its seed, from which torch's own seed cannot be found."""
-        seed = derived_seed(torch.initial_seed(), "probes", 0) if self.seed is None else self.seed
-        return torch.Generator().manual_seed(seed)
+    def probe_seed(self) -> int:
+        """The seed of the probes; run files keep it, and torch's own seed cannot be found from it."""
+        return derived_seed(torch.initial_seed(), "probes") if self.seed is None else self.seed
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
         """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""
