@@ -150,32 +150,3 @@ def test_few_kills(tmp_path: Path, size: int, kills: int) -> None:
 def test_twenty_kills(tmp_path: Path, size: int) -> None:
     """Its quick sister has two; the numbers of docs/guide/scale.md come from here (pytest -s)."""
     check(tmp_path, size, 300, 20, seed=0)
-
-
-def stop_in_step_3(rank: int, size: int, folder: Path, absent: int, asleep: bool) -> None:
-    """One of processes that wait for each other at most 4 s, of which one falls asleep, or ends, in its third step."""
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=4)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
-    made = make("digits", questions={}, batch_size=12)
-    for place, (x, y) in enumerate(made.loader):
-        if (place, rank) == (2, absent):
-            time.sleep(60 * asleep)
-            os._exit(0)
-        before = hashed(made.module.state_dict())
-        try:
-            take_step(made, x, y)
-        except RuntimeError as error:
-            assert (hashed(made.module.state_dict()), taken(made)) == (before, place)
-            (folder / f"error{rank}").write_text(str(error))
-            os._exit(0)
-
-
-@pytest.mark.parametrize("asleep", [True, False])
-def test_the_others_name_a_rank_that_hangs_or_has_ended(tmp_path: Path, asleep: bool) -> None:
-    with started(stop_in_step_3, 3, tmp_path, 1, asleep) as processes:
-        for rank in (0, 2):
-            processes[rank].join(60)
-            text = (tmp_path / f"error{rank}").read_text()
-            assert text.startswith("rank 1 did not reach the end of step 3, which no rank has taken")
-            assert "init_process_group(timeout=" in text

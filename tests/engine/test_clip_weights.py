@@ -21,9 +21,8 @@ from tests.engine.test_epsilon import spent
 from tests.engine.test_equivalence import EVERYTHING, LIMITS, SIGMA, WEIGHTS, N, trained
 from tests.engine.test_state import same
 from tests.engine.ways import LOSS, Calling
-from torchfil import Accounting, FILPrivacyEngine
+from torchfil import FILPrivacyEngine
 from torchfil.attribution import PLIS
-from torchfil.report import load
 
 DELTA = 1e-5
 POISSON: dict[str, Any] = {"noise_multiplier": SIGMA, "amplification": None}
@@ -101,14 +100,6 @@ def assert_equal(run: Run, other: Run) -> None:
     assert same(*((each.engine.state_dict(), dict(each.module.state_dict())) for each in (run, other)))
 
 
-def test_weights_of_one_change_nothing() -> None:
-    options = {**EVERYTHING, "track": ("diagonal", "plis"), "estimator": "weight-probes", "num_probes": 2}
-    plain, ones = (trained("loop", clip_weights=w, **options) for w in (None, torch.ones(N)))
-    assert_equal(ones, plain)
-    FILPrivacyEngine.merge([plain.engine, ones.engine])  # the same mechanism
-    ones.engine.load_state_dict(plain.engine.state_dict())
-
-
 def given_as(weights: Any, **options: Any) -> Any:
     engine, module = FILPrivacyEngine(), network()
     parts = module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6)
@@ -127,9 +118,6 @@ def test_they_are_given_by_order_or_by_id() -> None:
         assert torch.equal(weights.cpu(), expected)
 
 
-TWICE = {"accounting": Accounting(clip_weights=[0.5] * N)}
-
-
 @pytest.mark.parametrize(
     ("given", "options", "error", "noun"),
     [
@@ -138,7 +126,6 @@ TWICE = {"accounting": Accounting(clip_weights=[0.5] * N)}
         ({4: math.nan}, {}, ValueError, "nan"),
         ({99: 0.5}, {}, KeyError, "99"),
         ([0.5] * 3, {}, ValueError, "shape"),
-        ([0.5] * N, TWICE, ValueError, "twice"),
     ],
 )
 def test_what_does_not_fit_is_refused(given: Any, options: Any, error: Any, noun: str) -> None:
@@ -167,14 +154,3 @@ def test_a_resumed_run_is_the_truth(tmp_path: Path) -> None:
         assert run.engine.ledger is None
         with pytest.raises(ValueError, match="clip_weights"):
             FILPrivacyEngine.merge([first.engine, train_run(run, steps=3).engine])
-
-
-def test_tables_and_run_files(tmp_path: Path) -> None:
-    """All are clipped, so that few ε need be computed."""
-    for weights in ({2: 0.25}, None):
-        engine = train_run(kept(weights, max_grad_norm=0.01), steps=1).engine
-        _, columns = engine.leakage_columns([5, 2])
-        saved = load(engine.save_run(tmp_path / f"{weights is None}.parquet", delta=DELTA, pictures=0))
-        assert saved.clip_weights.tolist() == [1.0 if weights is None or i != 2 else 0.25 for i in range(N)]
-        assert ("clip_weight" in columns) == ("clip_weight" in saved.columns) == (weights is not None)
-        assert columns.get("clip_weight", [1.0, 0.25]) == [1.0, 0.25]

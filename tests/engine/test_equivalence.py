@@ -185,13 +185,6 @@ def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixtur
     assert mapped or "hooks" in way or "mapped over examples" not in caplog.text
 
 
-def test_checkpoints_that_are_turned_on_afterwards() -> None:
-    """As in Hugging Face's models; the accounting's passes leave them out."""
-    run = make(arch.Checkpointed("none").double(), images(8), criterion=nn.CrossEntropyLoss())
-    run.module.around = arch.Checkpointed("not reentrant").around
-    assert_true(train(run, steps=2))
-
-
 @pytest.mark.parametrize("way", ["empty batches", "hooks", "train_step"])
 def test_examples_in_the_second_dimension(way: str) -> None:
     """batch_first=False, inputs [time, batch]: brute force sees the same model with the batch first."""
@@ -256,14 +249,6 @@ def test_random_estimates_are_the_same_in_all_ways(build: Any, kind: str, option
     for way in ("loop", "train_step"):
         assert_same_run(*((runs[each].engine, runs[each].module) for each in (way, "hooks")), 1e-6)
         assert all(p.grad_sample is None for p in runs[way].module.parameters())
-
-
-def test_single_precision() -> None:
-    single = TensorDataset(data(16).tensors[0].float(), data(16).tensors[1])
-    runs = [
-        train(make(network().float(), single, criterion=nn.CrossEntropyLoss()), way=way) for way in ("", "train_step")
-    ]
-    assert_same_run(*((run.engine, run.module) for run in runs), 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -100,14 +100,6 @@ def test_keywords_and_dict_batches(private: Private | None, way: str) -> None:
     assert engine.totals.num_coordinates == fim.shape[1]
 
 
-def test_inputs_that_need_a_word_are_told() -> None:
-    engine, model, optimizer, loader = start(Keywords(), ROWS, "auto", criterion=None)
-    with pytest.raises(ValueError, match="batch_to_inputs="):
-        step(engine, model, optimizer, *split(next(iter(loader))), "auto")
-    with pytest.raises(RuntimeError, match="criterion="):
-        engine.train_step(*split(next(iter(loader))))
-
-
 def several(self: Any, x: Tensor) -> dict[str, Any]:
     """Outputs that are made from one another."""
     hidden = self.body(x).tanh()
@@ -297,11 +289,6 @@ class TestAccumulation:
         with pytest.raises(ValueError, match=match):
             optimizer.step()
 
-    def test_accumulation_that_cannot_be(self) -> None:
-        for options in ({"accumulation_steps": 9}, {"grad_sample_mode": "hooks"}, {"poisson_sampling": False}):
-            with pytest.raises(ValueError, match="accumulation_steps"):
-                begun(**{"poisson_sampling": True, "accumulation_steps": 2, **options})
-
     @pytest.mark.parametrize(("mode", "at_once"), [("auto", False), ("auto", True), ("hooks", False)])
     def test_no_micro_batch_of_many_is_dropped(self, mode: str, at_once: bool) -> None:
         """80 of two examples are one batch of 160, also if their losses are added up for one backward pass."""
@@ -318,23 +305,6 @@ class TestAccumulation:
             assert taken(engine) == [1] * 160
             runs.append(weights_of(module))
         assert relative_error(*runs) < 1e-12
-
-    def test_a_draw_may_have_many_parts(self) -> None:
-        given = {"batches": loader(data(140), 2), "accumulation_steps": 70, "poisson_sampling": True}
-        _, engine, model, optimizer, batches = begun(**given)
-        for batch in batches:
-            backward(model, batch)
-        optimizer.step()
-        assert taken(engine) == [1] * 140
-
-    def test_passes_that_only_log_are_not_kept(self) -> None:
-        *_, model, _optimizer, batches = begun()
-        x, _ = next(iter(batches))
-        passes = []
-        for _ in range(3):
-            model(x.to(DEVICE))
-            passes.append(len(model._observer.waiting))
-        assert passes == [0, 0, 0]
 
     def test_the_noise_for_an_epsilon_is_that_of_whole_draws(self) -> None:
         found = []
@@ -485,14 +455,6 @@ def test_buffers_are_written_once_for_people_with_few_and_many_rows() -> None:
     assert taken(engine) == [1] * 7
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forward_hook_that_changes_the_output_is_refused(way: str) -> None:
-    module = mlp()
-    module[1].register_forward_hook(lambda module, inputs, output: 3 * output)
-    with pytest.raises(RuntimeError, match="copy of the model|differ"):
-        trained(*start(module, examples(), way), way)
-
-
 LATER: list[tuple[str, dict[str, Any]]] = [("train_step", {}), ("hooks", {}), ("auto", {"estimator": "exact"})]
 
 
@@ -637,23 +599,6 @@ def test_weights_that_a_hook_computes_are_refused_and_the_remedy_works() -> None
     start(nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()), examples(), "auto")
 
 
-def test_graphs_with_all_nodes_in_one_tensor_are_refused() -> None:
-    def collate(items: list[Any]) -> Any:
-        graph = torch.arange(len(items)).repeat_interleave(4)
-        return torch.cat([item[0] for item in items]), graph, torch.stack([item[1] for item in items])
-
-    def sums(self: Any, x: Tensor, graph: Tensor) -> Tensor:
-        return torch.as_tensor(self.head(torch.zeros(int(graph.max()) + 1, 3).to(x).index_add(0, graph, x)))
-
-    items: Any = [(torch.randn(4, 3), torch.tensor(i)) for i in range(3)]
-    options = {"criterion": None, "loading": {"collate_fn": collate}}
-    _, model, optimizer, loader = start(Calling(sums, head=nn.Linear(3, 3)), items, "auto", batch=3, **options)
-    *inputs, y = (part.to(DEVICE) for part in next(iter(loader)))
-    LOSS(model(*inputs), y).backward()
-    with pytest.raises(ValueError, match="pad graphs"):
-        optimizer.step()
-
-
 # ------------------------------------------------------------------ Ctrl-C
 
 
@@ -739,20 +684,3 @@ def test_ctrl_c_while_torch_swaps_weights_leaves_the_known_ones(way: str, call: 
         trained(engine, model, optimizer, batches, way, steps=1)
     assert all(a is b for a, b in zip([*module.parameters(), *template.parameters()], held, strict=True))
     trained(engine, model, optimizer, batches, way, steps=1)
-
-
-def test_ctrl_c_leaves_autograd_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step, and in a reading that passes over examples."""
-    engine, model, optimizer, batches = start(network(), data(40), "train_step")
-
-    def stopped(*_: Any) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    works: tuple[Any, ...] = (lambda: trained(engine, model, optimizer, batches, "train_step", steps=1), engine.plis)
-    for work in works:
-        monkeypatch.setattr(torch.no_grad, "__exit__", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            work()
-        assert torch.is_grad_enabled()
-        trained(engine, model, optimizer, batches, "train_step", steps=1)

@@ -85,17 +85,6 @@ def test_only_repetitions_are_averaged(first: Any, second: Any, noun: str | None
         FILPrivacyEngine.merge(engines)
 
 
-def test_what_is_none_to_merge(repeated: list[FILPrivacyEngine], tmp_path: Path) -> None:
-    path = tmp_path / "run.parquet"
-    for merge, noun in (
-        (lambda: FILPrivacyEngine.merge([]), "at least one"),
-        (lambda: FILPrivacyEngine.merge([repeated[0]] * 2), "twice"),
-        (lambda: FILPrivacyEngine.save_merged(repeated[:1], path, delta=DELTA), "use save_run"),
-    ):
-        with pytest.raises(ValueError, match=noun):
-            merge()
-
-
 def test_an_example_that_was_not_measured_has_no_bound_to_violate() -> None:
     close = {"measure": "mse", "trials": 9, "standard_error": np.full(24, 1e-12)}
     attack = AttackResult("the mean", "nothing", range(24), np.full(24, 1e-9), **close)

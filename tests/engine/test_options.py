@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Truth, make, take
-from tests.engine.loops import SIGMA, C, data, loader, network, physical_batches
-from tests.engine.ways import LOSS, start, step, trained, weights_of
+from tests.engine.loops import SIGMA, data, loader, network, physical_batches
+from tests.engine.ways import LOSS, start, trained, weights_of
 from torchfil import Accounting, FILPrivacyEngine, clipping
 from torchfil.fisher import Theorem4Amplification
 
@@ -93,15 +93,6 @@ def test_training_is_opacus_own(options: Any, ours: Any, how: str | None) -> Non
 def test_the_clip_of_ghost_clipping_is_hard_unless_another_is_given() -> None:
     assert private(**GHOST, clip="smooth")[1].clip.name == "smooth"
     assert private(**GHOST)[1].clip.name == "hard"
-
-
-def test_with_epsilon_and_without_wrapping() -> None:
-    """Four values as well; wrap_model=False: the loop goes on with its own model."""
-    module, engine = network(), FILPrivacyEngine()
-    options = {"max_grad_norm": C, "grad_sample_mode": "ghost", "wrap_model": False}
-    hooks, *made = private(engine, module, loader(data(16), 16), **TARGET, **options)
-    assert len(train(module, *made)) == engine.ledger.steps == 1
-    hooks.cleanup()
 
 
 def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> None:
@@ -202,13 +193,3 @@ def test_clips_of_ones_own_and_amplifications_follow_schedulers(
     history = run.engine.accountant.history
     assert [noise for noise, *_ in history] == pytest.approx([0.9 * 0.7**k for k in range(3)])
     assert run.engine.get_individual_epsilon(delta=1e-5).value.max() <= run.engine.get_epsilon(1e-5) + 1e-9
-
-
-def test_the_bare_call_and_a_model_that_is_not_smooth() -> None:
-    engine, module = FILPrivacyEngine(), nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(DEVICE)
-    model, optimizer, batches = private(engine, module)
-    assert optimizer.noise_multiplier == optimizer.max_grad_norm == 1.0
-    with pytest.warns(UserWarning, match=r"relu.*SmoothnessValidator"):
-        step(engine, model, optimizer, *next(iter(batches)))
-    assert engine.get_fil().kind == "estimate"
-    assert (engine.get_fil().standard_error > 0).any()

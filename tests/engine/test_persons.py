@@ -12,17 +12,14 @@ import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from torch.utils.data import TensorDataset
 
-from tests.accounting.test_persons import aligned
 from tests.engine.brute_force import Run, make, train
-from tests.engine.loops import data, network
+from tests.engine.loops import network
 from tests.engine.test_owners import OWNERS, QUESTIONS, visits
 from tests.engine.test_state import same
 from torchfil.accounting.persons import absence_divergence
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.run import Run as EngineRun
-from torchfil.questions import Absent
 
 KEYS = list(dict.fromkeys(OWNERS.tolist()))
 SIGMA = 0.9
@@ -113,24 +110,6 @@ def test_ctrl_c_in_a_booking_undoes_what_persons_got(monkeypatch: pytest.MonkeyP
     assert same(after["persons"], before["persons"])
     assert same(after["ledger"], before["ledger"])
     assert train(run, steps=4).engine.state_dict()["run"]["ledger"]["steps"] == 4
-
-
-@pytest.mark.parametrize("rows", [1, 12])
-def test_a_person_with_aligned_rows(rows: int) -> None:
-    """At the threshold and with constant weights, every step in which the person is drawn adds the true KL/P(drawn)."""
-    x, y = data(24).tensors
-    x[:rows] = x[0]
-    y[:rows] = y[0]
-    persons = [0] * rows + list(range(1, 25 - rows))
-    options = {"owner_of": persons, "unit": "row", "questions": {"member": Absent()}, "clip": "hard"}
-    options |= {"amplification": None, "learning_rate": 0.0}
-    made = make(network(), TensorDataset(x, y), batch_size=4, max_grad_norm=1e-3, noise_multiplier=1.5, **options)
-    run = train(made, steps=12)
-    q, found = run.private.sample_rate, run.engine.get_guess("member", by="owner").divergence.value[0].item()
-    steps = sum(any(row < rows for begun in passes for row in begun.ids) for passes in run.passes)
-    true = steps * aligned(1 / 1.5, rows, q) / (1 - (1 - q) ** rows)
-    assert true * (1 - 1e-6) <= found <= 2 * true
-    assert steps > 0
 
 
 def test_fisher_information_of_persons() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +101,6 @@ def test_the_numbers_are_those_of_the_readings() -> None:
     assert set(engine.metrics(prefix="")) == {name.removeprefix("privacy/") for name in expected} - {"epsilon"}
     pages = engine._repr_html_(), engine.totals._repr_html_(), Estimate.exact(torch.ones(14))._repr_html_()
     assert not any("<member>" in page for page in pages)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_where_nothing_or_everything_is_known() -> None:
-    """Before the first step; where all steps were paused, or some; without noise."""
-    engine, *_, loader = make(criterion=nn.CrossEntropyLoss(), noise_multiplier=1.5, max_grad_norm=0.5)
-    assert engine.metrics() == {}
-    with engine.paused():
-        for batch in loader:
-            engine.train_step(*batch)
-    assert engine.metrics() == {"privacy/steps": 5.0, "privacy/measured_share": 0.0}
-    for batch in loader:
-        engine.train_step(*batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # reading for a text does not warn
-        assert all("lower bound" in repr(each) for each in (engine, engine.totals))
-    metrics = trained(noise_multiplier=0.0).metrics()
-    assert (metrics["privacy/median_fil"], metrics["privacy/smallest_mse_bound"]) == (torch.inf, 0)
 
 
 # ------------------------------------------------------------------ PLIS

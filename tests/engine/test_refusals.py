@@ -111,25 +111,6 @@ def test_make_private_refuses_and_touches_nothing(case: str) -> None:
     assert not any(part._forward_hooks for part in module.modules())
 
 
-DIRECT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"probes": 3}, TypeError, "'probes'"),
-    ({"accounting": Accounting(estimator="coordinates"), "track": "diagonal"}, ValueError, "coordinates"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "noun"), DIRECT, ids=str)
-def test_options_in_the_wrong_place_leave_the_engine_as_new(
-    options: dict[str, Any], error: type[Exception], noun: str
-) -> None:
-    engine, module = FILPrivacyEngine(accountant="gdp"), network()
-    given = module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(24))
-    target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
-    for method, more in ((engine.make_private, {}), (engine.make_private_with_epsilon, target)):
-        with pytest.raises(error, match=noun):
-            method(*given, **options, **more)
-    engine.make_private(*given)
-
-
 def test_optimizers_of_other_parameters_and_engines_in_use() -> None:
     module, engine = network(), FILPrivacyEngine(accountant="gdp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

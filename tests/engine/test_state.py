@@ -215,13 +215,3 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
     public = make(data(96), poisson_sampling=False)
     epochs(*public[2:], 1)
     assert not public[0].totals.get_sampling_error().any()
-
-
-def test_accounting_leaves_the_training_alone() -> None:
-    """Global random numbers and weights evolve as if nothing were accounted (exact, probed, skipped)."""
-    finals = []
-    for options in ({"estimator": "exact"}, {"num_probes": 1}, {"fil_rate": 0.3}):
-        run = train(data(40), steps=4, **options)
-        finals.append([torch.get_rng_state(), *(p.clone() for p in run.engine._training.replica.live.parameters())])
-    assert same(finals[0], finals[1])
-    assert same(finals[0], finals[2])

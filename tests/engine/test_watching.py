@@ -106,22 +106,6 @@ def test_the_data_set_is_read_at_the_first_save_only(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run.parquet").exists()
 
 
-def test_pictures_of_a_model_with_dropout_are_those_without_it(tmp_path: Path) -> None:
-    engine, loader, step = private()
-    engine.save_every(tmp_path / "live.parquet", steps=4, delta=1e-5)
-    trained(engine, loader, step, epochs=1)
-    assert step.model.training
-    assert all(module.training for module in step.model.modules())
-    step.model.eval()
-    engine.save_run(tmp_path / "eval.parquet", delta=1e-5)
-    live, still = (load(tmp_path / f"{name}.parquet").pictures for name in ("live", "eval"))
-    assert live is not None
-    assert still is not None
-    assert live.maps is not None
-    np.testing.assert_array_equal(live.maps, still.maps)
-    assert np.abs(live.maps).max() > 0
-
-
 @pytest.mark.filterwarnings("error")
 def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,18 +253,6 @@ def test_a_watch_serves_until_it_stops_and_leaves_nothing(capsys: pytest.Capture
     watch.stop()
     assert engine._training.optimizer.watchers == []
     trained(engine, loader, step, epochs=1)
-
-
-def test_a_watch_that_is_refused_leaves_its_port_free() -> None:
-    engine, *_ = private()
-    with engine.watch(delta=1e-5) as watch:
-        port = int(watch.url.split(":")[2].split("/")[0])
-    with pytest.raises(TypeError, match="delta") as refused:
-        engine.watch(port=port)
-    with engine.watch(delta=1e-5, port=port) as watch:
-        assert f":{port}/" in watch.url
-    assert refused.traceback, "which holds the first one"
-    assert engine._training.optimizer.watchers == []
 
 
 def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch) -> None:
