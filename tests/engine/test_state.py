@@ -20,7 +20,7 @@ from tests.engine.loops import SIGMA, C, data, loader, make, network, step, trai
 from torchfil import FILPrivacyEngine
 
 OPTIONS: dict[str, Any] = {
-    "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "sketch"), "fil_rate": 0.7, "seed": 5,
+    "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "plis"), "fil_rate": 0.7, "seed": 5,
 }  # fmt: skip
 
 

@@ -701,7 +701,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
     @property
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
-        return self._training.run.whole_ledger[0]
+        return self._training.run.whole_ledger
 
     @property
     def accounting(self) -> Accounting:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,10 +102,8 @@ class Accounting:
         num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
         rel_error: Target for the relative standard error of the median example's FIL at the end (for tr I and the MSE
             bound it is twice as large). Probes and skipped steps are chosen during the run, at the lowest cost.
-        track: What to keep besides the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
-            "plis" for the derivative of the privacy loss. All sum by coordinate, so data sets that augment at random
-            are refused. A dict keeps them for chosen ids only, ``{"diagonal": ids}`` (None: for all); for others they
-            read NaN.
+        track: What to keep besides the trace: "diagonal" for attributes, "fim" for the spectral norm, "plis" for the
+            derivative of the privacy loss. All sum by coordinate, so data sets that augment at random are refused.
         questions: By name, what an attacker wants to know about every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
@@ -118,14 +114,11 @@ class Accounting:
         amplification: What the attacker does not know about the batches: "poisson" (exact; the default with Poisson
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
-        sketch_rank: Columns of the sketch.
         norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
             example's own steps count); costs one pass over the data each time, after the update and without dropout.
         seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
-        rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:
-            in memory-mapped files there, which disappear with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
         extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each batch that decide
             the lower end for all examples together (one in 64: those that leaked most so far, and those that suddenly
@@ -164,13 +157,12 @@ class Accounting:
 
     num_probes: int | None = None
     rel_error: float | None = None
-    track: Collection[str] | Mapping[str, Iterable[Hashable] | None] = ()
+    track: Collection[str] = ()
     questions: Mapping[str, Question] = field(default_factory=dict)
     estimator: str = "weight-probes"
     fil_rate: float = 1.0
     epochs: float | None = None
     amplification: str | Amplification | None = None
-    sketch_rank: int = 4
     norm_refresh: int | None = None
     seed: int | None = None
     max_ledger_memory: int = 2**32
@@ -187,12 +179,11 @@ class Accounting:
     expected_batch_size: float | None = None
     canaries: Canaries | None = None
     clip_weights: ClipWeights | None = field(default=None, compare=False)
-    rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "track", _named(self.track))
+        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
-        for name in ("num_probes", "sketch_rank", "norm_refresh", "accumulation_steps", "rows_per_owner"):
+        for name in ("num_probes", "norm_refresh", "accumulation_steps", "rows_per_owner"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1")
         for name, meaning in (("fil_rate", "measuring a step"), ("sample_rate", "drawing an example")):
@@ -201,8 +192,6 @@ class Accounting:
         for name in ("epochs", "expected_batch_size"):
             value = getattr(self, name)
             require(value is None or 0 < value < float("inf"), f"{name}={value} must be positive and finite")
-        place = self.rows_at in (None, "cpu") or Path(self.rows_at).is_dir()
-        require(place, f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
 
         # what must fit together
         for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
@@ -228,16 +217,9 @@ class Accounting:
             require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}, not {self.estimator!r}")
         if self.extra_probes:
             given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
-            single = self.chosen_estimator.one_pass and not self.needs.products
             require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
             require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
-            require(single, f"{given} needs estimator={able}, and no track=('sketch',)")
-
-    def rows_place(self, device: torch.device) -> torch.device | Path:
-        """Where the rows are kept for a model on that device."""
-        if self.rows_at is None:
-            return device
-        return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
+            require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}")
 
     @property
     def by_owner(self) -> bool:
@@ -252,8 +234,6 @@ class Accounting:
     def bytes_per_example(self, num_coordinates: int) -> int:
         """The bytes that the ledger and the norm history keep for an example.
 
-        Quantities that are tracked for chosen ids count as for a chosen example.
-
         Args:
             num_coordinates: d; only quantities by coordinate depend on it.
 
@@ -261,14 +241,7 @@ class Accounting:
             >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
             (136, 1336)
         """
-        rank = min(self.sketch_rank, num_coordinates)
-        return Ledger.bytes_needed(1, num_coordinates, self.track, rank, self.asked) + NormHistory.bytes_needed(1)
-
-    @property
-    def chosen(self) -> dict[str, Tensor | tuple[Hashable, ...]]:
-        """By tracked quantity, the ids for which it is kept, if these are not all."""
-        track = self.track if isinstance(self.track, Mapping) else {}
-        return {name: ids for name, ids in track.items() if ids is not None}
+        return Ledger.bytes_needed(1, num_coordinates, self.track, self.asked) + NormHistory.bytes_needed(1)
 
     @property
     def asked(self) -> dict[str, QuestionSpec]:
@@ -309,14 +282,6 @@ class Accounting:
         secret = f"amplification={self.amplification!r} needs poisson_sampling=True, batches drawn at random"
         require(poisson_sampling or not chosen.secret_batches, f"{secret}. Use 'none' for passes over shuffled data.")
         return chosen
-
-
-def _named(track: Any) -> Any:
-    """A tuple of names, or a dict from names to chosen ids; None: all."""
-    if isinstance(track, Mapping):
-        lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
-        return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
-    return (track,) if isinstance(track, str) else tuple(track)
 
 
 @dataclass(frozen=True)

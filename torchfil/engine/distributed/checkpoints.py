@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.content import check_content
 from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
@@ -280,8 +279,11 @@ class Checkpoints:
             raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
-        self._training.run.load_state_dict(state_dict["run"])
-        self._training.step.guard.forget_last_step()
+        training = self._training
+        training.run.load_state_dict(state_dict["run"])
+        training.step.guard.forget_last_step()
+        if training.run.ids.grows:  # a batch that was read before has rows of another run
+            training.step.observer.tracker.ids = None
         self._accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
         self._collected = None
         generators, shuffling = self._own(state_dict["generators"]), self._training.loader.generator
@@ -294,10 +296,9 @@ class Checkpoints:
     def _settings(self) -> dict[str, Any]:
         """What a run must be resumed with, because its sums depend on it."""
         training, options, ids = self._training, self._training.run.options, self._training.run.ids
-        accounting, is_stream = options.accounting, isinstance(ids, GrowingIds)
-        canaries = accounting.canaries
+        accounting, canaries = options.accounting, options.accounting.canaries
         return {
-            "data_set": "a stream" if is_stream else f"{ids.num_examples} examples",
+            "data_set": "a stream" if ids.grows else f"{ids.num_examples} examples",
             "accountant": self._accountant.mechanism(),
             "noise": training.optimizer.noise.kind,
             "poisson_sampling": options.sample_rate is not None,
@@ -309,9 +310,8 @@ class Checkpoints:
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
-            "tracked_ids": {name: ids.places(each).unique().tolist() for name, each in accounting.chosen.items()},
             "questions": {name: tuple(asked) for name, asked in accounting.asked.items()},
-            "ids": None if is_stream else ids.fingerprint,
+            "ids": None if ids.grows else ids.fingerprint,
             "data": self._data,
         }
 

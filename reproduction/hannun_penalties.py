@@ -11,8 +11,8 @@ import numpy as np
 from glm_iwpc import COLOURS, PENALTIES
 from matplotlib.figure import Figure
 
-from benchmarks.reproduce.hannun_rounds import L2, TRIALS, task_of
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
+from reproduction.hannun_rounds import L2, TRIALS, task_of
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import (
     BlackBoxInversion,
     WhiteBoxInversion,
