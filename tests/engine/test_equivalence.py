@@ -137,13 +137,9 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (partial(arch.Encoder, "by hand", 0.1), "texts", "loop"),
     (partial(arch.Encoder, "fused", 0.1, norm_first=False), "texts", "train_step"),
     (partial(arch.Encoder, "fused", 0.2), "texts", "chunks"),
-    (partial(arch.Encoder, "opacus", 0.1), "texts", "loop"),
-    (partial(arch.Encoder, "opacus", 0.2, norm_first=False), "texts", "train_step"),
-    (partial(arch.Encoder, "torch", 0.1), "texts", "loop"),
     (partial(arch.torch_layer, 0.1), "texts", "loop"),
     (lambda: ModuleValidator.fix(arch.torch_layer(0.1)), "texts", "hooks"),
     (partial(arch.Perceptron, by="layer"), "images", "hooks"),
-    (partial(arch.Perceptron, by="function"), "images", "train_step"),
     (partial(arch.Perceptron, by="hand"), "images", "loop"),
     (arch.Perceptron, "images", "loop", "hooks", "physical batches", "physical batches, hooks"),
     (arch.Perceptron, "images", "chunks", "chunks, hooks", "chunks, train_step", "not sampled, train_step"),
@@ -159,7 +155,6 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (frozen, "rows", "loop", "hooks"),
     (arch.Recurrent, "texts", "loop"),
     (partial(arch.Recurrent, DPLSTM), "texts", "train_step"),
-    (arch.Experts, "rows", "loop", "train_step"),
     (arch.Shared, "rows", "not sampled", "not sampled, train_step"),
     (by_halves, "rows", "not sampled"),
     (positions, "sequences", "not sampled", "not sampled, train_step"),
@@ -181,7 +176,7 @@ def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixtur
     )
     run.plain.around = None  # brute force knows no checkpoints
     assert_true(run)
-    mapped = build in (arch.behind, by_halves, arch.Experts)
+    mapped = build in (arch.behind, by_halves)
     assert mapped or "hooks" in way or "mapped over examples" not in caplog.text
 
 

@@ -57,20 +57,6 @@ def test_the_shrinkage_is_that_of_scikit_learn(n: int, d: int) -> None:
     assert float(torch.linalg.eigvalsh(dense).min()) > 0, "however few they are"
 
 
-def test_limits() -> None:
-    """V → 0 gives x̂, V → ∞ gives m; so it is where others are all equal, or there is one."""
-    x = normal(9)
-    for others in (normal(30, 9, seed=1), normal(2, 9, seed=1), normal(1, 9, seed=1), torch.ones(5, 9).double()):
-        law = Beliefs.fitted(others)
-        torch.testing.assert_close(law.combined_with(x, torch.zeros(9).double()), x)
-        torch.testing.assert_close(law.combined_with(x, torch.full((9,), math.inf).double()), law.mean)
-        torch.testing.assert_close(law.combined_with(x, torch.full((9,), 1e12).double()), law.mean, atol=1e-4, rtol=0)
-    estimates, errors = estimates_at_the_bound(x, torch.full((9,), math.inf).double(), normal(30, 9), seed=0)
-    assert estimates[0].isinf().all()
-    assert errors[0] == math.inf
-    assert errors[1] == errors[2] == (x - normal(30, 9).mean(dim=0)).square().mean().sqrt()
-
-
 def test_errors_are_those_of_many_draws() -> None:
     """Unbiased: rms over draws. With beliefs, over people drawn from them, tr((S⁻¹ + V⁻¹)⁻¹)/d; both beside chance."""
     law, variance = Beliefs.fitted(normal(20, 6) * torch.arange(1, 7)), normal(6, seed=1).exp()

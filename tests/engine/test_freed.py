@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader
 from tests.engine.ways import Calling
-from torchfil import Accounting, Canaries, FILPrivacyEngine
+from torchfil import Canaries, FILPrivacyEngine
 
 Train = Callable[[Any], None]
 
@@ -67,10 +67,6 @@ def of_its_own() -> nn.Module:
     return own.double()
 
 
-def made_alone(run: Run) -> None:
-    """No step."""
-
-
 def loop(run: Run) -> None:
     for x, y in run.loader:
         run.backward(x, y)
@@ -80,10 +76,6 @@ def loop(run: Run) -> None:
 def train_step(run: Run) -> None:
     for x, y in run.loader:
         run.engine.train_step(x, y)
-
-
-def half_a_step(run: Run) -> None:
-    run.backward(*next(iter(run.loader)))
 
 
 def refused_steps(run: Run) -> None:
@@ -113,18 +105,12 @@ def readings(run: Run) -> None:
 
 
 WAYS: dict[str, tuple[Train, Callable[[], nn.Module], dict[str, Any]]] = {
-    "made alone": (made_alone, mlp, {}),
     "loop": (loop, lambda: mlp(0.2), {}),
-    "loss identified": (loop, mlp, {"criterion": None}),
     "train_step": (train_step, lambda: mlp(0.2), {}),
     "hooks": (loop, mlp, {"grad_sample_mode": "hooks"}),
-    "ghost": (loop, mlp, {"grad_sample_mode": "ghost"}),
-    "per_layer": (train_step, mlp, {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
     "owners": (loop, mlp, {"owner_of": [row // 2 for row in range(24)]}),
     "own class": (train_step, of_its_own, {"owner_of": [row // 2 for row in range(24)]}),
     "canaries": (loop, mlp, {"canaries": Canaries(4)}),
-    "norms refreshed": (loop, mlp, {"accounting": Accounting(norm_refresh=1)}),
-    "half a step": (half_a_step, mlp, {}),
     "refused steps": (refused_steps, mlp, {}),
     "checkpoints": (checkpoints, mlp, {}),
     "readings": (readings, mlp, {"track": ("diagonal",)}),

@@ -75,18 +75,6 @@ def test_a_run_is_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
 
 
-def test_the_last_file_is_that_of_save_run(tmp_path: Path) -> None:
-    engine, loader, step = private()
-    engine.save_every(tmp_path / "live.parquet", steps=4, delta=1e-5, metrics={"accuracy": 0.5})
-    trained(engine, loader, step)
-    engine.save_run(tmp_path / "last.parquet", delta=1e-5, metrics={"accuracy": 0.5})
-    live, last = load(tmp_path / "live.parquet"), load(tmp_path / "last.parquet")
-    assert {**live.about, "created": 0} == {**last.about, "created": 0}
-    assert live.columns.keys() == last.columns.keys()
-    for name, values in last.columns.items():
-        np.testing.assert_array_equal(live.columns[name], values, err_msg=name)
-
-
 def test_the_data_set_is_read_at_the_first_save_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("data_sha256", "read_blind_guess"):
