@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from tests.engine.loops import train
 from torchfil import Private
-from torchfil.engine.saving.build import attribute_table
+from torchfil.engine.saving.attributes import attribute_table
 from torchfil.report import load
 from torchfil.run.blind_guess import ColumnMoments
 

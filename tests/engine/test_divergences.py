@@ -157,9 +157,7 @@ def overwrite(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     ("question", "noun"),
     [
         (Change(lambda inputs, targets: (inputs[:, :, :2], targets)), "values"),
-        (Change(lambda inputs, targets: inputs), "pair"),
         (Change(lambda inputs, targets: (inputs / 0, targets)), "changed"),
-        (Token(0, (1,), input="words"), "input="),
         (Change(overwrite), None),  # its copies
     ],
 )

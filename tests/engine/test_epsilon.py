@@ -275,13 +275,6 @@ def test_changing_noise_and_rates_are_composed() -> None:
     got = everybodys_robustness(releases, [0.1])
     want = bounds.rero(0.1, q=[0.1, 0.1, 0.3], noise_multiplier=[1.0, 2.0, 1.0], steps=[13, 5, 1])
     assert got.high.item() == pytest.approx(want.high.item(), rel=1e-3)
-    many = [(1.0 + 0.005 * k, 0.1, 1) for k in range(36)]
-    rounded = everybodys_robustness(many, [0.1])
-    less, more = (
-        bounds.rero(0.1, q=0.1, noise_multiplier=[many[k][0] for k in places], steps=9)
-        for places in ((8, 17, 26, 35), (0, 9, 18, 27))
-    )
-    assert less.low.item() < rounded.high.item() < more.high.item(), "rounded down by 2 %, not by 5 %"
     assert everybodys_robustness([], [0.1]).high.tolist() == [0.1]
     assert everybodys_robustness([(0.0, 0.1, 1)], [0.1]).high.tolist() == [1.0]
 

@@ -20,12 +20,9 @@ from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -143,15 +140,6 @@ def plainly(_module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, 
     step(engine, model, optimizer, x, y)
 
 
-def by_a_closure(_module: Any, _engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    optimizer.step(lambda: backward(model, (x, y)))
-
-
-def by_the_compiled_private_model(_module: Any, engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    step(engine, torch.compile(model, backend="eager"), optimizer, x, y)
-
-
 def after_other_passes(module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     model(x)  # in training mode, without a backward pass
     with torch.no_grad():
@@ -205,7 +193,7 @@ def trained_by(habit: Habit, module: nn.Module | None = None) -> list[Tensor]:
     return [weights_of(module), torch.tensor(engine.accountant.history), *engine.ledger.sums.values()]
 
 
-HABITS = [by_a_closure, by_the_compiled_private_model, after_other_passes, after_refusals]
+HABITS = [after_other_passes, after_refusals]
 
 
 @pytest.mark.parametrize("habit", HABITS)
@@ -378,18 +366,12 @@ def test_a_grad_scaler_is_refused() -> None:
 
 
 def test_samplers() -> None:
-    """Poisson sampling would train on what a subset holds out; a sampler that it replaces is told, usual ones not."""
+    """Poisson sampling would train on what a subset holds out; a sampler that it replaces is told."""
     dataset = data(40)
     with pytest.raises(ValueError, match="Subset"):
         begun(batches=DataLoader(dataset, sampler=SubsetRandomSampler(range(20))), poisson_sampling=True)
     with pytest.warns(UserWarning, match="not used"):
         begun(batches=DataLoader(dataset, sampler=range(39, -1, -1)), poisson_sampling=True)
-    usual = [{"batch_size": 8}, {"batch_size": 8, "shuffle": True}]
-    usual += [{"batch_sampler": BatchSampler(RandomSampler(dataset), 8, False)}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = [begun(batches=DataLoader(dataset, **each), poisson_sampling=True) for each in usual]
-    assert [len(each[-1]) for each in made] == [5, 5, 5]
     sampler = WeightedRandomSampler([1.0] * 39 + [50.0], 8, replacement=False)
     with pytest.warns(UserWarning, match="participation"):  # each counts; nothing is taken off for chance
         engine = begun(batches=DataLoader(dataset, batch_size=8, sampler=sampler))[1]
@@ -660,27 +642,3 @@ def test_a_booked_step_whose_update_was_cut_short_is_told(place: Any, name: str,
         trained(engine, model, optimizer, batches, steps=1)
     trained(engine, model, optimizer, batches, steps=1)  # and said once
     assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 4
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA graphs swap no weights")
-@pytest.mark.parametrize("way", ["auto", "train_step"])
-@pytest.mark.parametrize("call", [1, 2])
-def test_ctrl_c_while_torch_swaps_weights_leaves_the_known_ones(way: str, call: int) -> None:
-    module = network()
-    engine, model, optimizer, batches = start(module, data(40), way, lr=0.3)
-    trained(engine, model, optimizer, batches, way, steps=2)
-    template = engine._training.replica.template
-    held = [*module.parameters(), *template.parameters()]
-    swap, calls = NamedMemberAccessor.swap_tensors_dict, itertools.count(1)
-
-    def stopped(self: Any, named: Any, allow_missing: bool = False) -> Any:
-        if next(calls) != call:
-            return swap(self, named, allow_missing)
-        first = dict(itertools.islice(named.items(), 1))
-        swap(self, first, allow_missing)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(NamedMemberAccessor, "swap_tensors_dict", stopped), pytest.raises(KeyboardInterrupt):
-        trained(engine, model, optimizer, batches, way, steps=1)
-    assert all(a is b for a, b in zip([*module.parameters(), *template.parameters()], held, strict=True))
-    trained(engine, model, optimizer, batches, way, steps=1)

@@ -149,12 +149,6 @@ class TestPublicSizes:
         assert self.scale(500)[0] == pytest.approx(20.0 * 0.1 / 100, rel=0.03)  # 500 // 5
         assert private(expected_batch_size=7, poisson_sampling=False)[1].expected_batch_size == 7
 
-    def test_the_draws_have_the_given_rate(self) -> None:
-        *_, batches = private(sample_rate=0.5)
-        sizes = [len(x) for _ in range(200) for x, _ in batches]
-        assert len(sizes) == 400
-        assert sum(sizes) / 400 == pytest.approx(12, abs=0.6)  # 24 examples; the mean's error is 0.12
-
 
 class Louder:
     """κ = 1 + q + σ, which shows what it was given."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import warnings
@@ -99,24 +98,6 @@ def test_training_afterwards_is_bit_for_bit_that_of_make_private(shuffled: bool)
         results.append((optimizer.noise_multiplier, drawn, engine.get_epsilon(1e-3), tensors))
     assert results[0][:3] == results[1][:3]
     assert all(map(torch.equal, results[0][3], results[1][3]))
-
-
-def test_a_refusal_leaves_everything_as_it_was() -> None:
-    given = start(target_mse_bound=2.0, max_noise_multiplier=0.5)
-    module, optimizer, engine = given["module"], given["optimizer"], FILPrivacyEngine()
-    before = copy.deepcopy(module.state_dict()), torch.get_rng_state(), given["data_loader"].generator.get_state()
-    with pytest.raises(ValueError, match="max_noise_multiplier"):
-        engine.make_private_with_bound(**given)
-    assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), before[1])
-    assert torch.equal(given["data_loader"].generator.get_state(), before[2])
-    assert not optimizer.state
-    assert module.training
-    engine.make_private(module, optimizer, given["data_loader"])  # is free for another
-    with pytest.raises(RuntimeError, match="make_private_with_bound"):
-        engine.check_bound()
-    with pytest.raises(ValueError, match="already accounts"):  # before any pilot
-        engine.make_private_with_bound(**given)
 
 
 @pytest.mark.parametrize("targets", [{}, {"target_mse_bound": 0.01}])
