@@ -144,7 +144,7 @@ wheel: $(VENV)/.installed
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd build/empty && bin/torchfil --version && bin/torchfil demo --epochs 1 -o demo
-	build/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[glm,report,attacks]"
+	build/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[glm,report]"
 	cp -r examples docs/tutorials build/empty
 	cd build/empty && for each in glm_iwpc plis_regression layer_sensitivity; do \
 		TORCHFIL_DATA=none bin/python examples/$$each.py --out out > out-$$each.txt || exit 1; head -n 1 out-$$each.txt; done
