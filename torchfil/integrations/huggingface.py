@@ -24,7 +24,7 @@ from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
 from torchfil.engine.watching import show_every
 from torchfil.fisher.models import check_unweighted_mean, with_attributes
-from torchfil.integrations.logger import Calls, LeakageLogger, sinks_of
+from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
@@ -86,8 +86,7 @@ class FILTrainer(Trainer):
         engine: The engine, which accounts for one call of ``train()``; None: a new one.
         leakage_path: The CSV file to which the table is written; None: no file.
         delta: δ, for the table's ``individual_epsilon`` and for ε in the progress bar, beside the smallest MSE bound.
-        logger: Logs the leakage by :meth:`log`, and a histogram and the report to TensorBoard, W&B and MLflow, as
-            ``report_to`` says; see :class:`torchfil.LeakageLogger`.
+        logger: Logs the leakage by :meth:`log`, where ``report_to`` says; see :class:`torchfil.LeakageLogger`.
         **options: As in ``Trainer``.
     """
 
@@ -151,9 +150,17 @@ class FILTrainer(Trainer):
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
         if self.logger is not None:
-            self.logger.attach(self.engine, _ReportTo(self))
+            self.logger.attach(self.engine, self._log_at)
         show_every(self.engine, self._show, self.delta)
         return private_loader
+
+    def _log_at(self, numbers: dict[str, float], step: int) -> None:
+        """Log where the trainer reports, at a step that it counts later."""
+        before, self.state.global_step = self.state.global_step, step
+        try:
+            self.log(numbers)
+        finally:
+            self.state.global_step = before
 
     def _show(self, numbers: dict[str, str]) -> None:
         """Show ε and the smallest bound in the progress bar alone: what is logged goes to ``report_to``."""
@@ -281,35 +288,9 @@ class _PassOverData(TrainerCallback):
         self.resumed, self.start = None, self.loader.generator.get_state()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the report while dashboards are open."""
+        """Log the last point while dashboards are open."""
         if self.logger is not None:
             self.logger.close()
-
-
-class _ReportTo(Calls):
-    """A trainer's ``log``, and the dashboards of its callbacks, which open when training starts."""
-
-    def scalars(self, numbers: dict[str, float], step: int) -> None:
-        before, self.writer.state.global_step = self.writer.state.global_step, step  # the trainer counts it later
-        try:
-            self.writer.log(numbers)
-        finally:
-            self.writer.state.global_step = before
-
-    def histogram(self, *histogram: Any) -> None:
-        for sink in self._dashboards():
-            sink.histogram(*histogram)
-
-    def folder(self, path: Path) -> None:
-        for sink in self._dashboards():
-            sink.folder(path)
-
-    def _dashboards(self) -> list[Calls]:
-        writers = []
-        for callback in self.writer.callback_handler.callbacks:
-            run = getattr(getattr(callback, "_wandb", None), "run", None)
-            writers += [getattr(callback, "tb_writer", None), getattr(callback, "_ml_flow", None), run]
-        return [sink for writer in writers if writer is not None for sink in sinks_of(writer)]
 
 
 class _StepTaken(optim.Optimizer):
