@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.gate.gate import template
 from torchfil.gate.policy import load_policy
 from torchfil.glm import LinearRegression
 from torchfil.report import compare_runs, write_report
 from torchfil.report.page import render_comparison
 from torchfil.run.linear_run import linear_run
-from torchfil.run.saved_run import Attributes, Baselines, Pictures, QuestionRecord, Records, SavedRun, Spread, Texts
+from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, Texts
 
 COUNT, STEPS = 3855, 600
 GENOTYPES, SITES = ["CC", "CT", "TT"], [f"site {k}" for k in range(1, 7)]
@@ -130,23 +128,7 @@ def digits() -> SavedRun:
     means = np.stack([pixels[labels == label].mean(axis=0) for label in range(10)])
     strange = np.square(pixels - means[labels]).mean(axis=1)
     share = rng.lognormal(1.1, 0.35, size=n) * (np.median(strange) / strange) ** 1.5
-    rows = np.concatenate([np.argsort(share)[:8], np.argsort(share)[n // 2 : n // 2 + 4]])
-    maps = np.square(pixels - means[labels])[rows].reshape(-1, 8, 8).astype("f4")
-
-    # what estimates of them look like at the bound
-    drawn, errors = [], []
-    for row in rows.tolist():
-        alike = torch.from_numpy(pixels[(labels == labels[row]) & (np.arange(n) != row)])
-        variance = torch.full((64,), (0.18 * share[row]) ** 2 / 0.8, dtype=torch.float64)
-        shown, off = estimates_at_the_bound(torch.from_numpy(pixels[row]), variance, alike, row)
-        drawn.append(shown.numpy())
-        errors.append(off.numpy())
-    estimates, images = (
-        (255 - 255 * np.clip(each, 0, 1)).astype(np.uint8).reshape(*each.shape[:-1], 8, 8)
-        for each in (np.stack(drawn), pixels[rows])
-    )
-    pictures = Pictures(rows, images, maps, estimates, np.stack(errors).astype("f4"), typical=4)
-    run = of_shares("Handwritten digits", share, 0.18, pictures=pictures, groups={"label": labels.astype(str)})
+    run = of_shares("Handwritten digits", share, 0.18, groups={"label": labels.astype(str)})
     return dataclasses.replace(run, about=run.about | {"unit_of_inputs": "grey value, 0 to 1"})
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.report.pages import source, summary_of, table_data, text_of
 from tests.report.prepared_runs import KINDS, POLICY, WHOLE, N, bare, of_kind, question, some
-from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
+from tests.report.run_cases import made_up, with_baselines, worrying
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import page as chapters
@@ -97,8 +97,7 @@ def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) ->
     assert re.search(r"age 0\.3× .* 12 height", text_of(page, "attributes"))
     assert by_attribute.offending == 12
     assert "Least error for one attribute, age (12 examples)" in text_of(page, "verdict")
-    assert "age of Zoë 0 : ± 3.6 years (blind guess: ± 12 years)" in text_of(page, "verdict").replace("\xa0", " ")
-    assert "Nobody" not in visible_text(page)
+    assert "age: ± 3.6 years (blind guess: ± 12 years)" in text_of(page, "verdict").replace("\xa0", " ")
 
 
 def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp_path: Path) -> None:
@@ -109,28 +108,6 @@ def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp
     shown = text_of(page, "most-exposed").split("All 200")[0]
     assert {int(row) for row in re.findall(r"Zoë (\d+)", shown)} <= set(range(90, N))
     assert "Too few draws to tell (90 examples)" in text_of(page, "verdict")
-
-
-CODE = r"\w\(|\w=|make_private|save_run|\bNone\b|\bTrue\b"
-
-
-def test_no_code_and_what_is_missing_in_the_verdict(tmp_path: Path) -> None:
-    every = Policy(
-        min_error_share=0.5,
-        max_share_exposed=0.05,
-        min_attribute_error_share=0.5,
-        max_gain_over_guessing=0.1,
-        max_individual_epsilon=1.0,
-        max_group_disparity=2.0,
-        min_attacks=1,
-    )
-    run = bare("Nothing kept", 2.0, about={"title": "x"})
-    page = written(run, tmp_path, every)
-    shown = text_of(page, "verdict")
-    assert not re.search(CODE, shown)
-    for missing in ("what a blind guess errs by is not known", "attributes were not tracked", "without questions"):
-        assert missing in shown
-    assert "“”" not in shown
 
 
 def test_numbers_that_mean_nothing_are_not_printed(tmp_path: Path) -> None:
@@ -150,27 +127,7 @@ def test_numbers_that_mean_nothing_are_not_printed(tmp_path: Path) -> None:
     assert (dose["name"], set(dose["values"])) == ("dose", {0.2})
 
 
-def test_histograms_have_scales_and_companion_files_are_linked(tmp_path: Path) -> None:
-    page = written(of_kind("image", safe=False), tmp_path, POLICY, pictures=True)
-    ticks = re.findall(r'class="tick"[^>]*>([^<]+)<', source(page, "closeness"))
-    assert {"½", "1×", "2×"} & set(ticks)
-    assert {tick for tick in ticks if tick.isdigit()}  # how many examples
-    for name in summary_of(page)["files"]:
-        assert f'<a href="{name}">' in source(page, "files")
-        assert (page.parent / name).exists()
-    assert visible_text(page).count("Confidential") == 1
-
-
-@pytest.mark.parametrize("run", [worrying(), of_kind("text", safe=True), of_kind("linear", safe=False), pixelated()])
-@pytest.mark.parametrize("redacted", [False, True])
-def test_no_sentence_turns_a_bound_round(run: SavedRun, redacted: bool, tmp_path: Path) -> None:
-    shown = visible_text(written(run, tmp_path, redacted=redacted))
-    wrong = r"reconstructed|could be rebuilt|no help|spared|yardstick|off by no more|own ε|unbiased guess may"
-    assert not re.search(wrong, shown, re.IGNORECASE)
-    assert not re.search(r"(?<!not )(?<!not made )\bsafe\b", shown.replace("does not make an example safe", ""))
-
-
-def test_what_epsilon_allows_is_attained_by_the_worst_pair(tmp_path: Path) -> None:
+def test_what_epsilon_allows_is_attained_by_the_worst_pair() -> None:
     """Every (ε, δ)-private pair is dominated by one of four outcomes, for which the best guess is known exactly."""
     for epsilon, delta in ((0.3, 1e-5), (2.5, 1e-3), (9.0, 0.1)):
         run = bare("ε", 2.0)
@@ -179,8 +136,7 @@ def test_what_epsilon_allows_is_attained_by_the_worst_pair(tmp_path: Path) -> No
         share = (1 - delta) / (1 + math.exp(epsilon))
         one = np.array([delta, share * math.exp(epsilon), share, 0.0])
         best = np.maximum(one, one[::-1]).sum() / 2
-        assert (row.without, row.most) == (0.5, pytest.approx(best))
-    assert "without questions" in text_of(written(run, tmp_path), "questions")
+        assert (row.low, row.value) == (0.5, pytest.approx(best))
 
 
 def test_questions_stand_beside_the_limit_and_the_commonest_answer() -> None:
@@ -192,13 +148,13 @@ def test_questions_stand_beside_the_limit_and_the_commonest_answer() -> None:
     run.columns["mse_bound_low"][3] = 0.0  # too few draws: its answer does not count
     policy = Policy(max_gain_over_guessing=0.1)
     rows = answers_of(Report(summarise(run), run, {}, {}, policy=policy))
-    told = [(row.name, row.without, round(row.most, 3), row.limit) for row in rows]
+    told = [(row.name, row.low, round(row.value, 3), row.limit) for row in rows]
     assert told[:2] == [("genotype", 0.5, 0.75, 0.6), ("genotype, all answers", 79 / 199, 0.771, None)]
     assert told[2][:2] == ("member", 0.5)
     assert told[2][2] < 0.51
 
 
-def test_measures_flag_as_their_rules_do_and_say_why(tmp_path: Path) -> None:
+def test_measures_flag_as_their_rules_do_and_say_why() -> None:
     run = worrying()
     policy = Policy(max_gain_over_guessing=0.1, max_individual_epsilon=2.0)
     run.columns["participations"][7] = 31
@@ -220,49 +176,18 @@ def test_measures_flag_as_their_rules_do_and_say_why(tmp_path: Path) -> None:
     first = exposure.most()[0]
     assert (first.row, first.flagged) == (7, sum(int(flags[7]) for flags in brute.values()))
     assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
-    shown = text_of(written(run, tmp_path, policy), "looks")
-    low, high = run.attributes.error[7, 0] * -1.96 + values[0, 0], run.attributes.error[7, 0] * 1.96 + values[0, 0]
-    assert f"{low:,.1f} to {high:,.1f}" in shown  # 95 % of estimates lie there
-
-
-def test_pictures_of_estimates_with_their_errors(tmp_path: Path) -> None:
-    run = of_kind("image", safe=False)
-    estimates = np.stack([run.pictures.images] * 3, axis=1)
-    errors = np.tile([0.69, 0.15, 0.16], (6, 1))
-    pictures = dataclasses.replace(run.pictures, estimates=estimates, errors=errors, typical=1)
-    run = dataclasses.replace(run, pictures=pictures)
-    page = written(run, tmp_path, POLICY)
-    shown = text_of(page, "looks").replace("\xa0", " ")
-    assert [shown.count(text) for text in ("± 0.69", "± 0.15", "± 0.16", "typical")] == [5, 5, 5, 1]
-    assert shown.index("Zoë 3") < shown.index("Zoë 0")  # the most exposed first
-    assert source(page, "looks").count("<img") == 20
-
-    # one draw may err more than its beliefs alone: it is not drawn as if the model had helped
-    errors[0] = [0.69, 0.23, 0.16]
-    worse = dataclasses.replace(run, pictures=dataclasses.replace(pictures, errors=errors))
-    shown = text_of(written(worse, tmp_path, POLICY), "looks").replace("\xa0", " ")
-    assert [shown.count(text) for text in ("± 0.69", "± 0.15", "± 0.16", "± 0.23")] == [5, 4, 6, 0]
-    assert "<img" not in written(run, tmp_path, redacted=True).read_text()
 
 
 def test_options_and_declarations_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change = "Noise σ = 2.7 is predicted to keep every rule; its cost: accuracy 0.91 (now 0.93)."
-    found = Options(2.7, change, [(1.0, 0.2, True), (2.7, 0.54, False)], 0.5, ["Choose σ for ε: make_private(…)."])
+    found = Options(2.7, change)
     monkeypatch.setattr(chapters, "options_of", lambda run, policy, verdicts: found)
     declared = {"intended_use": "dosing <aid>", "owner_of_the_decision": "the officer"}
     policy = Policy(name="clinical-v2", min_error_share=0.5, declared=declared)
-    run = of_kind("table", safe=False)
-    run.about["metrics"] = {"accuracy": {"value": 0.93, "on": "360 held out"}}
-    run.about["mechanism"] |= {"noise_multiplier_default": True}
-    page = written(run, tmp_path, policy)
+    page = written(of_kind("table", safe=False), tmp_path, policy)
     assert change in text_of(page, "verdict")  # with its cost, on the first screen
     assert change in text_of(page, "options")
-    assert "<svg" in source(page, "options")
-    assert "accuracy 0.93 on 360 held out" in text_of(page, "first")
-    assert "σ 1 (the default)" in text_of(page, "first")
-    assert "Declared, not checked intended use dosing <aid> owner of the decision the officer" in text_of(
-        page, "verdict"
-    )
+    assert "intended use dosing <aid> owner of the decision the officer" in text_of(page, "verdict")
 
 
 def test_the_sheet_to_sign_has_every_finding_and_hash(tmp_path: Path) -> None:

@@ -159,10 +159,8 @@ def test_more_noise_does_not_help() -> None:
     run.about["mechanism"] |= {"sample_rate": 0.05}
     policy = parse_policy({"extends": "default"})
     found = options_of(run, policy, check(run, policy))
-    assert (found.sigma, found.curve) == (None, [])
+    assert found.sigma is None
     assert any(text.startswith("Replace layer 1 (ReLU)") for text in found.others)
-    smooth_run = dataclasses.replace(run, about=worrying().about | {"mechanism": run.about["mechanism"]})
-    assert options_of(smooth_run, policy, check(smooth_run, policy)).curve
 
 
 @pytest.mark.parametrize("redacted", [False, True])

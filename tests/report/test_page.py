@@ -17,13 +17,12 @@ from jinja2 import UndefinedError
 from markupsafe import Markup
 
 import torchfil
-from tests.report.pages import elements, files_of, source, table_data, text_of
-from tests.report.run_cases import ABOVE, AUDIT, REFUTED, audited, made_up, with_baselines
+from tests.report.pages import elements, files_of, table_data, text_of
+from tests.report.run_cases import ABOVE, AUDIT, REFUTED, SPARED, audited, made_up, with_baselines
 from torchfil.attacks import AttackResult
 from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report import page as chapters
 from torchfil.report.formats import number
-from torchfil.report.looks import as_data_url, shares_of
 from torchfil.report.page import block, context_of
 from torchfil.report.summary import Report, summarise
 from torchfil.run.baselines import LOWER_BOUND, NOT_MEASURED, status_of
@@ -112,7 +111,7 @@ def test_a_bare_run_gives_a_page_without_empty_chapters(tmp_path: Path) -> None:
     run = made_up()
     bare = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
     text = write_report(bare, tmp_path / "report").read_text()
-    assert not re.search('<section [^>]*id="(alerts|attributes|groups|looks|rates|words|spared)"', text)
+    assert not re.search('<section [^>]*id="(alerts|attributes|groups|rates|words|spared)"', text)
     nobody = SavedRun(about={}, ids=run.ids[:0], columns={"fil": np.zeros(0), "mse_bound": np.zeros(0)})
     assert "Too few examples were measured" in write_report(nobody, tmp_path / "report").read_text()
     with pytest.raises(ValueError, match="no column 'mse_bound'"):
@@ -136,50 +135,27 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
 def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
     table = made_up().attributes
     table = dataclasses.replace(table, error=np.full((40, 3), 6.0), error_low=np.full((40, 3), 4.0))
-    run = with_baselines(made_up(pictures=None, texts=None, attributes=table), 5.0)
-    page = write_report(run, tmp_path / "report")
-    exposed = text_of(page, "looks").replace("\xa0", " ")
-    assert "age ± 4 years" in exposed
-    assert "± 6" not in exposed
+    page = write_report(with_baselines(made_up(attributes=table), 5.0), tmp_path / "report")
+    shown = text_of(page, "verdict").replace("\xa0", " ")
+    assert "age: ± 4 years" in shown
+    assert "± 6" not in shown
     assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
     assert set(table_data(page)["attributes"][0]["values"]) == {4.0}
 
 
 @pytest.mark.parametrize("redacted", [False, True])
-def test_an_audited_epsilon_is_published_rounded_down(redacted: bool, tmp_path: Path) -> None:
-    audit = AUDIT | {"epsilon": 1.199, "by_method": {"dp": 0.999, "fdp": 1.199}}
-    page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
-    assert "audited ε ≥ 1.1 (" in text_of(page, "first")
-    assert "ε ≥ 1.1 at 95 %" in text_of(page, "audit")
-    assert ("ε ≥ 0.99;" in text_of(page, "audit")) is not redacted
-    assert "≥ 1.1, a lower bound" in text_of(page, "training")
-    assert "1.2" not in text_of(page, "audit")
-    if redacted:
-        assert json.loads((page.parent / "summary.json").read_text())["about"]["audit"]["epsilon"] == 1.1
-
-
-@pytest.mark.parametrize("redacted", [False, True])
-@pytest.mark.parametrize(
-    ("audit", "least", "said"), [(AUDIT, "1.1", ""), (ABOVE, "2.7", "but not at 99.9 %"), (REFUTED, "3.4", "")]
-)
-def test_an_audit_stands_beside_the_claim(audit: Any, least: str, said: str, redacted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("audit", "least"), [(AUDIT | {"epsilon": 1.199}, "1.1"), (ABOVE, "2.7"), (REFUTED, "3.4")])
+def test_an_audit_stands_beside_the_claim_rounded_down(audit: Any, least: str, redacted: bool, tmp_path: Path) -> None:
     page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
     assert f"claimed ε 2.5, audited ε ≥ {least} (1,000 canaries) at δ" in text_of(page, "first")
-    told = text_of(page, "audit")
-    for words in (
-        said,
-        f"ε ≥ {least} at 95 %",
-        "A silent audit proves nothing",
-        "ε ≥ 5.78, the most that so many",
-    ):
-        assert words in told
-    assert ("3.1 % 8.2 % 5 % 11.7 % not known" in told) is not redacted  # a rate may rest on few
-    assert ("those of the audit rest on 1,000 canaries" in page.read_text()) is redacted
-    assert "which canaries take part, how batches are drawn and what the noise is" in text_of(page, "assumptions")
-    alert = "Either the accounting or the training code is wrong, and no other number of this report can be trusted."
-    assert (alert in " ".join(page.read_text().partition("<section")[0].split())) is (audit is REFUTED)
+    assert f"ε ≥ {least} at 95 %" in text_of(page, "audit")
+    assert f"≥ {least}, a lower bound" in text_of(page, "training")
+    assert "1.2" not in text_of(page, "audit")
+    assert ("3.1 % 8.2 % 5 % 11.7 %" in text_of(page, "audit")) is not redacted  # a rate may rest on few
+    assert ("no other number of this report" in " ".join(page.read_text().split())) is (audit is REFUTED)
     assert ("leaks more than it claims" in text_of(page, "decision")) is (audit is REFUTED)  # the sheet to sign
-    assert "audit" not in text_of(write_report(audited(None), page.parent), "first")
+    if redacted:
+        assert json.loads((page.parent / "summary.json").read_text())["about"]["audit"]["epsilon"] == float(least)
 
 
 def test_a_section_is_one_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,16 +175,14 @@ def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest
     page = write_report(run, tmp_path / "report")
     measured = np.flatnonzero(status_of(run) != NOT_MEASURED)
     ranked = measured[np.argsort(run.columns["mse_bound_low"][measured])].tolist()
-    named = set(map(int, re.findall(r'data-row="(\d+)"', page.read_text())))
-    assert named - set(ranked[:12]), "the down-weighted are named, too"
     data = table_data(page)
-    assert set(data["places"]) == set(ranked[:12]) | named
+    assert set(data["places"]) == set(ranked[:12]) | set(SPARED)  # the down-weighted are named, too
     assert data["measured"] == len(measured)
     assert f"The table has {len(data['ids'])} of 40 examples" in text_of(page, "most-exposed")
     assert len((page.parent / "leakage.csv").read_text().splitlines()) == 41
 
 
-@pytest.mark.parametrize("slug", ["verdict", "looks", "most-exposed", "options", "pictures", "words"])
+@pytest.mark.parametrize("slug", ["verdict", "most-exposed", "options", "words"])
 def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: str) -> None:
     report = Report(summarise(made_up(), redacted=True), None, {}, {})
     with pytest.raises(UndefinedError):
@@ -255,19 +229,8 @@ def test_tokens_are_shown_with_their_shares_and_never_in_public(tmp_path: Path) 
     plis = np.asarray([[1.0, 7.0, 1.0, 0.0], [np.nan, 2.0, np.nan, np.nan]], "f4")
     words = [[" she", " has", " <gout>", " "], ["co", "##ld"]]
     run = made_up(texts=Texts(np.asarray([5, 2]), words, fil, plis))
-    shown = source(write_report(run, tmp_path / "report"), "words")
-    assert all(part in shown for part in ("96.1 % of the text", "&lt;gout&gt;: 83 % of the text"))
+    shown = text_of(write_report(run, tmp_path / "report"), "words")
+    assert "3. <gout> 83 % 0.5 2.0 % 1" in shown
+    assert "2. has 13 % 0.2 96 % 7" in shown
     public = write_report(run, tmp_path / "public", redacted=True)
     assert not any(b"gout" in content for content in files_of(public).values())
-
-    for sizes in (np.random.default_rng(0).random(9), np.asarray([0.0, 2.0]), np.asarray([np.nan, 1.0])):
-        assert shares_of(sizes).sum() == pytest.approx(1.0)
-    assert shares_of(np.zeros(3)).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_pictures(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for shape in ((5, 7), (5, 7, 3)):
-        pixels = np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
-        (tmp_path / "x.png").write_bytes(base64.b64decode(as_data_url(pixels).split(",")[1]))
-        np.testing.assert_array_equal(np.asarray(image.open(tmp_path / "x.png")), pixels)

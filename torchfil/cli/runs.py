@@ -33,15 +33,12 @@ from torchfil.utils.text import visible
 @click.argument("run", type=FILE)
 @click.option("-o", "--out", "directory", type=FILE, required=True, help="Folder to write; replaced when complete.")
 @click.option("--policy", type=FILE, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
-@click.option("--pictures", is_flag=True, help="Write the charts as SVG files beside the page, too.")
 @click.option("--signature", type=FILE, help="A signature of the run (torchfil sign): the page says who signed.")
 @click.option("--allowed-signers", type=FILE, help="With --signature: whom you trust, as in torchfil verify.")
 @click.option("--weights", type=FILE, multiple=True, help="The released weights: their hash is on the sheet to sign.")
 @with_output
 @with_redaction
-def report(
-    run: Path, directory: Path, redacted: bool, min_group: int, pictures: bool, out: Output, **given: Any
-) -> None:
+def report(run: Path, directory: Path, redacted: bool, min_group: int, out: Output, **given: Any) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
@@ -58,7 +55,7 @@ def report(
     files = {"run": [run], "policy": [] if policy is None else [policy], "weights": given["weights"]}
     digests = {f"{role} {each.name}": file_sha256(each) for role, paths in files.items() for each in paths}
     vouched = None if signature is None or trust is None else signatures.verify(signature, trust, files, complete=False)
-    options: dict[str, Any] = {"min_group": min_group, "policy": thresholds, "signature": vouched, "pictures": pictures}
+    options: dict[str, Any] = {"min_group": min_group, "policy": thresholds, "signature": vouched}
     page = write_report(load(run), directory, redacted=redacted, digests=digests, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")

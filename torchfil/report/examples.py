@@ -146,6 +146,34 @@ def _reasons(run: SavedRun, rows: Iterable[int]) -> Iterator[list[str]]:
         yield reasons
 
 
+@dataclass(frozen=True)
+class ShownToken:
+    """A token of a text: its size, and its share of the text."""
+
+    word: str
+    size: float
+    share: float
+
+
+def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[ShownToken]]]]:
+    """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its PLIS."""
+    if run.texts is None:
+        return []
+    maps = {"FIL": run.texts.fil} | ({} if run.texts.plis is None else {"PLIS": run.texts.plis})
+    return [
+        (str(run.ids[row]), {name: _tokens(words, sizes[place][: len(words)]) for name, sizes in maps.items()})
+        for place, (row, words) in enumerate(zip(run.texts.rows, run.texts.words, strict=True))
+    ]
+
+
+def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
+    """Tokens without the blanks around them, and a sign for one that is nothing else; shares are s²/Σ s²."""
+    squares = np.nan_to_num(np.asarray(sizes, dtype=np.float64)) ** 2
+    shares = squares / (squares.sum() or 1.0)
+    parts = zip(words, sizes.tolist(), shares.tolist(), strict=True)
+    return [ShownToken(word.strip() or "␣", size, share) for word, size, share in parts]
+
+
 # ---------------------------------------------------------------------- the table of all examples
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from scipy.stats import binom
@@ -39,9 +38,10 @@ from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict
-from torchfil.run.baselines import error_ratios, is_told
+from torchfil.run.baselines import is_told
 from torchfil.run.composed import epsilon_at, rdp_of
-from torchfil.run.saved_run import SavedRun, jumps_of
+from torchfil.run.matching import setting
+from torchfil.run.saved_run import SavedRun
 from torchfil.run.unit import counted
 
 MARGIN = 1.5  # on σ'
@@ -62,15 +62,11 @@ class Options:
     Attributes:
         sigma: The least noise that is predicted to keep every rule; None: none is known, or nothing need be done.
         change: The same in a sentence, with its cost in the user's metric; "" where nothing is predicted.
-        curve: (σ, the smallest ratio to a blind guess's error, whether it was measured), ascending in σ.
-        limit: What the policy asks of that ratio; None: nothing.
         others: What helps with the rules that no noise is known to keep, a sentence each.
     """
 
     sigma: float | None = None
     change: str = ""
-    curve: list[tuple[float, float, bool]] = field(default_factory=list)
-    limit: float | None = None
     others: list[str] = field(default_factory=list)
 
 
@@ -80,7 +76,6 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     Where rules at the level "error" are broken, those at "warn" may stay so.
     """
     broken = [verdict for verdict in verdicts if not verdict.passed]
-    sigma, linear = _sigma(run), run.about.get("kind") == "linear"
     if not broken:
         return Options()
     if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):  # predictions rest on what may be wrong
@@ -88,25 +83,21 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
 
     # the least noise for each rule that must hold: those that stop a release, and those that hold now
     stop = [verdict for verdict in broken if verdict.level == "error"] or broken
-    needed = dict.fromkeys(verdict.key for verdict in verdicts if verdict.passed or verdict in stop)
     least: dict[str, float | None] = dict.fromkeys(verdict.key for verdict in stop)
+    sigma = _sigma(run)
     if sigma and is_told(run).any():
-        least = {key: _least_noise(run, policy, key, sigma) for key in needed if key != _WORSENING or key in least}
+        held = [verdict.key for verdict in verdicts if verdict.passed and verdict.key != _WORSENING]
+        least = {key: _least_noise(run, policy, key, sigma) for key in (*least, *held)}
     noises = [noise for noise in least.values() if noise is not None]
-    noise, change = None, "No noise alone is known to keep every rule."
-    if len(noises) == len(least):
-        noise, warns = max(noises), len(broken) - len(stop)
-        still = f", with {counted(warns, 'warning')}" * bool(warns)
-        change = f"Noise σ = {noise:g} {'keeps' if linear else 'is predicted to keep'} every rule{still}"
-        change += f"; its cost: {_cost(run, noise)}."
     lost = [verdict for verdict in verdicts if verdict.key in least and least[verdict.key] is None]
-    others = [RULES[verdict.key].remedy(verdict) for verdict in lost]
-
-    ratios, curve = error_ratios(run, policy.blind_error), list[tuple[float, float, bool]]()
-    if sigma and ratios is not None and not np.isnan(ratios).all() and not jumps_of(run.about):
-        drawn = np.geomspace(sigma, max(4 * sigma, noise or 0.0), 7).tolist()
-        curve = [(each, float(np.nanmin(ratios)) * each / sigma, each == sigma) for each in drawn]
-    return Options(noise, change, curve, policy.min_error_share, list(dict.fromkeys(others)))
+    others = list(dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in lost))
+    if len(noises) < len(least):
+        return Options(None, "No noise alone is known to keep every rule.", others)
+    noise, warns = max(noises), len(broken) - len(stop)
+    still = f", with {counted(warns, 'warning')}" if warns else ""
+    keeps = "keeps" if run.about.get("kind") == "linear" else "is predicted to keep"
+    change = f"Noise σ = {noise:g} {keeps} every rule{still}; its cost: {_cost(run, noise)}."
+    return Options(noise, change, others)
 
 
 def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float | None:
@@ -114,14 +105,15 @@ def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float
     margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (MARGIN, LARGEST)
     if key == _FEW:  # of fresh draws, whatever the noise
         return sigma if _num_untold(run) <= policy.max_share_too_few_draws * len(run) else None
-    parts = run.slices(_AT_ONCE) if key.startswith(_OF_EXAMPLES) else [run]
+    of_examples = key.startswith(_OF_EXAMPLES)
+    parts = run.slices(_AT_ONCE) if of_examples else iter([run])
     if key in _OF_NOISE:  # the same for everybody
-        parts, margin = [run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])], 1.0
+        parts, margin = iter([run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])]), 1.0
     least = sigma
     for part in parts:
 
         def holds(noise: float, part: SavedRun = part) -> bool:
-            then = with_noise(part, noise, margin, epsilon=key in _OF_NOISE)
+            then = with_noise(part, noise, margin, epsilon=key in _OF_NOISE, tables=of_examples)
             return all(verdict.passed for verdict in RULES[key].measure(then, policy))
 
         if holds(least):
@@ -136,7 +128,9 @@ def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float
     return least
 
 
-def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: bool = True) -> SavedRun:
+def with_noise(
+    run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: bool = True, tables: bool = True
+) -> SavedRun:
     """What the rules of a gate would see of the run with other noise, at fixed gradients.
 
     Args:
@@ -144,56 +138,45 @@ def with_noise(run: SavedRun, sigma: float, margin: float = 1.0, *, epsilon: boo
         sigma: σ'.
         margin: What gradients leak is predicted at σ'/margin. What the noise itself allows of a D needs none.
         epsilon: Whether ε is wanted, which takes a while.
+        tables: Whether attributes and questions are, which may take much memory.
     """
+    factor = (sigma / margin / (_sigma(run) or math.nan)) ** 2
     spent = _epsilon_then(run, sigma) if epsilon else None
-    then = _leaking(run, (sigma / margin / (_sigma(run) or math.nan)) ** 2, spent, noise_multiplier=sigma)
-    rate, steps = (run.about["mechanism"].get(name) for name in ("sample_rate", "steps"))
-    if not rate or not steps:  # known batches, or a linear model
-        return then
-    largest = largest_divergences([(sigma, rate, steps)])
-    high: list[Any] = [_Times(each.divergence_high, 1.0, largest[not each.membership]) for each in then.questions]
-    asked = zip(then.questions, high, strict=True)
-    return replace(then, questions=[replace(each, divergence_high=own) for each, own in asked])
-
-
-def _leaking(run: SavedRun, factor: float, epsilon: float | None, **mechanism: float) -> SavedRun:
-    """The run with f times the MSE bounds, this ε and another mechanism; only what rules read is kept."""
-
-    def scaled(record: Any, power: float, *names: str) -> Any:
-        parts = {name: getattr(record, name) for name in names}
-        return replace(record, **{k: _Times(own, factor**power) for k, own in parts.items() if own is not None})
-
     columns = {name: run.columns[name] for name in _SAME if name in run.columns}
     columns |= {name: run.columns[name] * factor**power for name, power in _POWERS.items() if name in run.columns}
-    if epsilon is not None and "epsilon" in run.columns:
-        columns["epsilon"] = np.full(len(run), epsilon)
-    attributes = None if run.attributes is None else scaled(run.attributes, 0.5, "error", "error_low")
-    asked = [scaled(each, -1.0, "divergence", "divergence_high") for each in run.questions]
-    about = {**run.about, "epsilon": epsilon, "mechanism": {**run.about["mechanism"], **mechanism}}
-    return replace(run, about=about, columns=columns, attributes=attributes, questions=asked)
+    if spent is not None and "epsilon" in run.columns:
+        columns["epsilon"] = np.full(len(run), spent)
+    mechanism = {**run.about["mechanism"], "noise_multiplier": sigma}
+    then = replace(run, about={**run.about, "epsilon": spent, "mechanism": mechanism}, columns=columns)
+    if not tables:
+        return then
+    attributes = run.attributes
+    if attributes is not None:
+        low = None if attributes.error_low is None else np.asarray(attributes.error_low) * math.sqrt(factor)
+        attributes = replace(attributes, error=np.asarray(attributes.error) * math.sqrt(factor), error_low=low)
+
+    # known batches and a linear model's release have no cap
+    rate, steps = (setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps"))
+    caps = largest_divergences([(sigma, rate, steps)]) if rate and steps else (math.inf, math.inf)
+    questions = [
+        replace(
+            asked,
+            divergence=np.asarray(asked.divergence) / factor,
+            divergence_high=np.minimum(np.asarray(asked.divergence_high) / factor, caps[not asked.membership]),
+        )
+        for asked in run.questions
+    ]
+    return replace(then, attributes=attributes, questions=questions)
 
 
 def _sigma(run: SavedRun) -> float | None:
-    mechanism = run.about.get("mechanism") or {}
-    return mechanism.get("noise_multiplier", mechanism.get("sigma"))
-
-
-class _Times:
-    """A table times a number, at most another, of which only what is read is computed."""
-
-    def __init__(self, table: Any, factor: float, most: float = math.inf) -> None:
-        self.table, self.factor, self.most, self.shape = table, factor, most, table.shape
-
-    def __getitem__(self, where: Any) -> np.ndarray:
-        return np.minimum(np.asarray(self.table[where]) * self.factor, self.most)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype=dtype)
+    own: float | None = setting(run, "mechanism.noise_multiplier")
+    return setting(run, "mechanism.sigma") if own is None else own
 
 
 def _num_untold(run: SavedRun) -> int:
     """How many examples as many fresh draws leave untold: with Poisson sampling at most so many in 95 % of the runs."""
-    rate, steps, measured = (run.about["mechanism"].get(name) for name in ("sample_rate", "steps", "fil_rate"))
+    rate, steps, measured = (setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps", "fil_rate"))
     if rate is None or not steps or run.about.get("merged"):  # known batches, closed forms, or means over runs
         return int((~is_told(run)).sum())
     share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * (measured or 1.0))
@@ -221,26 +204,27 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float]) -> float:
 
     See :func:`torchfil.run.composed.rdp_of`.
     """
-    return epsilon_at(rdp_of(run, sigmas), run.about["delta"])
+    return epsilon_at(sum(rdp_of(run, sigma) for sigma in sigmas), run.about["delta"])
 
 
 def _cost(run: SavedRun, sigma: float) -> str:
     """What σ' costs: the score of a linear model; of others nobody measured it. Pilots spent ε, too."""
-    linear, metrics = run.about.get("linear") or {}, run.about.get("metrics") or {}
-    pairs = np.asarray(sorted(linear.get("score_by_noise") or []), dtype=np.float64).reshape(-1, 2)
-    if not len(pairs):
-        now = ", ".join(f"{name} {metric['value']:.3g}" for name, metric in metrics.items())
-        pilots = (run.about.get("noise_choice") or {}).get("pilot_noise_multipliers")
+    linear = run.about.get("linear") or {}
+    if not linear.get("score_by_noise"):
+        metrics = (run.about.get("metrics") or {}).items()
+        now = ", ".join(f"{name} {metric['value']:.3g}" for name, metric in metrics)
         told = f"not measured (now {now})" if now else "not measured"
+        pilots = setting(run, "noise_choice.pilot_noise_multipliers")
         if not pilots or not run.about.get("delta"):
             return told
         return f"{told}; ε = {epsilon_of(run, [*pilots, sigma]):.3g} with its pilots"
     name, blind = linear.get("score_name", "score"), linear.get("blind_score", 0.0)
-    now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(pairs[:, 0]), pairs[:, 1])
+    noises, scores = np.asarray(sorted(linear["score_by_noise"]), dtype=np.float64).T
+    now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(noises), scores)
     if then <= blind:
         at_most = f"{name} below 0" if blind == 0 else f"{name} {then:.2f}, no more than the commonest class has"
         return f"{at_most}: the model would be useless"
-    if sigma > pairs[-1, 0]:
+    if sigma > noises[-1]:
         return f"not measured (now {name} {now:.2f})"
     return f"{name} {then:.2f} (now {now:.2f})"
 

@@ -27,13 +27,12 @@ from markupsafe import Markup
 from torchfil.gate.gate import check, decision, default_policy, large_delta
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, STATES, Verdict
-from torchfil.report import charts, examples, formats, looks
+from torchfil.report import charts, examples, formats
 from torchfil.report.comparison import Comparison, changes, in_short
 from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
 from torchfil.report.summary import Report, named_level, summarise
-from torchfil.report.svg import intervals, standalone
 from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun, audited_epsilon, leakage_columns
 from torchfil.run.unit import unit_of
@@ -89,41 +88,39 @@ def context_of(report: Report, live: float | None = None) -> dict[str, Any]:
     * ``run``; ``ruling``, what the policy says, None where the run does not keep what its rules are about; ``options``,
       what would keep the policy;
     * ``most``, the most exposed examples, and ``measures``, by which examples are flagged;
-    * ``pictured``, examples as pictures; ``values``, attributes of examples that can be estimated most closely;
-      ``texts``, tokens text by text;
+    * ``texts``, tokens text by text;
     * ``live``, of a page that follows a run file: when it was written, in seconds since 1970; such a page has no table;
     * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
     run, verdicts, policy = report.run, report.verdicts, report.policy
-    drawn, answers = charts.charts_of(report), charts.answers_of(report)
-    public = {"report": report, "summary": report.summary, "charts": drawn, "answers": answers, "live": live}
-    public["unit"] = unit_of(report.about("mechanism") or {})
+    answers = charts.answers_of(report)
+    public = {
+        "report": report,
+        "summary": report.summary,
+        "unit": unit_of(report.about("mechanism") or {}),
+        "charts": charts.charts_of(report, answers),
+        "answers": answers,
+        "live": live,
+    }
     if run is None:
         return public
 
-    # who is exposed, and what that would look like
-    told, exposure = baselines.is_told(run), examples.Measures(report)
-    most, pictured = exposure.most(), looks.pictures_of(run, report.ratios)
-    values = looks.closest_values(report, exposure.closest)
-    ranges = [value.drawn for value in values if value.drawn is not None]
-    if ranges:
-        drawn["ranges"] = functools.partial(intervals, ranges, axis=None)
-
-    # what the policy says, and what would help
     ruling, options = None, Options()
     if verdicts is not None and policy is not None:
         ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
-    if len(options.curve) > 1:
-        drawn["options"] = charts.options_chart(options)
-    named = [*(each.row for each in most), *(each.row for each in pictured), *(each.row for each in values)]
+    told, exposure = baselines.is_told(run), examples.Measures(report)
+    most = exposure.most()
     priors = {question.name: prior_guess(question, told) for question in run.questions}
-    made = {"run": run, "ruling": ruling, "options": options, "most": most, "pictured": pictured, "values": values}
-    return public | {
-        **made,
+    return {
+        **public,
+        "run": run,
+        "ruling": ruling,
+        "options": options,
+        "most": most,
         "measures": list(exposure.flags),
-        "texts": looks.tokens_of(run),
+        "texts": examples.tokens_of(run),
         "priors": {name: guess for name, guess in priors.items() if guess is not None},
-        "table": None if live else examples.table_of(exposure, named),
+        "table": None if live else examples.table_of(exposure, [each.row for each in most]),
     }
 
 
@@ -151,12 +148,10 @@ _SECTIONS = [
     Section("alerts", "Before you read on", place="card"),
     Section("closeness", "How close could somebody get?", place="card"),
     Section("questions", "What could anybody learn?", place="half"),
-    Section("looks", "What it would look like", confidential=True, place="half"),
     Section("most-exposed", "Who is exposed most?", confidential=True, place="card"),
     Section("groups", "Are groups treated alike?", place="half"),
     Section("options", "What would fix it?", confidential=True, place="half"),
     Section("attributes", "Single attributes"),
-    Section("pictures", "All pictures, and which pixels drive the privacy loss", confidential=True),
     Section("words", "Which words leak", confidential=True),
     Section("rates", "Questions at few false alarms"),
     Section("attacks", "Attacks"),
@@ -165,7 +160,6 @@ _SECTIONS = [
     Section("audit", "The audit of ε"),
     Section("epsilon", "Individual ε"),
     Section("spared", "Down-weighted examples"),
-    Section("history", "Over the course of training"),
     Section("linear", "What was released"),
     Section("merged", "Several runs together"),
     Section("training", "What was trained"),
@@ -242,14 +236,11 @@ def render_comparison(comparison: Comparison) -> str:
         with np.errstate(divide="ignore", invalid="ignore"):
             change = np.nan_to_num(np.log(moves.after) - np.log(moves.before), nan=0.0, posinf=np.inf, neginf=-np.inf)
         down, up = np.argsort(change, kind="stable"), np.argsort(-change, kind="stable")
-        chart, drawn = charts.comparison_chart(moves)
         context |= {
             "moved": moves,
             "moved_down": [row for row in down[:MOST_MOVED] if change[row] < 0],
             "moved_up": [row for row in up[:MOST_MOVED] if change[row] > 0],
             "newly": [] if moves.newly_exposed is None else moves.ids[moves.newly_exposed].tolist(),
-            "chart": chart,
-            "drawn": drawn,
         }
     return _environment().get_template("compared.html").render(context | _dress(comparison.redacted)).lstrip()
 
@@ -261,7 +252,7 @@ def block(name: str, context: Mapping[str, Any]) -> Markup:
 
 
 def asset(name: str) -> str:
-    """A file of the page: ``charts.css``, ``page.css``, ``page.js`` or ``live.js``."""
+    """A file of the page: ``page.css``, ``page.js`` or ``live.js``."""
     return (resources.files("torchfil.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -270,14 +261,10 @@ def digest_of(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def label_of(redacted: bool) -> str:
-    """Who may read the page, as it stands above all else and on every sheet."""
-    return "Public version: aggregates only" if redacted else "Confidential: made from private data"
-
-
-def _dress(redacted: bool) -> dict[str, Any]:
-    label = label_of(redacted)
-    return {"label": label, "style": Markup(asset("charts.css") + asset("page.css").replace("{{label}}", label))}
+def _dress(redacted: bool) -> dict[str, object]:
+    """Who may read the page, as it stands above all else and on every sheet; and its style."""
+    label = "Public version: aggregates only" if redacted else "Confidential: made from private data"
+    return {"label": label, "style": Markup(asset("page.css").replace("{{label}}", label))}
 
 
 @functools.cache
@@ -320,7 +307,6 @@ def write_report(
     min_group: int = 10,
     policy: Policy | None = None,
     signature: Signature | None = None,
-    pictures: bool = False,
     digests: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
@@ -329,7 +315,7 @@ def write_report(
         * The folder is replaced only when the new report is complete. A folder that is not a report is never replaced.
         * Only the owner may read it (folder 0700, files 0600).
         * The page loads nothing from anywhere and opens from the disk.
-        * Redacted: no file holds an id, a value of one example, a picture, the data's hash or the seed; every number
+        * Redacted: no file holds an id, a value of one example, the data's hash or the seed; every number
           rests on ``min_group`` examples or more. No noise is added: it is not a differentially
           private release.
 
@@ -341,7 +327,6 @@ def write_report(
         policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict. None: those of
             the template (:func:`torchfil.gate.gate.default_policy`), which the page then names.
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
-        pictures: Whether to write the page's charts as SVG files beside it, too.
         digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page has none.
 
     Returns:
@@ -357,13 +342,7 @@ def write_report(
             files["leakage.csv"] = f"every {run.unit.one}"
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
-        # charts for other documents, from what the page shows
         report = replace(report, summary=summary, files=files, digests=shown, signature=signature)
-        for name, chart in charts.charts_of(report).items() if pictures else ():
-            drawn = standalone(chart, asset("charts.css"), label_of(redacted))
-            (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
-            files[f"{name}.svg"] = "a chart of the page"
-
         files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
         if verdicts is not None and policy is not None:
             rules = [each.as_dict() for each in verdicts]

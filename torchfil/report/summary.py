@@ -71,7 +71,6 @@ class AttributeSummary:
         blind: What a blind guess errs by, of the most exposed example; None where it is not known, and in public where
             it is made from the data.
         levels: Of a categorical attribute, the share of each level; always empty in public.
-        pixel: Its row and column in the image; None where it is no pixel.
     """
 
     name: str
@@ -82,7 +81,6 @@ class AttributeSummary:
     exposed: int | str | None = None
     blind: float | None = None
     levels: dict[str, float] = field(default_factory=dict)
-    pixel: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +168,12 @@ class Summary:
     def tracked(self) -> list[AttributeSummary]:
         """The attributes of which something may be told."""
         return [attribute for attribute in self.attributes if attribute.error or attribute.ratio]
+
+    @property
+    def closest(self) -> AttributeSummary | None:
+        """The attribute that can be estimated most closely beside a blind guess; categories have no ±."""
+        known = [attribute for attribute in self.tracked if "0" in attribute.ratio and not attribute.levels]
+        return min(known, key=lambda attribute: attribute.ratio["0"], default=None)
 
     @property
     def ranked(self) -> list[AttributeSummary]:
@@ -315,7 +319,7 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
 
     # where the blind guess is made from the data, an error beside its ratio would tell the data's deviation
     stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
-    blind, pixels, spread = baselines.blind_errors(run, *stated), run.attributes.pixels, run.baselines
+    blind, spread = baselines.blind_errors(run, *stated), run.baselines
     told, public = baselines.is_told(run), smallest > 1
     codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
     summaries = []
@@ -341,7 +345,6 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
                 exposed=exposed if len(ratios) >= max(smallest, 1) else None,
                 blind=None if math.isnan(own) or (public and from_data) else own,
                 levels={} if public or spread is None else spread.levels.get(name, {}),
-                pixel=None if pixels is None else (int(pixels[j, 0]), int(pixels[j, 1])),
             )
         )
     return summaries

@@ -26,8 +26,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from scipy.special import logsumexp
 
+from torchfil.accounting.persons import person_rdp
 from torchfil.run.baselines import is_told
 from torchfil.run.matching import check_alike, names_of, setting
 from torchfil.run.saved_run import SavedRun
@@ -39,27 +39,19 @@ _POWERS = {"fil": 2, "mse_bound": -1, "mse_bound_low": -1, "error": -2, "error_l
 _ORDERS = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])  # Opacus's own
 
 
-def rdp_of(run: SavedRun, sigmas: Sequence[float]) -> np.ndarray:
-    """Rényi divergences at the orders of Opacus's accountant of trainings like the run, [151].
+def rdp_of(run: SavedRun, sigma: float) -> np.ndarray:
+    """Rényi divergences at the orders of Opacus's accountant of a training like the run with this σ, [151].
 
-    With μ the mixture (1 − q)N(0, σ²) + qN(1, σ²), E over N(0, σ²) of (dμ/dN)^α is a sum on a grid, of some 10⁵/σ
-    numbers. Where batches are known, q = 1 and the most frequent example's participations count.
+    Where batches are known, q = 1 and the most frequent example's participations count.
 
     Args:
         run: Whose sampling rate and steps are known.
-        sigmas: One for each training.
+        sigma: σ.
     """
     rate, count = run.about["mechanism"].get("sample_rate"), run.about["mechanism"]["steps"]
     if rate is None:
         rate, count = 1.0, int(np.max(run.columns.get("participations", 0), initial=0))
-    rdp = np.zeros(len(_ORDERS))
-    for sigma in sigmas:
-        points = np.arange(-12 * sigma, _ORDERS[-1] + 12 * sigma, sigma / 8)
-        absent, present = math.log(max(1 - rate, 1e-99)), math.log(rate) + (2 * points - 1) / (2 * sigma**2)
-        density = -((points / sigma) ** 2) / 2 - math.log(8 * math.sqrt(2 * math.pi))
-        moments = logsumexp(_ORDERS[:, None] * np.logaddexp(absent, present) + density, axis=1)
-        rdp += count * moments / (_ORDERS - 1)
-    return rdp
+    return count * person_rdp(1, rate, sigma, tuple(_ORDERS.tolist()))
 
 
 def epsilon_at(rdp: np.ndarray, delta: float) -> float:
@@ -182,7 +174,7 @@ def _epsilon(runs: Sequence[SavedRun]) -> tuple[float | None, float | None, str]
     for run, (spent, at) in zip(runs, own, strict=True):
         sigma, steps = (setting(run, f"mechanism.{name}") for name in ("noise_multiplier", "steps"))
         told = sigma and sigma > 0.05 and steps and at > 0 and run.about.get("accountant") == "rdp"
-        one = rdp_of(run, [sigma]) if told else rdp
+        one = rdp_of(run, sigma) if told else rdp
         if not told or epsilon_at(one, at) < (1 - 1e-6) * spent:  # or its noise was not the same at all steps
             return plain
         rdp += one

@@ -236,15 +236,13 @@
   const open = (row) => {
     const top = element("div", undefined, "top"), title = element("h3", named(row), "", { id: "detail-id" });
     top.append(title, copyLink(), newButton("Close", "close", () => dialog.close(), { autofocus: "" }));
-    const pictures = element("div", undefined, "pictures"), place = spec.places ? spec.places[row] : row;
-    pictures.append(...[...document.querySelectorAll(`.pictured [data-row="${place}"] img`)].map((image) => image.cloneNode()));
     const values = spec.columns.map((column) => [column.label, text(row, column)]).filter(([, value]) => value !== "");
     const groups = spec.groups.map((group) => [group.name, group.levels[group.codes[row]]]);
     const attributes = spec.attributes.filter((attribute) => attribute.values[row] !== null)
       .map(({ name, unit, values: errors }) => [name, errors[row] > 1e299 ? "beyond a blind guess’s error" : `± ${number(errors[row])}${unit ? " " + unit : ""}`]);
     const attacks = spec.attacks.flatMap((attack) => attack.rows.flatMap((target, i) => (target === row
       ? [[attack.name, `error ${number(attack.achieved[i])}, bound ${number(attack.predicted[i])}`]] : [])));
-    dialog.replaceChildren(top, ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
+    dialog.replaceChildren(top, element("p", sentence(row)),
       ...listed("Measured", values), ...listed("Groups", groups),
       ...listed("An unbiased estimate errs by at least", attributes), ...listed("Attacks", attacks));
     history.replaceState(null, "", "#example-" + encodeURIComponent(spec.ids[row]));

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from plis_xrays import concentration
 from torch import Tensor, nn
 
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
 from benchmarks.zoo import mnist_cnn
+from reproduction.rows import Outcome, Row, Run, check_that
 from torchfil import viz
 
 __all__ = ["ROWS"]

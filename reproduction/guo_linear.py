@@ -13,7 +13,7 @@ from paper_data import BinaryTask
 from scipy import stats
 
 import torchfil
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import GLMReconstruction
 from torchfil.bounds import mse_from_rdp
 from torchfil.glm import LogisticRegression

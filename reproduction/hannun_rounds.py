@@ -10,7 +10,7 @@ from glm_iwpc import COLOURS, SIGMA, reweighted
 from matplotlib.figure import Figure
 from paper_data import TabularTask
 
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
+from reproduction.rows import Outcome, Row, Run, check_that
 from torchfil.attacks import WhiteBoxInversion
 from torchfil.glm import IRFIL, LinearRegression
 
