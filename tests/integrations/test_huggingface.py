@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "smoothed": (
         {"label_smoothing_factor": 0.1, "given": {"criterion": nn.CrossEntropyLoss()}},
         ValueError,
-        "no effect on criterion",
+        "label_smoothing_factor",
     ),
     "weighted": ({"given": {"criterion": BY_CLASS}}, ValueError, "weight"),
 }
