@@ -187,7 +187,7 @@ class TestNumbers:
         numbers = list[tuple[int, dict[str, float]]]()
 
         def note(step: int) -> None:
-            run = engine._saved_run("test", 1e-4, pictures=0, hash_data=False)
+            run = engine._saved_run("test", 1e-4, records=False, hash_data=False)
             assert run is not None
             exact[step] = baselines.exposure_of(run), np.asarray(run.columns["mse_bound_low"])
             public[step] = summarise(run, redacted=True).questions[0].above
@@ -277,7 +277,7 @@ class TestNumbers:
         engine, _, loader = private()
         logger = LeakageLogger(lambda *_: None, delta=1e-4).attach(engine)
         train(engine, loader)
-        run = engine._saved_run("test", 1e-4, pictures=0)
+        run = engine._saved_run("test", 1e-4)
         levels = levels_of(run)
         logger._series.publish(levels)
         untold = np.flatnonzero(levels["classes"].codes != 2)

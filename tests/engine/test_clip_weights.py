@@ -174,7 +174,7 @@ def test_tables_and_run_files(tmp_path: Path) -> None:
     for weights in ({2: 0.25}, None):
         engine = train_run(kept(weights, max_grad_norm=0.01), steps=1).engine
         _, columns = engine.leakage_columns([5, 2])
-        saved = load(engine.save_run(tmp_path / f"{weights is None}.parquet", delta=DELTA, pictures=0))
+        saved = load(engine.save_run(tmp_path / f"{weights is None}.parquet", delta=DELTA))
         assert saved.clip_weights.tolist() == [1.0 if weights is None or i != 2 else 0.25 for i in range(N)]
         assert ("clip_weight" in columns) == ("clip_weight" in saved.columns) == (weights is not None)
         assert columns.get("clip_weight", [1.0, 0.25]) == [1.0, 0.25]

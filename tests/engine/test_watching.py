@@ -123,22 +123,6 @@ def test_the_data_set_is_read_at_the_first_save_only(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run.parquet").exists()
 
 
-def test_pictures_of_a_model_with_dropout_are_those_without_it(tmp_path: Path) -> None:
-    engine, loader, step = private()
-    engine.save_every(tmp_path / "live.parquet", steps=4, delta=1e-5)
-    trained(engine, loader, step, epochs=1)
-    assert step.model.training
-    assert all(module.training for module in step.model.modules())
-    step.model.eval()
-    engine.save_run(tmp_path / "eval.parquet", delta=1e-5)
-    live, still = (load(tmp_path / f"{name}.parquet").pictures for name in ("live", "eval"))
-    assert live is not None
-    assert still is not None
-    assert live.maps is not None
-    np.testing.assert_array_equal(live.maps, still.maps)
-    assert np.abs(live.maps).max() > 0
-
-
 @pytest.mark.parametrize("accountant", ["rdp", "gdp"])
 def test_epsilon_is_opacus_own_bit_for_bit(accountant: str) -> None:
     engine, loader, step = private(accountant)

@@ -173,7 +173,7 @@ class TestSaved:
         loss = {} if not torch.is_floating_point(dataset.tensors[1]) else {"loss_fn": nn.functional.mse_loss}
         model = nn.Linear(dataset.tensors[0].shape[1], outputs).double()
         engine = train(dataset, steps=3, module=model, track=("diagonal",), private=private, **loss).engine
-        return load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, pictures=0, **options))
+        return load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, **options))
 
     def test_who_is_exposed_is_told_by_the_label(self, tmp_path: Path) -> None:
         """Off by more than a label's mean, and by less than everybody's: beyond a blind guess, and was not before."""

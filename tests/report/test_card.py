@@ -103,7 +103,7 @@ def test_the_search_finds_what_is_not_public() -> None:
 def test_the_same_card_whoever_the_examples_are() -> None:
     run, others = planted(), disclosure.TestOutliers()
     about = run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}}
-    assert card_of(run) == card_of(planted(ids=np.arange(len(run)), pictures=None, records=None, about=about))
+    assert card_of(run) == card_of(planted(ids=np.arange(len(run)), records=None, about=about))
     assert card_of(others.run(1e2)) == card_of(others.run(1e4)) == card_of(others.run(1e6))
     assert card_of(others.run(1e2)) != card_of(others.run(1.0)), "the comparison can fail"
 

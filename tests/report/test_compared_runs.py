@@ -47,7 +47,7 @@ def test_a_run_beside_itself_has_not_moved(redacted: bool) -> None:
 
 
 def test_examples_are_matched_by_id_in_any_order() -> None:
-    run = made_up(text_ids=True, attacks=[], pictures=None, texts=None)
+    run = made_up(text_ids=True, attacks=[], texts=None)
     rows = np.random.default_rng(1).permutation(len(run))[:30]
     found = compare_runs(run, quieter(run).take(rows))
     assert (found.matched, found.before.alone, found.after.alone) == (30, 10, 0)

@@ -120,7 +120,7 @@ def test_epsilon_is_that_of_one_accountant_that_saw_both(trained: list[tuple[Sav
 
 def of(ids: list[int], fil: list[float], **changes: Any) -> SavedRun:
     """A run of few examples."""
-    run = made_up(len(ids), attacks=[], pictures=None, texts=None)
+    run = made_up(len(ids), attacks=[], texts=None)
     own = np.asarray(fil)
     columns = {**run.columns, "fil": own, "mse_bound": own**-2.0, "mse_bound_low": 0.9 * own**-2.0}
     return replace(run, ids=np.asarray(ids), columns=columns, **changes)

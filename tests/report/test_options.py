@@ -109,7 +109,7 @@ def network(
             batches = (each for _ in range(steps) for each in loader)
             for _ in range(steps):
                 engine.train_step(*next(batches))
-            return load(engine.save_run(folder / f"{seed}.parquet", delta=DELTA, pictures=0, hash_data=False))
+            return load(engine.save_run(folder / f"{seed}.parquet", delta=DELTA, records=False, hash_data=False))
 
     return train
 
@@ -276,7 +276,7 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
     asked = QuestionRecord("member", ["absent"], False, divergence, 1.2 * divergence)
     mechanism = {"noise_multiplier": sigma, "steps": steps, "sample_rate": rate, "noise": "secure"}
     about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
-    run = made_up(n, attacks=[], groups={}, attributes=None, pictures=None, texts=None, rounds={}, history={})
+    run = made_up(n, attacks=[], groups={}, attributes=None, texts=None, rounds={}, history={})
     no = Spread(*np.zeros((4, 0)))
     blind = Baselines(no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0)))
     return dataclasses.replace(run, about=about, columns=columns, questions=[asked], baselines=blind)

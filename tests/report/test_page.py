@@ -231,6 +231,6 @@ def test_tokens_are_shown_with_their_shares_and_never_in_public(tmp_path: Path) 
     run = made_up(texts=Texts(np.asarray([5, 2]), words, fil, plis))
     shown = text_of(write_report(run, tmp_path / "report"), "words")
     assert "3. <gout> 83 % 0.5 2.0 % 1" in shown
-    assert "2. has 13 % 0.2 96 % 7" in shown
+    assert "2. has 13 % 0.2 96.1 % 7" in shown
     public = write_report(run, tmp_path / "public", redacted=True)
     assert not any(b"gout" in content for content in files_of(public).values())

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from tests.engine.loops import data, train
 from tests.report.pages import table_data, text_of
 from tests.report.prepared_runs import of_kind
-from tests.report.run_cases import owned, with_baselines, with_estimates
+from tests.report.run_cases import owned, with_baselines, with_records
 from torchfil.cli import main
 from torchfil.engine.options import Accounting
 from torchfil.gate.gate import check, in_words
@@ -38,7 +37,7 @@ def read_aloud(page: str) -> str:
 def of_patients(kind: str, unit: str) -> SavedRun:
     """A run of one of the kinds of data, or one with every part, by patient or by visit."""
     if kind == "everything":
-        return with_baselines(with_estimates(owned(200, unit)))
+        return with_baselines(with_records(owned(200, unit)))
     run = of_kind(kind, safe=False)
     run.about["mechanism"] = owned(200, unit).about["mechanism"]
     columns = dict(run.columns) | ({"num_rows": np.full(200, 12)} if unit == "owner" else {})
@@ -99,21 +98,6 @@ def test_the_gate_counts_persons() -> None:
     assert "Patients with a smaller weight" in " ".join(told)
     (broken,) = [each for each in check(owned(40, "row"), Policy(unit="person")) if each.rule == "unit"]
     assert in_words(broken) == "Who is bound: single visits; the policy asks for whole patients."
-
-
-@pytest.mark.parametrize(("unit", "expected"), [("owner", r"patient Zoë \d+, 12 visits"), ("row", r"visit Zoë \d+")])
-def test_the_head_of_a_dossier(browser: Any, tmp_path: Path, unit: str, expected: str) -> None:
-    from tests.report.in_browser import opened, screen
-    from tests.report.page_checks import layout
-
-    page = write_report(of_patients("table", unit), tmp_path / "report")
-    for width in (1280, 400):
-        with screen(browser, width=width):
-            opened(browser, page)
-            assert layout(browser) == []
-            browser.execute_script("document.querySelector('.verdict button[data-row]').click()")
-            head = browser.execute_script("return document.querySelector('dialog h3').innerText")
-            assert re.fullmatch(expected, head)
 
 
 @pytest.mark.parametrize(("owners", "title"), [("babcbdcab", "4 patients"), ("", "9 examples")])

@@ -636,7 +636,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             steps: After how many private steps.
             delta: δ, as in :meth:`save_run`.
             share: The largest share of the time that saving may take, such as 0.02; see :meth:`call_every`.
-            **options: Of :meth:`save_run`. If inputs are images, ``pictures=0`` halves the time.
+            **options: Of :meth:`save_run`.
 
         Returns:
             A function that ends it.
@@ -1023,9 +1023,8 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             input_range: The lowest and the highest possible value of every private coordinate, known without looking at
                 the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most exposed examples to keep as pictures, and three typical ones, with their PLIS
-                and what estimates of them would look like, if inputs are images of 1 or 3 channels. Of tables, the
-                tracked attributes of ten and of three typical ones are kept (up to 64 attributes). 0: none of them.
+            records: Whether to keep the tracked attributes of the ten most exposed examples and of three typical ones
+                (up to 64 attributes, and no pixels): the report says what is unusual about them.
             texts: Every example's words, in the order of the data set, one for each position of the private embedding;
                 or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
                 shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.

@@ -321,7 +321,7 @@ class LeakageLogger:
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
         # a point has no need of what only the report shows
         self._stop = engine.call_every(
-            steps, surviving("LeakageLogger logged nothing", lambda _: self._log(pictures=0, texts=None, attacks=()))
+            steps, surviving("LeakageLogger logged nothing", lambda _: self._log(records=False, texts=None, attacks=()))
         )
         self._engine = engine
         return self

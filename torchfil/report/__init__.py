@@ -4,12 +4,11 @@ from torchfil.report.comparison import compare_runs
 from torchfil.report.page import register_section, write_report
 from torchfil.run.file import load, save
 from torchfil.run.linear_run import linear_run, save_linear_run
-from torchfil.run.saved_run import AttackRecord, Attributes, Pictures, Records, SavedRun, Texts
+from torchfil.run.saved_run import AttackRecord, Attributes, Records, SavedRun, Texts
 
 __all__ = [
     "AttackRecord",
     "Attributes",
-    "Pictures",
     "Records",
     "SavedRun",
     "Texts",

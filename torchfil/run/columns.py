@@ -17,7 +17,7 @@ from torchfil.run import saved_run as saved
 from torchfil.run.stored import ColumnFile, StoredArray, StoredColumns
 from torchfil.utils.errors import RunFileError
 
-FORMAT, VERSION = "torchfil-run", 2
+FORMAT, VERSION = "torchfil-run", 3
 KEY = b"torchfil"  # of the facts in the file's metadata
 ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
 _LARGEST_FACTS = 2**22  # bytes
@@ -84,7 +84,6 @@ class _Table:
             "attributes": None if run.attributes is None else self._attributes(run.attributes),
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
-            "pictures": None if run.pictures is None else self._pictures(run.pictures),
             "records": None if run.records is None else _facts(run.records),
             "texts": None if run.texts is None else self._texts(run.texts),
             "baselines": run.baselines and _facts(run.baselines, attributes=_facts(run.baselines.attributes)),
@@ -159,17 +158,6 @@ class _Table:
         }
         return _facts(attack, rows=None, **columns)
 
-    def _pictures(self, pictures: saved.Pictures) -> dict[str, Any]:
-        images, maps, rows, drawn = pictures.images, pictures.maps, pictures.rows, pictures.estimates
-        estimates = None if drawn is None else [own.tobytes() for own in drawn]
-        return _facts(
-            pictures,
-            shape=list(images.shape[1:]),
-            images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
-            maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
-            estimates=self._some("picture_estimates", pa.binary(), rows, estimates),
-        )
-
     def _texts(self, texts: saved.Texts) -> dict[str, Any]:
         columns = {part: self._some(*column, texts.rows, getattr(texts, part)) for part, column in _OF_TEXTS.items()}
         return _facts(texts, **columns)
@@ -220,7 +208,6 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
         columns=by_name(facts["columns"]),
         attributes=optional(_read_attributes, "attributes", stored),
         groups=by_name(facts["groups"]),
-        pictures=optional(_read_pictures, "pictures"),
         records=optional(_read_records, "records"),
         texts=optional(_read_texts, "texts"),
         history={name: _numbers(values) for name, values in facts["history"].items()},
@@ -238,9 +225,8 @@ def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any]
     def errors(columns: list[str] | str | None) -> Any:
         return _read_lists(file, columns, width) if isinstance(columns, str) else columns and stored(columns)
 
-    pixels = None if facts["pixels"] is None else np.asarray(facts["pixels"], dtype=np.int64)
     arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
-    return saved.Attributes(**{**facts, **arrays, "pixels": pixels})
+    return saved.Attributes(**{**facts, **arrays})
 
 
 def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
@@ -252,20 +238,6 @@ def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
         fixed = lists.cast(pa.list_(lists.type.value_type, width))  # raises where a list has another length
         parts.append(fixed.flatten().to_numpy().reshape(len(lists), width))
     return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
-
-
-def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
-    rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
-
-    def images(name: str | None, *of_each: int) -> Any:
-        cells = b"" if name is None else b"".join(StoredArray(file, name).cells(rows, pa.binary()))
-        return None if name is None else np.frombuffer(cells, np.uint8).reshape(len(rows), *of_each, *shape)
-
-    maps, errors = _lists(file, facts["maps"], rows), facts["errors"]
-    maps = None if maps is None else maps.reshape(len(rows), *shape[:2])
-    errors = None if errors is None else np.asarray(errors, np.float32)
-    shown = images(facts["images"]), maps, images(facts["estimates"], 3)
-    return saved.Pictures(rows, *shown, errors, int(facts["typical"]))
 
 
 def _read_records(_: Any, facts: Mapping[str, Any]) -> saved.Records:

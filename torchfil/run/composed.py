@@ -63,7 +63,7 @@ def epsilon_at(rdp: np.ndarray, delta: float) -> float:
 def compose(runs: Sequence[SavedRun]) -> SavedRun:
     """All releases as one run, which every rule of a gate can judge; see the module for each number.
 
-    Ids must mean the same people in all runs. Pictures, texts, records, other columns and the course of training are
+    Ids must mean the same people in all runs. Texts, records, other columns and the course of training are
     left out. Of all together is not known: a question that a run did not ask (D = NaN), attributes that one did not
     track, and, where the first run has not everybody, groups and what a blind guess errs by.
 

@@ -40,14 +40,12 @@ class Attributes:
         error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
             An estimate from one run; infinite where nothing leaked.
         error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
-        pixels: Row and column of each in the image, int64 [k, 2], or None where attributes are no pixels.
     """
 
     names: list[str]
     units: list[str]
     error: ByExample
     error_low: ByExample | None = None
-    pixels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         texts = all(isinstance(text, str) for text in (*self.names, *self.units))
@@ -142,30 +140,6 @@ class QuestionRecord:
         at = worst[known]
         found[known] = normal(at) if self.law == "normal" else bound(torch.from_numpy(at)).numpy()
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Some examples as images, and what estimates of them would look like. Private: never part of a public page.
-
-    Attributes:
-        rows: Places in ``ids``, [m], the most exposed first.
-        images: uint8, [m, H, W] or [m, H, W, 3].
-        maps: PLIS, float32, [m, H, W], or None.
-        estimates: One draw of an unbiased estimate at the bound, the same with beliefs, and a blind guess, uint8
-            [m, 3, H, W] or [m, 3, H, W, 3], clipped to the images' range; None where the image is not private. The law
-            of the draw and of the beliefs stands in :mod:`torchfil.engine.saving.estimates`.
-        errors: Of each, in the unit of the inputs, float32 [m, 3]: root mean squares over private pixels (expected; of
-            this draw; of this guess), from 0 to ∞, NaN where not known; None where there are no estimates.
-        typical: How many of the examples, the last ones, lie next to the median of η̄.
-    """
-
-    rows: np.ndarray
-    images: np.ndarray
-    maps: np.ndarray | None = None
-    estimates: np.ndarray | None = None
-    errors: np.ndarray | None = None
-    typical: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +244,6 @@ class SavedRun(ArrowTable):
             each person has, where the unit is the person.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
-        pictures: Some examples as images.
         records: The attributes of the most exposed examples, and of typical ones, as they stand in the data.
         texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
@@ -287,7 +260,6 @@ class SavedRun(ArrowTable):
     columns: Mapping[str, np.ndarray]
     attributes: Attributes | None = None
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-    pictures: Pictures | None = None
     history: dict[str, np.ndarray] = field(default_factory=dict)
     bounds: dict[str, Any] = field(default_factory=dict)
     attacks: list[AttackRecord] = field(default_factory=list)
@@ -325,18 +297,14 @@ class SavedRun(ArrowTable):
             yield from ((f"{kind} {name!r}", values.shape, (n,)) for name, values in _unread(columns).items())
         if self.attributes is not None:
             yield "attributes: units", (len(self.attributes.units),), (k,)
-            for name, width in (("error", (n, k)), ("error_low", (n, k)), ("pixels", (k, 2))):
+            for name, width in (("error", (n, k)), ("error_low", (n, k))):
                 values = getattr(self.attributes, name)
                 yield f"attributes: {name}", width if values is None else values.shape, width
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
 
-        # beside an image stand three estimates; a record has all attributes; a blind guess errs by public class
-        if self.pictures is not None and self.pictures.estimates is not None:
-            images, errors = self.pictures.images, self.pictures.errors
-            yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])
-            yield "pictures: errors", () if errors is None else errors.shape, (len(images), 3)
+        # a record has all attributes; a blind guess errs by public class
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
         if self.baselines is not None:
@@ -352,8 +320,6 @@ class SavedRun(ArrowTable):
 
     def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
-        if self.pictures is not None:
-            yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
         if self.records is not None:
             yield "records", self.records, ("values",)
         if self.texts is not None:
@@ -363,10 +329,6 @@ class SavedRun(ArrowTable):
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
-        if self.pictures is not None:
-            count, typical, errors = len(self.pictures.rows), self.pictures.typical, self.pictures.errors
-            require(typical in range(count + 1), f"pictures: {typical} of its {count} rows are typical")
-            require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
@@ -378,7 +340,7 @@ class SavedRun(ArrowTable):
         return len(self.ids)
 
     def take(self, rows: np.ndarray | slice) -> SavedRun:
-        """Some of the examples, in memory, as if the run had no others; pictures, records and texts are left out.
+        """Some of the examples, in memory, as if the run had no others; records and texts are left out.
 
         Args:
             rows: Their places, ascending, or a slice.
@@ -402,7 +364,6 @@ class SavedRun(ArrowTable):
             columns={name: values[rows] for name, values in _unread(self.columns).items()},
             attributes=attributes,
             groups={name: values[rows] for name, values in _unread(self.groups).items()},
-            pictures=None,
             records=None,
             texts=None,
             attacks=attacks,
@@ -456,7 +417,7 @@ class SavedRun(ArrowTable):
             if len(fil):
                 bounds = "unbiased attackers, on average over runs"
                 lines.append(("FIL η̄", f"median {np.median(fil):.3g}, largest {fil.max():.3g} ({bounds})"))
-        names = ("attributes", "groups", "questions", "attacks", "pictures", "records", "texts", "baselines")
+        names = ("attributes", "groups", "questions", "attacks", "records", "texts", "baselines")
         kept = [name for name in names if getattr(self, name)]
         return [*lines, ("columns", ", ".join(self.columns)), ("also has", ", ".join(kept) or "nothing else")]
 

@@ -38,7 +38,7 @@ from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine import reading
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases
-from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
+from torchfil.engine.saving.data import are_pixels, data_sha256, exposed_words, read_blind_guess
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
@@ -67,7 +67,7 @@ def build_saved_run(
     unit_of_inputs: str = "",
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
-    pictures: int = 8,
+    records: bool = True,
     texts: Any = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
@@ -90,12 +90,12 @@ def build_saved_run(
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     table = tracked_table(training, leakage, named, with_texts=texts is not None)
     compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
-    records = [each.record(ids.all()) for each in compared]
+    attacked = [each.record(ids.all()) for each in compared]
     labels = {name: _labels(name, given, ids.all()) for name, given in (groups or {}).items()}
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
-    shown = words = people = None
+    words = people = None
     with preserve_rng():
         if hash_data and passes.dataset is not None and "data" not in kept:
             kept["data"] = data_sha256(passes.dataset)
@@ -104,11 +104,11 @@ def build_saved_run(
         columns |= {} if blind is None else blind.column
         if table is not None and blind is not None:
             table = table.with_levels(blind.everybody.pooled(table.places).spread)
-        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
-        if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, leakage, columns, pictures)
-            if table is not None and blind is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(leakage, passes, columns)
+        attributes = None if table is None else table.read(leakage)
+        if table is not None and table.names == table.coordinates and are_pixels(passes, d):
+            records = False
+        if records and table is not None and blind is not None:  # a stream cannot be read again
+            people = table.records(leakage, passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -126,12 +126,11 @@ def build_saved_run(
         columns=columns,
         attributes=attributes,
         groups=labels,
-        pictures=shown,
         records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
         bounds=_bounds(accountant.history, input_range),
-        attacks=records,
+        attacks=attacked,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
         baselines=None if blind is None else baselines(blind, table),
@@ -408,7 +407,7 @@ class AttributeTable:
                 levels[name] = dict(zip((f"{end:.6g}" for end in ends), (1 - share, share), strict=True))
         return Spread(*np.asarray(rows, dtype=np.float64).reshape(-1, 4).T), levels
 
-    def read(self, leakage: Leakage, pixels: np.ndarray | None) -> Attributes:
+    def read(self, leakage: Leakage) -> Attributes:
         """How well each attribute of every example could be inferred."""
 
         def errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
@@ -421,8 +420,7 @@ class AttributeTable:
 
         found = leakage.by_parts(errors)
         low = None if found["is_unknown"].any() else found["error_low"]
-        plain = self.names == self.coordinates
-        return Attributes(self.names, self.units, found["error"], low, pixels if plain else None)
+        return Attributes(self.names, self.units, found["error"], low)
 
     def records(self, leakage: Leakage, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
         """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
