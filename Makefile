@@ -39,19 +39,19 @@ help:
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test-report]'
 	@touch $@
 
 $(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.txt
 	@test -x $(VISION_VENV)/bin/python || $(PYTHON) -m venv $(VISION_VENV)
 	$(VISION_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VISION_VENV)/bin/python -m pip install --quiet --constraint constraints-vision.txt --editable '.[dev,vision]'
+	$(VISION_VENV)/bin/python -m pip install --quiet --constraint constraints-vision.txt --editable '.[dev,test-report,vision]'
 	@touch $@
 
 $(INTEGRATIONS_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface,peft]' \
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test-report,lightning,huggingface,peft]' \
 		'trl; python_version >= "3.11"'
 	@touch $@
 
@@ -99,10 +99,10 @@ bench: $(VENV)/.installed
 
 # Both go on where they ended. REPRODUCE="--only guo-figure2 --again": one row, again.
 reproduce: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.reproduce $(REPRODUCE)
+	$(VENV)/bin/python -m reproduction $(REPRODUCE)
 
 reproduce-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.reproduce --gpu $(REPRODUCE)
+	$(VENV)/bin/python -m reproduction --gpu $(REPRODUCE)
 
 # the links' tests are among all the tests, too
 lint: static
@@ -144,7 +144,7 @@ wheel: $(VENV)/.installed
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd build/empty && bin/torchfil --version && bin/torchfil demo --epochs 1 -o demo
-	build/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[glm,report,attacks]"
+	build/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[glm,report]"
 	cp -r examples docs/tutorials build/empty
 	cd build/empty && for each in glm_iwpc plis_regression layer_sensitivity; do \
 		TORCHFIL_DATA=none bin/python examples/$$each.py --out out > out-$$each.txt || exit 1; head -n 1 out-$$each.txt; done

@@ -1,4 +1,4 @@
-"""What the accounting costs: ``python -m benchmarks``; the papers' figures: ``python -m benchmarks.reproduce``."""
+"""What the accounting costs: ``python -m benchmarks``; the papers' figures: ``python -m reproduction``."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,6 @@
 """What the accounting costs on this machine, in one run.
 
-    python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models growth] [--out FOLDER]
-    python -m benchmarks --device cuda --models bert gpt2 vit_base convnext_tiny llama_lora
+    python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models run] [--out FOLDER]
 
 Writes FOLDER/<device>.json and .md, and rewrites them after every part. If a part fails, they hold the reason. Parts
 that are not run again keep their results if machine and versions are the same.
@@ -15,6 +14,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,12 @@ import torch
 
 from benchmarks.comparison import compare
 from benchmarks.epochs import whole_run
-from benchmarks.growth import growth
-from benchmarks.large import LARGE, compare_large
 from benchmarks.loops import MODELS
-from benchmarks.many_examples import many_examples
-from benchmarks.matched import matched
 from benchmarks.measuring import attempt
-from benchmarks.precision import precision
 from benchmarks.tables import page
 from torchfil.utils.files import replaced_when_complete
 
-SECTIONS = ("models", "matched", "run", "growth", "precision", "examples")
+SECTIONS = ("models", "run")
 
 
 def main() -> None:
@@ -41,68 +36,36 @@ def main() -> None:
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *LARGE])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
-    parser.add_argument("--examples", nargs="+", type=int, default=[100_000, 1_000_000], help='of section "examples"')
     parser.add_argument("--quick", action="store_true", help="few repeats: the whole in minutes on a CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / slug(device_name(options.device))
-    results: dict[str, Any] = {"machine": machine(options.device), "quick": options.quick}
-    results = resumed(stem.with_suffix(".json"), results)
-    small = [name for name in options.models if name in MODELS]
-    large = [name for name in options.models if name in LARGE]
-    if large and not small:  # the other sections are of the small models
-        options.sections = ["models"]
+    present = {"machine": machine(options.device), "quick": options.quick}
+    stem = options.out / re.sub(r"[^a-z0-9]+", "-", present["machine"]["device"].lower())
+    results = resumed(stem.with_suffix(".json"), present)
 
-    def part(where: list[str], work: Callable[[], dict[str, Any]]) -> None:
+    def part(target: dict[str, Any], name: str, work: Callable[..., dict[str, Any]]) -> None:
         start = time.perf_counter()
-        outcome = attempt(work)
-        target = results
-        for key in where[:-1]:
-            target = target.setdefault(key, {})
-        target[where[-1]] = outcome
+        target[name] = attempt(partial(work, device=options.device, quick=options.quick))
         write(results, stem)
-        reason = f"  failed: {outcome['failed']}" if "failed" in outcome else ""
-        print(f"{' '.join(where)}: {time.perf_counter() - start:.0f} s{reason}", flush=True)
+        reason = f"  failed: {target[name]['failed']}" if "failed" in target[name] else ""
+        print(f"{name}: {time.perf_counter() - start:.0f} s{reason}", flush=True)
 
     if "models" in options.sections:
-        for name in small:
-            part(["models", name], lambda name=name: compare(name, options.device, quick=options.quick))  # type: ignore[misc]
-        for name in large:
-            part(["large", name], lambda name=name: compare_large(name, options.device, quick=options.quick))  # type: ignore[misc]
-    if "matched" in options.sections:
-        for name in small:
-            part(["matched", name], lambda name=name: matched(name, options.device, quick=options.quick))  # type: ignore[misc]
+        for name in options.models:
+            part(results.setdefault("models", {}), name, partial(compare, name))
     if "run" in options.sections:
-        part(["run"], lambda: whole_run(options.device, quick=options.quick))
-    if "precision" in options.sections:
-        few = options.quick and not options.device.startswith("cuda")
-        for name in [name for name in small if not few or name in ("mnist", "vit")]:
-            part(["precision", name], lambda name=name: precision([name], options.device)[name])  # type: ignore[misc]
-    if "growth" in options.sections:
-        part(["growth"], lambda: growth(options.device, quick=options.quick))
-    if "examples" in options.sections and not options.device.startswith("cuda"):
-        part(["examples"], lambda: many_examples(options.examples[: 1 if options.quick else None]))
+        part(results, "run", whole_run)
     print(stem.with_suffix(".md").read_text())
-
-
-def device_name(device: str) -> str:
-    """The GPU's name, or "CPU"."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-
-
-def slug(name: str) -> str:
-    """The device as a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine(device: str) -> dict[str, Any]:
     """The machine and the versions of the measurement."""
     return {
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
         "torch": torch.__version__,
         "opacus": opacus.__version__,
         "threads": torch.get_num_threads(),

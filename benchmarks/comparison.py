@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, variants
 from benchmarks.measuring import Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
-from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, mapped_coordinate_cost
+from benchmarks.paper import PAPER_COORDINATES, coordinate_cost
 
 __all__ = ["compare"]
 
@@ -64,12 +64,9 @@ def _peak(model: Model, variant: Variant, device: str) -> float | None:
 def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick: bool) -> dict[str, Any]:
     """The paper's step: an Opacus step and its coordinates; see :mod:`benchmarks.paper`."""
     on_gpu = device.startswith("cuda")
-    examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if quick and model.heavy else 16)
+    examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if quick else 16)
     result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
     result["timed_examples"] = examples
-    if not quick:
-        mapped = attempt(lambda: {"mapped_coordinate_seconds": mapped_coordinate_cost(model, device, examples)})
-        result |= mapped if "failed" not in mapped else {}
     cost, unit = result["coordinate_seconds"], rows[UNIT].get("seconds")
     if unit is not None:
         fifty = unit + PAPER_COORDINATES * cost

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class Case:
     batch: int
     build: Callable[[], tuple[nn.Module, Dataset[Any]]]
     private: Private | None = None
+    autocast: bool = False  # with bfloat16
 
 
 def _pictures(model: Callable[[], nn.Module], count: int, channels: int, size: int) -> Any:
@@ -85,31 +87,41 @@ def _texts(model: Callable[[], nn.Module], count: int, length: int, words: int, 
     return build
 
 
-def _bert(*, base: bool = False, attention: str = "sdpa", train: str = "all") -> nn.Module:
+def _bert(*, base: bool = False, lora: bool = False) -> nn.Module:
     import transformers
 
     small = {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     small |= {"intermediate_size": 512, "max_position_embeddings": 128}
-    config = transformers.BertConfig(**({} if base else small), attn_implementation=attention)
-    model = transformers.BertForSequenceClassification(config)
-    if train == "lora":
-        import peft
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**({} if base else small)))
+    if not lora:
+        return model
+    import peft
 
-        lora = peft.LoraConfig(r=8, target_modules=["query", "value"], task_type="SEQ_CLS")
-        return peft.get_peft_model(model, lora)
-    if train == "head":
-        model.bert.requires_grad_(False)
-    return model
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["query", "value"], task_type="SEQ_CLS"))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(*, base: bool = False) -> nn.Module:
     import transformers
 
-    sizes = {"vocab_size": 1000, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    small = {"vocab_size": 1000, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128}
+    small |= {"bos_token_id": 1, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**({} if base else small)))
 
 
-def _timm() -> Any:
+def _llama(*, layers: int = 22) -> nn.Module:
+    """TinyLlama's shape (1.1 billion parameters), frozen, with LoRA r = 16 in attention; all held in bfloat16."""
+    import peft
+    import transformers
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32_000)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    chosen = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora = peft.LoraConfig(r=16, lora_dropout=0.05, target_modules=chosen, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def _timm(name: str, **sizes: Any) -> nn.Module:
     """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision without CUDA."""
     sys.path.append(str(Path(sys.prefix) / "vision"))
     from tests.opacus_suite.vision import import_torchvision
@@ -117,17 +129,7 @@ def _timm() -> Any:
     import_torchvision()
     import timm
 
-    return timm
-
-
-def _vit() -> nn.Module:
-    timm = _timm()
-    return timm.models.VisionTransformer(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=4, num_classes=10)
-
-
-def _mixer() -> nn.Module:
-    timm = _timm()
-    return timm.models.MlpMixer(img_size=32, patch_size=4, embed_dim=96, num_blocks=4, num_classes=10)
+    return timm.create_model(name, num_classes=10, **sizes)
 
 
 class _Recurrent(nn.Module):
@@ -145,37 +147,31 @@ def _sequences() -> tuple[nn.Module, Dataset[Any]]:
 
 WORDS = Private(submodule="transformer.wte")
 EMBEDDINGS = Private(submodule="bert.embeddings")
+ADAPTED = Private(submodule="base_model.model.bert.embeddings")
+TOKENS = Private(submodule="base_model.model.model.embed_tokens")
+VIT = partial(_timm, "vit_base_patch16_224")
+SMALL_VIT = partial(VIT, img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=4)
+BERT_TEXTS = _texts(partial(_bert, base=True), 640, 128, 30_000)
+LORA_TEXTS = _texts(partial(_bert, base=True, lora=True), 640, 128, 30_000)
 CASES = {
     "cpu": {
         "mnist": Case("MNIST CNN", 256, _pictures(zoo.mnist_cnn, 2560, 1, 28)),
-        "vit": Case("small ViT", 64, _pictures(_vit, 512, 3, 32)),
-        "mixer": Case("MLP-Mixer", 64, _pictures(_mixer, 512, 3, 32)),
+        "vit": Case("small ViT", 64, _pictures(SMALL_VIT, 512, 3, 32)),
         "bert": Case("small BERT", 32, _texts(_bert, 256, 64, 1000), EMBEDDINGS),
-        "head": Case("its head alone", 32, _texts(lambda: _bert(train="head"), 256, 64, 1000), EMBEDDINGS),
-        "lora": Case(
-            "LoRA on it",
-            32,
-            _texts(lambda: _bert(train="lora"), 256, 64, 1000),
-            Private(submodule="base_model.model.bert.embeddings"),
-        ),
-        "gpt2": Case(
-            "small GPT-2", 16, _texts(_gpt2, 128, 64, 1000, causal=True), Private(submodule="transformer.wte")
-        ),
+        "lora": Case("LoRA on it", 32, _texts(partial(_bert, lora=True), 256, 64, 1000), ADAPTED),
+        "gpt2": Case("small GPT-2", 16, _texts(_gpt2, 128, 64, 1000, causal=True), WORDS),
         "dplstm": Case("DPLSTM", 64, _sequences),
     },
     "cuda": {
         "mnist": Case("MNIST CNN", 600, _pictures(zoo.mnist_cnn, 60_000, 1, 28)),
         "resnet18": Case("ResNet-18, GroupNorm", 128, _pictures(zoo.resnet18, 5120, 3, 32)),
-        "bert": Case("BERT-base, sdpa", 32, _texts(lambda: _bert(base=True), 640, 128, 30_000), EMBEDDINGS),
-        "bert_eager": Case(
-            "BERT-base, eager", 32, _texts(lambda: _bert(base=True, attention="eager"), 640, 128, 30_000), EMBEDDINGS
-        ),
-        "lora": Case(
-            "LoRA r = 8 on BERT-base",
-            32,
-            _texts(lambda: _bert(base=True, train="lora"), 640, 128, 30_000),
-            Private(submodule="base_model.model.bert.embeddings"),
-        ),
+        "bert": Case("BERT-base", 32, BERT_TEXTS, EMBEDDINGS),
+        "bert_bfloat16": Case("BERT-base, bfloat16 autocast", 32, BERT_TEXTS, EMBEDDINGS, autocast=True),
+        "lora": Case("LoRA r = 8 on BERT-base", 32, LORA_TEXTS, ADAPTED),
+        "gpt2": Case("GPT-2 small", 16, _texts(partial(_gpt2, base=True), 160, 128, 50_000, causal=True), WORDS),
+        "vit": Case("ViT-Base/16", 32, _pictures(VIT, 320, 3, 224)),
+        "convnext": Case("ConvNeXt-Tiny", 32, _pictures(partial(_timm, "convnext_tiny"), 320, 3, 224)),
+        "llama": Case("Llama 1.1B, LoRA r = 16, bfloat16", 8, _texts(_llama, 80, 512, 32_000, causal=True), TOKENS),
     },
 }
 
@@ -186,6 +182,7 @@ class Run:
     def __init__(self, case: Case, method: str, num_probes: int, device: str, *, preloaded: bool) -> None:
         torch.manual_seed(0)
         self.method, self.device = method, device
+        self.autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=case.autocast)
         module, data = case.build()
         if preloaded:
             data = _on(device, data)
@@ -223,18 +220,19 @@ class Run:
             moved = {name: leaf.to(self.device, non_blocking=True) for name, leaf in batch.items()}
             if not len(moved["labels"]):
                 return
-            if self.method == "train_step":
-                self.engine.train_step(moved)
-                return
-            self.optimizer.zero_grad()
-            self.model(**moved).loss.backward()
+            self._step((moved,), lambda: self.model(**moved).loss)
         else:
             x, y = (leaf.to(self.device, non_blocking=True) for leaf in batch)
+            self._step((x, y), lambda: nn.functional.cross_entropy(self.model(x), y))
+
+    def _step(self, given: tuple[Any, ...], loss_of: Callable[[], Tensor]) -> None:
+        with self.autocast:
             if self.method == "train_step":
-                self.engine.train_step(x, y)
+                self.engine.train_step(*given)
                 return
             self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(x), y).backward()
+            loss = loss_of()
+        loss.backward()
         self.optimizer.step()
 
     def first_steps(self, count: int) -> list[float]:

@@ -36,8 +36,6 @@ class Model:
         cuda_batch: The expected batch on a GPU.
         cpu_batch: The expected batch on a CPU.
         private: What is private.
-        heavy: Whether training on a CPU, or compiling its pass on any device, takes many minutes.
-        train_steps: The plain steps after which its weights count as trained.
     """
 
     title: str
@@ -46,15 +44,6 @@ class Model:
     cuda_batch: int
     cpu_batch: int
     private: Private | None = None
-    heavy: bool = False
-    train_steps: int = 300
-
-    def states(self, device: str) -> dict[str, int]:
-        """The plain steps before each measurement, by its name in the tables."""
-        trained = device.startswith("cuda") or not self.heavy
-        return {"initial weights": 0} | (
-            {f"after {self.train_steps:,} plain steps": self.train_steps} if trained else {}
-        )
 
     def batch(self, device: str) -> int:
         """The expected batch on this device."""
@@ -66,32 +55,19 @@ def random_images(channels: int, size: int) -> Data:
     return lambda n: (torch.rand(n, channels, size, size), torch.randint(10, (n,)))
 
 
-def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
-    """Examples of a data set if it is on this machine, repeated if there are too few."""
-    load = cache(load)
-
-    def data(count: int) -> tuple[Tensor, Tensor]:
-        try:
-            images, labels = load()
-        except FileNotFoundError:
-            return otherwise(count)
-        rows = torch.arange(count) % len(images)
-        return images[rows], labels[rows]
-
-    return data
-
-
-def _photographs() -> tuple[Tensor, Tensor]:
-    """Examples of CIFAR-10, equally many of every class, in random order."""
-    images, labels = real_data("cifar10").cifar10()
-    each = int(labels.bincount().min())
-    rows = torch.cat([(labels == label).nonzero()[:each, 0] for label in labels.unique()])
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+def digits(count: int) -> tuple[Tensor, Tensor]:
+    """MNIST's digits if they are on this machine, repeated if there are too few; else random pixels."""
+    try:
+        images, labels = _mnist()
+    except FileNotFoundError:
+        return random_images(1, 28)(count)
+    rows = torch.arange(count) % len(images)
     return images[rows], labels[rows]
 
 
-digits = at_hand(lambda: real_data("mnist").mnist(), random_images(1, 28))
-photographs = at_hand(_photographs, random_images(3, 32))
+@cache
+def _mnist() -> tuple[Tensor, Tensor]:
+    return real_data("mnist").mnist()
 
 
 def sentences(count: int) -> tuple[Tensor, Tensor]:
@@ -102,9 +78,9 @@ def sentences(count: int) -> tuple[Tensor, Tensor]:
 
 MODELS: dict[str, Model] = {
     "mnist": Model("MNIST CNN", zoo.mnist_cnn, digits, 600, 256),
-    "cifar": Model("CIFAR CNN", zoo.cifar_cnn, photographs, 200, 32),
-    "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, photographs, 128, 4, heavy=True),
-    "vit": Model("ViT-Tiny", zoo.vit_tiny, photographs, 64, 4, heavy=True),
+    "cifar": Model("CIFAR CNN", zoo.cifar_cnn, random_images(3, 32), 200, 32),
+    "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, random_images(3, 32), 128, 4),
+    "vit": Model("ViT-Tiny", zoo.vit_tiny, random_images(3, 32), 64, 4),
     "tokens": Model(
         "6-layer token transformer",
         lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),
@@ -112,8 +88,6 @@ MODELS: dict[str, Model] = {
         64,
         4,
         Private(submodule="embedding"),
-        heavy=True,
-        train_steps=1000,  # after 300 steps it predicts three labels of four
     ),
 }
 

@@ -1,16 +1,11 @@
-"""The method of Guo et al. 2022, as the paper computes it, against weight probes: cost and spread.
+"""The method of Guo et al. 2022, as the paper computes it: what a coordinate costs.
 
 tr J̃ᵀJ̃ ≈ d/k · Σ_i ‖J̃e_i‖² over k random coordinates i, each column J̃e_i from one forward-mode product (jvp) of the
 clipped per-example gradient, mapped over the examples (vmap): ``vmap(jvp(clip(grad(loss))))``. The paper uses k = 50.
-Weight probes estimate the same trace from products J̃ᵀu, u ∈ {±1}^p.
-
-k of d coordinates, drawn without replacement, have the relative standard error r_c·sqrt(1/k − 1/d), where r_c is the
-relative standard deviation of one coordinate.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import replace
 
@@ -21,23 +16,9 @@ from torch.func import grad, jvp, vmap
 from benchmarks.loops import Model
 from benchmarks.measuring import peak_gigabytes, timed
 from torchfil.clipping import get_clip
-from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.recording import plan
 
-__all__ = [
-    "PAPER_COORDINATES",
-    "clipped_column_norms",
-    "column_estimates",
-    "coordinate_cost",
-    "error_of_coordinates",
-    "examples_of",
-    "mapped_coordinate_cost",
-    "random_directions",
-    "relative_std",
-    "traces",
-]
+__all__ = ["PAPER_COORDINATES", "clipped_column_norms", "coordinate_cost", "examples_of"]
 
 PAPER_COORDINATES = 50
 CLIP = get_clip("gelu")
@@ -62,24 +43,12 @@ def clipped_column_norms(gradients: ExampleGradients, directions: Tensor, max_gr
         return vmap(one, in_dims=(0, examples.in_dims, 0))(examples.z, examples.public, directions).detach()
 
 
-def random_directions(like: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
-    """``count`` times one unit vector per example, [batch, d] as ``like``; an example's coordinates are distinct."""
-    order = torch.rand(like.shape, generator=generator).argsort(dim=1)[:, :count].to(like.device)
-    return [torch.zeros_like(like).scatter(1, order[:, k : k + 1], 1.0) for k in range(order.shape[1])]
-
-
-def examples_of(model: Model, count: int, device: str, *, train_steps: int = 0) -> ExampleGradients:
-    """Examples of the model's data, with its initial weights or its weights after some plain steps."""
+def examples_of(model: Model, count: int, device: str) -> ExampleGradients:
+    """Examples of the model's data, with its initial weights."""
     torch.manual_seed(0)
     network = model.build().to(device)
-    x, y = (part.to(device) for part in model.data(max(count, 64 * train_steps)))
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-4)
-    for _ in range(train_steps):
-        rows = torch.randint(len(y), (64,)).to(device)
-        optimizer.zero_grad()
-        LOSS(network(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return ExampleGradients.build(network, LOSS, x[:count], y[:count], model.private)
+    x, y = (part.to(device) for part in model.data(count))
+    return ExampleGradients.build(network, LOSS, x, y, model.private)
 
 
 def coordinate_cost(
@@ -90,7 +59,8 @@ def coordinate_cost(
     It is timed on ``examples`` examples, in pieces that fit into ``max_memory`` bytes, and extrapolated linearly.
     """
     gradients = examples_of(model, examples, device)
-    (directions,) = random_directions(gradients.examples.z, 1, torch.Generator().manual_seed(0))
+    directions = torch.zeros_like(gradients.examples.z)
+    directions[:, 0] = 1.0
     at_once = max(1, max_memory // (_VECTORS * gradients.num_parameters * gradients.dtype.itemsize))
 
     def whole_batch() -> None:
@@ -101,46 +71,3 @@ def coordinate_cost(
     timed(whole_batch, device)
     seconds = statistics.median(timed(whole_batch, device) for _ in range(repeats))
     return {"coordinate_seconds": seconds * model.batch(device) / examples, "coordinate_peak_gb": peak}
-
-
-def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
-    """The same for torchfil's estimator "coordinates", reverse over reverse: half the difference of three and one.
-
-    Raises:
-        RuntimeError: Three do not cost more than one, because the machine is busy with something else.
-    """
-    gradients = examples_of(model, examples, device)
-    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
-
-    def seconds(count: int) -> float:
-        return timed(lambda: batch.estimate("trace", "coordinates", count, torch.Generator(), 2**34), device)
-
-    seconds(1)
-    cost = statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(3))
-    if cost <= 0:
-        raise RuntimeError(f"three coordinates took {2 * cost:.3g} s more than one")
-    return cost * model.batch(device) / examples
-
-
-def error_of_coordinates(r_coordinate: float, count: float, d: int) -> float:
-    """The relative standard error of ``count`` of d coordinates, if one has ``r_coordinate``."""
-    return r_coordinate * math.sqrt(1 / count - 1 / d)
-
-
-def column_estimates(gradients: ExampleGradients, coordinates: int, generator: torch.Generator) -> Tensor:
-    """Estimates d·‖J̃e_i‖² of the trace from single coordinates, [coordinates, batch], distinct for each example."""
-    d = gradients.num_coordinates
-    directions = random_directions(gradients.examples.z, min(coordinates, d), generator)
-    return torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()
-
-
-def traces(gradients: ExampleGradients, probes: int, draws: int, generator: torch.Generator) -> Tensor:
-    """Estimates of tr I from a number of probes, drawn repeatedly, [draws, batch]."""
-    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
-    estimates = [batch.estimate("trace", "weight-probes", probes, generator).value for _ in range(draws)]
-    return torch.stack(estimates).double()
-
-
-def relative_std(samples: Tensor) -> float:
-    """Root mean square over examples of std/mean over samples, [samples, batch]."""
-    return float((samples.var(dim=0) / samples.mean(dim=0).square()).mean().sqrt())

@@ -55,7 +55,7 @@ class Measured:
     seconds: float
 
 
-# docs/decisions.md: 32 × 128 tokens in BERT-base (86 · 10⁶ trained parameters), 8 × 512 in a Llama of 1.1 · 10⁹
+# docs/guide/scale.md: 32 × 128 tokens in BERT-base (86 · 10⁶ trained parameters), 8 × 512 in a Llama of 1.1 · 10⁹
 BERT_WORK, LLAMA_WORK = 2 * 86e6 * 32 * 128 / TERA, 2 * 1.1e9 * 8 * 512 / TERA
 LARGE_IN_FLOAT32 = [Measured("BERT-base", BERT_WORK, 16.1, 1, 0.108), Measured("BERT-base", BERT_WORK, 16.1, 3, 0.179)]
 IN_BFLOAT16 = [

@@ -177,7 +177,7 @@ def _run(ledger: Ledger, run: int, setting: Setting) -> Leakage:
     part = Ledger(count, ledger.laid_out)
     part.steps = setting.steps
     for name in part.sums:
-        part.sums.kept(name).copy_(ledger.sums.kept(name)[run * count : (run + 1) * count])
+        part.sums[name].copy_(ledger.sums[name][run * count : (run + 1) * count])
     return Leakage(part, ExampleIds(count), Conditions(exact=True, sample_rate=setting.sample_rate))
 
 

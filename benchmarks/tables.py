@@ -21,18 +21,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append("A quick run: few repeats and draws, smaller batches on a CPU. Its numbers are rough.\n")
     if results.get("models"):
         parts.append(_costs(results["models"]))
-    if results.get("large"):
-        parts.append(_large(results["large"]))
-    if results.get("matched"):
-        parts.append(_matched(results["matched"]))
     if results.get("run", {}).get("seconds"):
         parts.append(_run(results["run"]))
-    if results.get("growth"):
-        parts.append(_growth(results["growth"]))
-    if results.get("precision"):
-        parts.append(_precision(results["precision"]))
-    if results.get("examples", {}).get("seconds"):
-        parts.append(_examples(results["examples"]))
     reasons = list(_failures(results))
     if reasons:
         parts.append("## What did not run\n\n" + "\n".join(f"- {where}: {why}" for where, why in reasons) + "\n")
@@ -54,42 +44,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if "e" in text and 1 <= abs(value) < 1e7 else text
 
 
-def _matched(models: dict[str, Any]) -> str:
-    rows, costs = [], []
-    for model in models.values():
-        for state, measured in model.get("states", {}).items():
-            title = f"{model['title']}, batch {model['batch']}, d = {measured['num_coordinates']:,}"
-            for row in measured["rows"]:
-                times = [
-                    f"{number(1e3 * row[f'{how}_seconds'])} ms: **{number(row[f'{how}_slower'])}**"
-                    if f"{how}_seconds" in row
-                    else "–"
-                    for how in ("plain", "compiled")
-                ]
-                coordinates = f"{number(row['coordinates'])} ({number(row['paper_error'])})"
-                probes = f"{row['probes']} ({number(row['error'])})"
-                rows.append([title, state, coordinates, f"{number(1e3 * row['paper_seconds'])} ms", probes, *times])
-            sampled = measured["sampled"]
-        if model.get("states"):
-            costs.append(
-                f"- {model['title']}: {number(1e3 * model['opacus_seconds'])} ms for Opacus's step, "
-                f"{number(1e3 * model['coordinate_seconds'])} ms for a coordinate of the batch; errors from "
-                f"{sampled['coordinates']} coordinates and {sampled['draws']} draws of probes for "
-                f"{sampled['examples']} examples"
-            )
-
-    head = ["", "weights", "coordinates (error)", "the paper's step", "probes (error)"]
-    return (
-        "## The paper's method against probes, at equal standard error of a step\n\n"
-        + table([*head, "`train_step`: how many times faster", "compiled"], rows)
-        + "\nThe error is the relative standard deviation of a step's estimate, root mean square over examples. For "
-        "one and three probes as many coordinates (at least one) as have their error, for the paper's 50 coordinates "
-        "as many probes (at least two) as have theirs. Whole steps from one run, Opacus's included in the paper's. A "
-        "single probe also samples the part of the Fisher information along the gradient, which may be large in a "
-        "trained network.\n\n" + "\n".join(costs) + "\n"
-    )
-
-
 def _run(run: dict[str, Any]) -> str:
     rows = [[title, f"{number(seconds)} s"] for title, seconds in run["seconds"].items()]
     return (
@@ -108,22 +62,6 @@ def _cell(row: dict[str, Any]) -> str:
         return "–"
     memory = "" if row.get("peak_gb") is None else f", {number(row['peak_gb'])} GB"
     return f"**{number(row.get('ratio'))}** ({number(1e3 * row['seconds'])} ms{memory})"
-
-
-def _large(models: dict[str, Any]) -> str:
-    columns = [
-        (f"{model['title']}, batch {model['batch']}, {precision}", rows)
-        for model in models.values()
-        for precision, rows in model.get("precisions", {}).items()
-    ]
-    titles = list(dict.fromkeys(title for _, rows in columns for title in rows))
-    cells = [[title, *(_cell(rows.get(title, {})) for _, rows in columns)] for title in titles]
-    return (
-        "## Models at full size\n\n"
-        + table(["", *(name for name, _ in columns)], cells)
-        + "\nMultiples of Opacus's step with hooks in the same precision; one method at a time has the device. Random "
-        "weights, dropout and masks as the libraries have them. Memory is the peak of building and eight steps.\n"
-    )
 
 
 def _costs(models: dict[str, Any]) -> str:
@@ -152,74 +90,12 @@ def _coordinates(models: dict[str, Any]) -> Iterable[str]:
     for name, model in models.items():
         paper, title = model.get("paper", {}), model.get("title", name)
         if "coordinate_seconds" in paper:
-            mapped, peak = paper.get("mapped_coordinate_seconds"), paper.get("coordinate_peak_gb")
-            by_reverse = f", by reverse over reverse mode {number(1e3 * mapped)} ms" if mapped else ""
+            peak = paper.get("coordinate_peak_gb")
             memory = f", {number(peak)} GB" if peak is not None else ""
             yield (
                 f"- {title}: {number(1e3 * paper['coordinate_seconds'])} ms for a coordinate of the batch (timed on "
-                f"{paper['timed_examples']} examples{memory}){by_reverse}"
+                f"{paper['timed_examples']} examples{memory})"
             )
-
-
-def _growth(growth: dict[str, Any]) -> str:
-    parts = ["## Growth\n"]
-    for kind, rows in growth.items():
-        if "seconds" not in rows:
-            continue
-        body = []
-        for title, seconds in rows["seconds"].items():
-            row = [title, *("–" if s is None else f"{number(1e3 * s)} ms" for s in seconds)]
-            if kind != "probes":
-                row += [number(rows["power"].get(title)), number(rows["last_power"].get(title))]
-            body.append(row)
-        head = [rows["what"], *map(str, rows["sizes"])]
-        if kind != "probes":
-            head += ["power", "power of the last two"]
-        elif any(gb is not None for gb in rows["peak_gb"]):
-            body.append(["peak memory", *("–" if gb is None else f"{number(gb)} GB" for gb in rows["peak_gb"])])
-        parts.append(table(head, body))
-        if "seconds_per_probe" in rows:
-            parts.append(
-                f"A line through them: {number(1e3 * rows['seconds_without'])} ms and "
-                f"{number(1e3 * rows['seconds_per_probe'])} ms for each probe.\n"
-            )
-    parts.append("“Power”: the slope of log time over log size; 1 is linear.\n")
-    return "\n".join(parts)
-
-
-def _examples(examples: dict[str, Any]) -> str:
-    """Seconds, memory and their growth with the number of examples."""
-    rows = [
-        [
-            stage,
-            *(f"{number(s)} s, {number(gb)} GB" for s, gb in zip(seconds, examples["peak_gb"][stage], strict=True)),
-            number(examples.get("power", {}).get(stage)),
-        ]
-        for stage, seconds in examples["seconds"].items()
-    ]
-    details = examples["details"]
-    rows.append(["bytes an example: ledger and norm history", *(number(d["bytes_an_example"]) for d in details), ""])
-    rows.append(["run file", *(f"{number(d['file_gb'])} GB" for d in details), ""])
-    head = ["", *(f"{size:,} examples" for size in examples["sizes"]), "power"]
-    drawn = "every example drawn" if examples["all_drawn"] else "5 steps of batch 4,096 with trace and individual ε"
-    return (
-        f"## Many examples: {drawn}\n\n"
-        + table(head, rows)
-        + "\nCPU seconds and peak resident memory of a process for each, the import of torch and torchfil included; "
-        f"an example that was drawn takes {details[-1]['bytes_an_example_drawn']} bytes.\n"
-    )
-
-
-def _precision(models: dict[str, Any]) -> str:
-    rows = []
-    for model in models.values():
-        for title, row in model["rows"].items():
-            values = [number(row.get(key), 2) for key in ("trace_median", "trace_largest", "sum")]
-            rows.append(
-                [model["title"], title, *(["failed", "", "", ""] if "failed" in row else [*values, row["path"]])]
-            )
-    head = ["", "", "traces, median", "traces, largest", "clipped sum", "computed"]
-    return "## Relative errors of lower precision, against float64\n\n" + table(head, rows)
 
 
 def _failures(results: Any, where: str = "") -> Iterable[tuple[str, str]]:

@@ -18,17 +18,20 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from paper_data import PaperData, TabularTask
 
-from torchfil.attacks import (
-    BlackBoxInversion,
-    NominalAttribute,
-    WhiteBoxInversion,
-    accuracy_by_part,
-    ideal_inversion,
-    prior_inversion,
+from torchfil.attacks import AttackResult, NominalAttribute, WhiteBoxInversion, prior_inversion
+from torchfil.attacks.attributes import accuracies
+from torchfil.attacks.base import release_noise
+from torchfil.glm import (
+    GeneralizedLinearModel,
+    LinearRegression,
+    LogisticRegression,
+    SoftmaxRegression,
+    iteratively_reweighted_fil,
 )
-from torchfil.glm import GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
+from torchfil.glm.refits import GLMView
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -37,6 +40,77 @@ SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2)
 SIGMA = 1e-3  # of the deciles
 COLOURS = {"white-box": "#0072B2", "black-box": "#D55E00", "prior": "#4D4D4D", "ideal": "#009E73"}
 ROUND_COLOURS = ("#D55E00", "#E69F00", "#0072B2")
+
+
+class BlackBoxInversion:
+    """Fredrikson et al. 2014: argmax over levels v of log p(v) + log π(prediction for x_i with level v, y_i).
+
+    π is a Gaussian in the residual with the released model's own variance on the training set, Σ(y − ŷ)²/(n − p), for
+    least squares; for logistic regression, the share of label y among the training examples with that prediction.
+
+    Threat model: the attacker knows everything about the example except the attribute (including its target), how
+    common each level is, and how well the model does; the model answers queries.
+    """
+
+    def __init__(
+        self, model: LinearRegression | LogisticRegression, X: np.ndarray, y: np.ndarray, attribute: NominalAttribute
+    ) -> None:
+        self.view, self.attribute = GLMView.build(model, X, y), attribute
+        self.truth = torch.as_tensor(attribute.levels(X))
+        self.prior = torch.bincount(self.truth, minlength=len(attribute.codes)) / len(X)
+
+    def run(self, sigma: float, trials: int = 100, *, seed: int | None = None) -> AttackResult:
+        """Attack every example in each of ``trials`` releases w* + N(0, σ²I); measure "accuracy"."""
+        noise = sigma * release_noise(sigma, trials, self.view.weights, seed)
+        guesses = torch.cat([self.best(part) for part in noise.split(10)], dim=1)
+        known = "knows the rest of the example, its target, the attribute's distribution, predictions and statistics"
+        return accuracies("black-box attribute inversion", known, guesses, self.truth)
+
+    def best(self, noise: torch.Tensor) -> torch.Tensor:
+        """The level that fits each release best, [n, part]: the margin without the attribute, plus the level's part."""
+        codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(self.view.X)
+        weights = (self.view.weights + noise).mT  # [p, part]
+        own, margins = weights[list(self.attribute.columns)], self.view.X @ weights
+        rest = margins - codes[self.truth] @ own
+        score = self.gaussian if self.view.loss.name == "squared" else self.confusion
+        scores = [score(margins, rest + code @ own) for code in codes]
+        return (torch.stack(scores, dim=1) + self.prior.log()[:, None]).argmax(dim=1)
+
+    def gaussian(self, margins: torch.Tensor, tried: torch.Tensor) -> torch.Tensor:
+        """The log density of each residual at the margins that are tried, [n, part]."""
+        y, (n, p) = self.view.y[:, None], self.view.X.shape
+        variance = (margins - y).square().sum(dim=0) / max(n - p, 1)
+        return -0.5 * (tried - y).square() / variance
+
+    def confusion(self, margins: torch.Tensor, tried: torch.Tensor) -> torch.Tensor:
+        """log of the share of each example's own label among those with the prediction that is tried, [n, part]."""
+        predicted, label = margins > 0, self.view.y[:, None] > 0.5
+
+        def log_share(prediction: bool) -> torch.Tensor:
+            among = predicted == prediction
+            share = (among & label).sum(dim=0) / among.sum(dim=0).clamp(min=1)
+            return torch.where(label, share, 1 - share).double().clamp(min=1e-300).log()
+
+        return torch.where(tried > 0, log_share(True), log_share(False))
+
+
+def ideal_inversion(X: np.ndarray, y: np.ndarray, attribute: NominalAttribute, *, l2: float = 1e-4) -> AttackResult:
+    """A softmax regression of the attribute on everything else, fitted on the same examples.
+
+    No model is released: this attacker succeeds through what the other columns reveal, not through what the model
+    leaks. It knows the population perfectly (here: the training set itself).
+    """
+    truth = attribute.levels(X)
+    inputs = np.column_stack([np.delete(X, list(attribute.columns), axis=1), y])
+    guesses = torch.as_tensor(SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs))
+    threat_model = "knows the rest of the example, its target and the population; sees no model"
+    return accuracies("ideal", threat_model, guesses[:, None], torch.as_tensor(truth))
+
+
+def accuracy_by_part(result: AttackResult, score: np.ndarray, parts: int = 10) -> np.ndarray:
+    """The accuracy in parts of equal size, ordered by score (deciles of η), [parts]."""
+    order = np.argsort(score, kind="stable")
+    return np.array([result.achieved[part].mean() for part in np.array_split(order, parts)])
 
 
 def main() -> None:

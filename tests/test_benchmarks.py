@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, paper, targets, zoo
 from benchmarks import many_examples as many
-from benchmarks.scale_model import fitted, measured_in_float32, tables
+from benchmarks.scale_model import fitted, measured_in_float32
 from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.report import load
@@ -28,21 +28,12 @@ def tiny() -> loops.Model:
 
 
 def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
-    gradients = paper.examples_of(tiny(), 6, "cpu", train_steps=3)
-    directions = paper.random_directions(gradients.examples.z, 9, torch.Generator().manual_seed(0))
-    assert torch.equal(torch.stack(directions).sum(dim=0), torch.ones(6, 9))  # every coordinate once
+    gradients = paper.examples_of(tiny(), 6, "cpu")
     jacobian = ClippedJacobian(gradients, paper.CLIP, 0.1)
-    for direction in directions:
+    for unit in torch.eye(9):
+        direction = unit.expand(6, 9)
         want = jacobian.matvec(direction).square().sum(dim=1)
         torch.testing.assert_close(paper.clipped_column_norms(gradients, direction, 0.1), want, rtol=1e-3, atol=1e-7)
-
-
-def test_coordinates_and_probes_estimate_the_same() -> None:
-    gradients = paper.examples_of(tiny(), 8, "cpu")
-    generator = torch.Generator().manual_seed(1)
-    columns = paper.column_estimates(gradients, 9, generator)
-    drawn = paper.traces(gradients, 3, 133, generator)
-    torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
 
 
 def test_all_methods_see_the_same_batches() -> None:
@@ -54,33 +45,27 @@ def test_all_methods_see_the_same_batches() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_both_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a tiny model; a part that fails is told on the page, and a second run keeps what it is not asked for."""
-    for module in (comparison, command):
-        monkeypatch.setattr(module, "MODELS", {"tiny": tiny()})
-    arguments = ["benchmarks", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--sections", "models"])
-    command.main()
-    found = json.loads((tmp_path / "cpu.json").read_text())
-    rows = found["models"]["tiny"]["rows"]
-    assert rows[loops.UNIT]["ratio"] == 1
-    assert not [row for row in rows.values() if "failed" in row]
-    paper_rows = found["models"]["tiny"]["paper"]
-    unit = rows[loops.UNIT]["seconds"]
-    assert paper_rows["fifty_seconds"] == pytest.approx(unit + 50 * paper_rows["coordinate_seconds"])
+def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails is told on the page, and a second run keeps what it is not asked for."""
 
-    def broken(*_: object, **__: object) -> dict[str, object]:
+    def broken(**_: object) -> dict[str, object]:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(command, "growth", broken)
-    monkeypatch.setattr(sys, "argv", [*arguments, "--sections", "growth"])
-    command.main()
+    for module in (comparison, command):
+        monkeypatch.setattr(module, "MODELS", {"tiny": tiny()})
+    monkeypatch.setattr(command, "whole_run", broken)
+    for section in command.SECTIONS:
+        arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--sections", section]
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+        command.main()
+    found = json.loads((tmp_path / "cpu.json").read_text())["models"]["tiny"]
+    assert found["rows"][loops.UNIT]["ratio"] == 1
+    assert not [row for row in found["rows"].values() if "failed" in row]
+    unit, coordinate = found["rows"][loops.UNIT]["seconds"], found["paper"]["coordinate_seconds"]
+    assert found["paper"]["fifty_seconds"] == pytest.approx(unit + 50 * coordinate)
     text = (tmp_path / "cpu.md").read_text()
-    assert "growth: RuntimeError: no such device" in text
+    assert "run: RuntimeError: no such device" in text
     assert "torchfil train_step, 1 probe" in text
-    assert text in capsys.readouterr().out
 
 
 def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,34 +85,16 @@ def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_stage_of_many_examples_runs() -> None:
     found = many.many_examples([300])
-    assert list(found["seconds"]) == list(found["peak_gb"]) == list(many.STAGES)
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
 
 
-# --- the zoo
-
-IMAGE_NETWORKS: dict[str, Callable[..., nn.Sequential]] = {"small_alexnet": zoo.small_alexnet, "vgg11": zoo.vgg11}
-
-
-@pytest.mark.parametrize("name", IMAGE_NETWORKS)
-@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32), (3, (62, 47)), (3, (64, 64)), (2, 8)])
-def test_image_networks_take_every_size(name: str, channels: int, size: int | tuple[int, int]) -> None:
-    model = IMAGE_NETWORKS[name](5, channels, size)
+@pytest.mark.parametrize("size", [28, (62, 47), 8])
+@pytest.mark.parametrize("build", [zoo.small_alexnet, zoo.vgg11])
+def test_image_networks_take_every_size(build: Callable[..., nn.Module], size: int | tuple[int, int]) -> None:
+    model = build(5, 2, size)
     height, width = (size, size) if isinstance(size, int) else size
-    assert model(torch.rand(2, channels, height, width)).shape == (2, 5)
+    assert model(torch.rand(2, 2, height, width)).shape == (2, 5)
     assert SmoothnessValidator.validate(model) == []
-
-
-def test_the_layers_are_those_of_the_paper() -> None:
-    def shapes(model: nn.Module) -> list[tuple[int, ...]]:
-        return [tuple(value.shape) for name, value in model.named_parameters() if name.endswith("weight")]
-
-    assert [shape[0] for shape in shapes(zoo.small_alexnet())] == [16, 32, 64, 256, 2]
-    assert [shape[0] for shape in shapes(zoo.vgg11())] == [16, 16, 16, 16, 32, 32, 64, 64, 256, 128, 2]
-    assert [shape[0] for shape in shapes(zoo.fcnet())] == [32] * 8 + [2]
-
-
-# --- the cost model
 
 
 @pytest.mark.slow
@@ -135,6 +102,3 @@ def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
     float32, bfloat16 = fitted(measured_in_float32())
     assert 1 < float32.off_by < 2
     assert 1 < bfloat16.off_by < 2
-    rows = tables(float32, bfloat16).splitlines()
-    assert len(rows) == 2 + 2 * 3 * 3
-    assert {row.count("|") for row in rows} == {10}

@@ -13,10 +13,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 from paper_data import SOURCES
 
-from benchmarks.reproduce import records
-from benchmarks.reproduce.page import joined, page
-from benchmarks.reproduce.registry import ROWS, chosen
-from benchmarks.reproduce.rows import PAPERS, Outcome, Row, Run, check_near, check_that, verdict_of
+from reproduction import records
+from reproduction.page import joined, page
+from reproduction.registry import ROWS, chosen
+from reproduction.rows import PAPERS, Outcome, Row, Run, check_near, check_that, verdict_of
 from tests.paper_files import few_made_up
 
 ROOT = Path(__file__).parents[1]

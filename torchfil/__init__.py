@@ -2,7 +2,7 @@
 
 torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage besides ε
 torchfil.LeakageLogger  the run in TensorBoard, W&B, MLflow or Aim, while it trains
-torchfil.check       before training: what a model's batches would do, and what to change
+torchfil.check       before training: what a run with a model would do with its batches
 torchfil.PrivateClassifier, torchfil.PrivateRegressor  the same in scikit-learn's style
 torchfil.equalise    rounds of training that spare the few who are exposed most
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction

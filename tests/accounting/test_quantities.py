@@ -19,7 +19,7 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.fisher import ExampleGradients, Mechanism
 from torchfil.fisher.batch import Measurement, PrivateBatch
 
-ALL = ("diagonal", "fim", "sketch", "plis")
+ALL = ("diagonal", "fim", "plis")
 
 
 class Largest(quantities.TrackedQuantity):
@@ -28,7 +28,7 @@ class Largest(quantities.TrackedQuantity):
     name = "largest"
     needs = quantities.Needs(("diagonal",))
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, quantities.Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, quantities.Sum]:
         return {"largest": quantities.Sum(), "looks": quantities.Sum(dtype=torch.int64)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
@@ -45,33 +45,30 @@ def batch(sigma: float = 0.9) -> PrivateBatch:
     return PrivateBatch(gradients, Mechanism.build(1.0, sigma, allow_zero_noise=True))
 
 
-def measured(found: PrivateBatch, track: tuple[str, ...], rank: int = 2) -> tuple[Measurement, Tensor]:
-    d, needs = found.gradients.num_coordinates, quantities.needs_of(track)
-    omega = torch.eye(d, rank, dtype=found.gradients.dtype, device=found.gradients.device)
-    test_matrix = omega if needs.products else None
-    return found.measure(needs.quantities, "exact", test_matrix=test_matrix, susceptibility=needs.susceptibility), omega
+def measured(found: PrivateBatch, track: tuple[str, ...]) -> Measurement:
+    needs = quantities.needs_of(track)
+    return found.measure(needs.quantities, "exact", susceptibility=needs.susceptibility)
 
 
 def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Leakage:
     """Four examples, of which the first and the third take part in one step."""
-    measurement, omega = measured(found, track)
-    rows = torch.tensor([0, 2], device=omega.device)
-    ledger = Ledger(4, found.gradients.num_coordinates, track=track, sketch_rank=2, device=omega.device)
+    measurement, device = measured(found, track), found.gradients.device
+    rows = torch.tensor([0, 2], device=device)
+    ledger = Ledger(4, found.gradients.num_coordinates, track=track, device=device)
     added = quantities.additions(measurement, rate, skipping=rate < 1, track=track)
-    ledger.add(Contribution(rows, torch.ones(2, device=omega.device), additions={k: v[rows] for k, v in added.items()}))
-    conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1, test_matrix=omega)
+    ledger.add(Contribution(rows, torch.ones(2, device=device), additions={k: v[rows] for k, v in added.items()}))
+    conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1)
     return Leakage(ledger, ExampleIds(4), conditions)
 
 
 def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
     """Fisher information with its readings, products and divergences, measured in half of all steps."""
-    measurement, omega = measured(batch(), ALL)
-    leakage, rows, d = booked(batch(), ALL, rate=0.5), [0, 2], len(omega)
+    measurement = measured(batch(), ALL)
+    leakage, rows, d = booked(batch(), ALL, rate=0.5), [0, 2], batch().gradients.num_coordinates
     trace = 2 * measurement.estimates["trace"].value[rows].double()
     torch.testing.assert_close(leakage.get_trace(rows).value, trace)
     torch.testing.assert_close(leakage.get_fil(rows).value, (trace / d).sqrt())
     torch.testing.assert_close(leakage.get_mse_bound(rows).value, d / trace)
-    torch.testing.assert_close(leakage.ledger.sums["sketch"][rows], 2 * measurement.products[rows].double())
     torch.testing.assert_close(leakage.get_plis(rows), 2 * measurement.susceptibility[rows].double())
     added = quantities.Divergence("age", quantities.QuestionSpec(("old", "young"))).added(
         torch.ones(3, 2), 0.5, skipping=True
@@ -83,9 +80,7 @@ class TestRegistry:
     def test_the_trace_is_always_kept_and_stands_first(self) -> None:
         assert [quantity.name for quantity in quantities.tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
         assert Ledger(3, 2, track=("trace",)).track == ()
-        assert quantities.needs_of(ALL) == quantities.Needs(
-            ("trace", "diagonal", "matrix"), products=True, susceptibility=True
-        )
+        assert quantities.needs_of(ALL) == quantities.Needs(("trace", "diagonal", "matrix"), susceptibility=True)
         with pytest.raises(ValueError, match="colour"):
             Ledger(3, 2, track=("colour",))
         with pytest.raises(ValueError, match="plis"):
@@ -95,11 +90,11 @@ class TestRegistry:
         monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
         quantities.register_quantity(Largest())
         leakage = booked(batch(), ("largest",), rate=0.5)
-        truth = measured(batch(), ("diagonal",))[0].estimates["diagonal"].value.double().max(dim=1).values
+        truth = measured(batch(), ("diagonal",)).estimates["diagonal"].value.double().max(dim=1).values
         torch.testing.assert_close(leakage.get("largest", [2, 0]), 2 * truth[[2, 0]])
         copy = Ledger.from_state_dict(leakage.ledger.state_dict(), leakage.ledger.device)
         assert torch.equal(copy.sums["largest"], leakage.ledger.sums["largest"])
-        assert Ledger.bytes_needed(10, 3, ("largest",), 1) == Ledger.bytes_needed(10, 3, (), 1) + 10 * 16
+        assert Ledger.bytes_needed(10, 3, ("largest",)) == Ledger.bytes_needed(10, 3) + 10 * 16
         clash = Largest()
         clash.name = "clash"
         for other, noun in ((Largest(), "overwrite=True"), (clash, "looks")):

@@ -48,8 +48,7 @@ def check_ledger_and_bounds(kind: str, q: float, runs: int, rates: tuple[float, 
     changed = inputs.clone(), targets.clone()
     for own, new in zip(changed, other, strict=True):
         own[0] = new[0]
-    source = torch.Generator().manual_seed(7)
-    common = {"runs": runs, "generator": source, "private": private, **settings(q)}
+    common = {"runs": runs, "seed": torch.Generator().manual_seed(7), "private": private, **settings(q)}
     true = record_dpsgd(model, nn.CrossEntropyLoss(), inputs, targets, **common)  # type: ignore[arg-type]
     false = record_dpsgd(model, nn.CrossEntropyLoss(), *changed, **common)  # type: ignore[arg-type]
     here, there = (transcript_ratios(made, 0, (inputs, targets), changed, private) for made in (true, false))

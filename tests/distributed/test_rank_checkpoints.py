@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from torch import Tensor
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import Outcome, as_one, assert_same, make, outcome, replaying, take_step
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
-from torchfil.engine.distributed import checkpoints
 
 DRAWS: list[list[list[int]]] = [
     [[0, 2, 4], [6], [], [8, 10, 12], [2, 14], [4, 6, 8], [0], [12, 14, 16]],
@@ -27,32 +22,17 @@ ALONE = as_one(DRAWS)
 SLOW = pytest.mark.slow
 
 
-@contextmanager
-def slow_disk() -> Iterator[None]:
-    """Nothing is written before a second has passed."""
-    plain = checkpoints.write_file
-
-    def later(*args: Any) -> None:
-        time.sleep(1)
-        plain(*args)
-
-    with mock.patch.object(checkpoints, "write_file", later):
-        yield
-
-
 def own_draws(scattered: bool) -> list[list[int]]:
     """Of this process; ``scattered``: the ranks change places."""
     return DRAWS[dist.get_rank() ^ scattered] if dist.is_initialized() else ALONE
 
 
-def trained(
-    path: str | None = None, *, resume: bool = False, meanwhile: bool = False, scattered: bool = False, **options: Any
-) -> Outcome:
+def trained(path: str | None = None, *, resume: bool = False, scattered: bool = False, **options: Any) -> Outcome:
     """Two passes with a checkpoint between them, or the second from that checkpoint, after a wrong start."""
     made = make("digits", questions={}, num_probes=2, batch_size=16, **options)
     state = {"path": path, "module": made.model, "optimizer": made.optimizer}
-    draws, saving = own_draws(scattered), None
-    with slow_disk() if meanwhile else nullcontext(), replaying(draws[4:] if resume else draws):
+    draws = own_draws(scattered)
+    with replaying(draws[4:] if resume else draws):
         if resume:
             with torch.no_grad():
                 for p in made.module.parameters():
@@ -62,10 +42,7 @@ def trained(
             for x, y in made.loader:
                 take_step(made, x, y)
             if path is not None and not last:
-                saving = made.engine.save_checkpoint(**state, **({"asynchronous": True} if meanwhile else {}))
-                assert not meanwhile or not saving.done()
-    if saving is not None:
-        saving.result()
+                made.engine.save_checkpoint(**state)
     return outcome(made, None, Outcome())
 
 
@@ -74,16 +51,10 @@ def alone() -> Outcome:
     return trained()
 
 
-@pytest.mark.parametrize(
-    ("kind", "sharded", "meanwhile"),
-    [("run.pt", False, False), pytest.param("run/", False, True, marks=SLOW), ("run/", True, True)],
-)
-def test_as_many_ranks_go_on_bit_for_bit(
-    two_ranks: RankPool, tmp_path: Path, kind: str, sharded: bool, meanwhile: bool
-) -> None:
-    """Also from a checkpoint that was written while the run went on."""
+@pytest.mark.parametrize(("kind", "sharded"), [("run.pt", False), ("run/", True)])
+def test_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path, kind: str, sharded: bool) -> None:
     path, options = f"{tmp_path}/{kind}", {"sharded": sharded, "estimator": "weight-probes"}
-    expected = two_ranks.run(trained, path, meanwhile=meanwhile, **options)
+    expected = two_ranks.run(trained, path, **options)
     assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")]  # of rank 0, for all
     for found, unbroken in zip(two_ranks.run(trained, path, resume=True, **options), expected, strict=True):
         assert_same(found, unbroken, 0.0)

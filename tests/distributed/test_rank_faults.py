@@ -162,14 +162,6 @@ def probed() -> Tensor:
     return made.engine.totals.get_trace().value[:6]
 
 
-def test_a_sketch_is_made_with_one_test_matrix(two_ranks: RankPool) -> None:
-    """Where rank 1 is idle at first: some matrix gives the products of all examples."""
-    for each in two_ranks.run(played, [DRAWS[0], [[], [], *DRAWS[1]]], track=("fim", "sketch")):
-        fim, sketch = (each.sums[name].double().flatten(0, 1) for name in ("fim", "sketch"))
-        found = torch.linalg.lstsq(fim, sketch, driver="gelsd").solution
-        torch.testing.assert_close(fim @ found, sketch)
-
-
 # ------------------------------------------------------------------ refusals
 
 

@@ -95,7 +95,7 @@ def test_what_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
     """An example on two ranks in one step, whose other steps are taken; a rank without any of the stream."""
     for errors, names, told in two_ranks.run(streamed, str(tmp_path), [TWICE]):
         assert errors[0].startswith("StepNotTakenError: example 4 is in this step's batches of ranks [0, 1]")
-        assert names == [0, 1, 2, 9, 10, 11, 6, 7, 8, 14, 15]
-        assert told.sums["participations"].tolist() == [2, *[1] * 10]
+        assert names == [0, 1, 2, 9, 10, 11, 3, 4, 5, 12, 13, 6, 7, 8, 14, 15]
+        assert told.sums["participations"].tolist() == [2, *[1] * 5, *[0] * 5, *[1] * 5]
     for errors, *_ in two_ranks.run(streamed, str(tmp_path), [[[0, 1, 2], []]]):
         assert "rank 1 has no batch at all" in errors[0]

@@ -1,4 +1,4 @@
-"""A run of several ranks with a page, a file, a bar and a log: all ranks read together, rank 0 shows and writes."""
+"""A run of several ranks with a page, a file and a log: all ranks read together, rank 0 shows and writes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ def watched(folder: str | None) -> tuple[list[Tensor], Any]:
         return [whole(p) for p in made.module.parameters()], None
     path, logged = Path(folder) / f"rank{dist.get_rank()}.parquet", list[tuple[int, float]]()
     with ExitStack() as stack:
-        watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, share=1.0))
+        watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, share=0.99))
         logger = LeakageLogger(lambda numbers, step: logged.append((step, numbers["privacy/epsilon"])), delta=DELTA)
         stack.enter_context(logger.attach(made.engine))
         for _ in range(2):
-            for x, y in made.engine.progress(
-                made.loader, delta=DELTA, steps=3, share=0.99, disable=dist.get_rank() > 0
-            ):
+            for x, y in made.loader:
                 take_step(made, x, y)
         page = urllib.request.urlopen(watch.url, timeout=60).read().decode() if watch.url else None
         found = page, load(path).about["mechanism"]["steps"] if path.exists() else None

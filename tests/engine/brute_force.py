@@ -323,8 +323,6 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
         expected["spectral"] = engine.get_fil(kind="spectral").value, largest
     if "diagonal" in ledger.sums:
         expected["diagonal"] = engine.get_attribute_fil().value, truth.diagonal.sqrt()
-    if "sketch" in ledger.sums:
-        expected["sketch"] = ledger.sums["sketch"], truth.fim @ engine._training.run.test_matrix.cpu()
     if "plis" in ledger.sums:
         expected["plis"] = engine.get_plis(), truth.plis
     for name, divergences in truth.divergences.items():

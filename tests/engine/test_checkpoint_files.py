@@ -167,8 +167,8 @@ def tree(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, value: float = 1.0, *, asynchronous: bool = False) -> Any:
-    return write_folder(folder, tree(value), None, asynchronous=asynchronous)
+def write(folder: Path, value: float = 1.0) -> None:
+    write_folder(folder, tree(value), None)
 
 
 def files(folder: Path) -> list[Path]:
@@ -190,15 +190,12 @@ def test_the_newest_replaces_the_last_and_what_a_kill_left(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("at", ["write_file", "write_bytes"])
-def test_a_failed_save_keeps_the_last_and_is_told_by_the_next(tmp_path: Path, at: str) -> None:
+def test_a_failed_save_keeps_the_last(tmp_path: Path, at: str) -> None:
     engine, model, *_ = start()
     engine.save_checkpoint(path=f"{tmp_path}/", module=model)
     before = files(tmp_path)
-    with mock.patch.object(checkpoints, at, side_effect=FULL):
-        saving = engine.save_checkpoint(path=f"{tmp_path}/", module=model, asynchronous=True)
-        assert "No space left" in str(saving.exception())
-        with pytest.raises(OSError, match="No space left"):
-            engine.save_checkpoint(path=f"{tmp_path}/", module=model)
+    with mock.patch.object(checkpoints, at, side_effect=FULL), pytest.raises(OSError, match="No space left"):
+        engine.save_checkpoint(path=f"{tmp_path}/", module=model)
     assert files(tmp_path) == before
     assert "fil_engine_state_dict" in read_folder(tmp_path)
 
@@ -221,13 +218,7 @@ def test_what_was_changed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "code that runs" not in capsys.readouterr().out
 
 
-def test_what_files_and_folders_cannot_do(tmp_path: Path) -> None:
+def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
     engine, model, *_ = start()
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    for use, path, options, error, noun in (
-        (save, tmp_path / "run.pt", {"asynchronous": True}, ValueError, "folder"),
-        (load, tmp_path, {}, ValueError, "no complete checkpoint"),
-    ):
-        with pytest.raises(error, match=noun):
-            use(path=str(path), module=model, **options)
-    assert not files(tmp_path)
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        engine.load_checkpoint(path=str(tmp_path), module=model)

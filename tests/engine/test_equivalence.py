@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch_versions
 SIGMA, N = 0.9, 12
 WEIGHTS = torch.linspace(0.3, 1.0, N).double()[torch.randperm(N, generator=torch.Generator().manual_seed(1))]
 QUESTIONS: dict[str, Question] = {"member": Absent(), "label": Label(3)}
-EVERYTHING: dict[str, Any] = {"track": ("diagonal", "fim", "sketch", "plis"), "sketch_rank": 5, "questions": QUESTIONS}
+EVERYTHING: dict[str, Any] = {"track": ("diagonal", "fim", "plis"), "questions": QUESTIONS}
 EVERYTHING |= {"noise_multiplier": SIGMA, "amplification": None, "criterion": nn.CrossEntropyLoss()}
 EMBEDDING = Private(submodule="embedding")
 HOOKS, FUNCTORCH = {"grad_sample_mode": "hooks"}, {"grad_sample_mode": "functorch"}
@@ -73,7 +73,7 @@ def trained(way: str, module: nn.Module | None = None, dataset: Any = None, **op
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(way: str) -> None:
-    """FIM, diagonal, sketch, PLIS, D of questions, ‖g̃‖ and Σ g̃ of weighted examples, with Poisson's factors."""
+    """FIM, diagonal, PLIS, D of questions, ‖g̃‖ and Σ g̃ of weighted examples, with Poisson's factors."""
     run = trained(way, **EVERYTHING, clip_weights=WEIGHTS)
     assert_true(run)
     if run.options.get("poisson_sampling", True):
@@ -235,7 +235,7 @@ def test_the_random_stream_is_that_of_a_plain_loop(way: str) -> None:
 
 PROBES: list[tuple[Any, str, dict[str, Any]]] = [
     (network, "rows", {"track": ("diagonal", "plis"), "num_probes": 2}),
-    (network, "rows", {"track": ("sketch", "fim"), "num_probes": 2, "poisson_sampling": False}),
+    (network, "rows", {"track": ("fim",), "num_probes": 2, "poisson_sampling": False}),
     (network, "rows", {"estimator": "input-probes"}),
     (network, "rows", {"fil_rate": 0.5, "steps": 8}),
     (network, "rows", {"rel_error": 0.2, "epochs": 4, "steps": 12}),
@@ -284,18 +284,6 @@ def test_weight_probes_are_unbiased_and_their_errors_true(build: Any, kind: str,
     error = trace.standard_error.cpu()[seen]
     assert bool(((trace.value.cpu() - truth.trace)[seen].abs() <= 5 * error).all())
     assert float((error / truth.trace[seen]).max()) < 0.2, "few probes would show nothing"
-
-
-def test_a_low_rank_sketch_is_a_lower_bound() -> None:
-    options = {"noise_multiplier": SIGMA, "amplification": None, "steps": 6}
-    whole = trained("train_step", dataset=data(40), track=("fim",), **options).engine
-    low = trained("train_step", dataset=data(40), track=("sketch",), sketch_rank=2, **options).engine
-    exact, sketch = (engine.get_fil(kind="spectral") for engine in (whole, low))
-    seen = exact.value > 0
-    assert sketch.kind == "lower bound"
-    assert (sketch.value[seen] <= exact.value[seen] * (1 + 1e-9)).all()
-    assert (sketch.value[seen] > 0.5 * exact.value[seen]).double().mean() > 0.8
-    assert (exact.value <= low.get_fil().value * 5**0.5 * (1 + 1e-9)).all()
 
 
 def test_random_rows_for_empty_batches_belong_to_nobody() -> None:

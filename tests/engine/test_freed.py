@@ -103,9 +103,6 @@ def checkpoints(run: Run) -> None:
     for path in (Path("one.pt"), "folder/"):
         run.engine.save_checkpoint(path=path, **parts)
         run.engine.load_checkpoint(path=path, **parts)
-    saving = run.engine.save_checkpoint(path="folder/", asynchronous=True, **parts)
-    assert saving is not None
-    saving.result()
 
 
 def readings(run: Run) -> None:

@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dropout": {"module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))},
     "exact": {"estimator": "exact", "questions": {"label": Label(3)}},
     "input probes": {"estimator": "input-probes", "num_probes": 2},
-    "a sketch": {"track": ("sketch",), "sketch_rank": 2, "num_probes": 2},
     "few anew": {"extra_probes": 4},
     "per layer": {"clipping": "per_layer", "max_grad_norm": [0.05] * 4},
     "hooks": {"grad_sample_mode": "hooks"},

@@ -46,7 +46,7 @@ ESTIMATORS: list[dict[str, Any]] = [
     {"estimator": "weight-probes", "num_probes": 2, "extra_probes": 4},
     {"estimator": "input-probes", "num_probes": 4},
     {"estimator": "coordinates", "num_probes": 4},
-    {"estimator": "weight-probes", "fil_rate": 0.5, "track": ("sketch", "plis")},
+    {"estimator": "weight-probes", "fil_rate": 0.5, "track": ("diagonal", "plis")},
     {"estimator": "weight-probes", "rel_error": 0.1, "rows_per_owner": 2},
     {"estimator": "weight-probes", "private": Private(shared={0: SHARED}), "clipping": "per_layer"},
 ]
@@ -61,7 +61,10 @@ def test_estimates_are_those_of_the_exact_trace(options: dict[str, Any]) -> None
         for more in ({}, {"estimator": "exact", "track": (), "extra_probes": 0, "fil_rate": 1.0, "rel_error": None})
     )
     error = found.value.sum() - exact.value.sum()
-    assert abs(float(error)) < 3 * float(found.standard_error.square().sum().sqrt())
+    spread = found.standard_error.square().sum().sqrt()
+    if "fil_rate" in options:  # a skipped step is skipped for all of its examples: their errors are alike
+        spread = found.standard_error.sum()
+    assert abs(float(error)) < 3 * float(spread)
 
 
 @pytest.mark.parametrize("rows_per_owner", [None, 2])

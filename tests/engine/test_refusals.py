@@ -24,7 +24,7 @@ from torchfil.questions import Absent
 NAN = math.nan
 ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     *({"rel_error": value} for value in (0.0, 5.0, NAN)),
-    *({name: 0} for name in ("num_probes", "epochs", "sketch_rank", "accumulation_steps", "norm_refresh")),
+    *({name: 0} for name in ("num_probes", "epochs", "accumulation_steps", "norm_refresh")),
     *({name: value} for name in ("fil_rate", "sample_rate") for value in (0.0, 1.5, NAN)),
     {"expected_batch_size": 0},
     {"num_probes": 2, "rel_error": 0.1},
@@ -36,7 +36,6 @@ ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     {"track": ("diagonal",), "estimator": "coordinates"},
     {"num_probes": 1, "track": ("fim",)},
     *({"extra_probes": 3, **more} for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "input-probes"})),
-    {"extra_probes": 3, "num_probes": 1, "track": ("sketch",)},
 ]
 
 
@@ -114,7 +113,6 @@ def test_make_private_refuses_and_touches_nothing(case: str) -> None:
 DIRECT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"probes": 3}, TypeError, "'probes'"),
     ({"accounting": Accounting(estimator="coordinates"), "track": "diagonal"}, ValueError, "coordinates"),
-    ({"accounting": Accounting(num_probes=2), "num_probes": 3}, ValueError, "twice"),
 ]
 
 

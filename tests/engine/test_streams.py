@@ -116,7 +116,7 @@ def test_rows_grow_as_examples_come() -> None:
         names, columns = run.engine.leakage_columns()
         assert names == seen
         assert len(columns["fil"]) == run.engine.ledger.num_examples == len(seen)
-    with pytest.raises(KeyError, match="took part"):
+    with pytest.raises(KeyError, match="person 99"):
         run.engine.get_fil(["person 99"])
 
 
@@ -160,13 +160,19 @@ def test_ids_come_from_any_part_of_the_batch(way: str) -> None:
 
 
 def test_an_example_twice_in_one_batch_is_refused() -> None:
+    """Those of its batch that are new have a row from then on, but took no part."""
     run = made(Shards([0, 1, 2, 3, 4, 5, 6, 5, 7, 8]))
     batches = iter(run.private)
     take(run, next(batches))
-    before = copy.deepcopy(run.engine.state_dict())
+    before = copy.deepcopy(run.engine.state_dict()["run"]["ledger"]["sums"])
     with pytest.raises(RuntimeError, match="twice"):
         take(run, next(batches))
-    assert same(run.engine.state_dict(), before)
+    after = run.engine.ledger.sums
+    assert all(torch.equal(after[name][:5], value) for name, value in before.items())
+    assert not any(value[5:].any() for value in after.values())
+    assert len(rows_of(run)) == 9
+    take(run, next(iter(run.private)))
+    assert run.engine.ledger.sums["participations"].tolist() == [2] * 5 + [0] * 4
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -96,7 +96,7 @@ def test_every_step_without_noise_is_measured() -> None:
 
 def test_checkpoints_averages_files_and_reports(tmp_path: Path) -> None:
     """NaN says nothing, and is nowhere."""
-    track = {"track": ("diagonal", "fim", "plis", "sketch")}
+    track = {"track": ("diagonal", "fim", "plis")}
     first, model, optimizer, loader = made(**track)
     trained(first, model, optimizer, loader, steps=2)
     first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)

@@ -56,13 +56,6 @@ def test_normalised_sums(channels: int, positions: int, groups: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_tanh() -> None:
-    w, gamma, y = drawn(7, 333), drawn(7, 333), drawn(7, 333)
-    to_gamma, to_y = kernels.activation_pulled_twice("tanh", w, gamma, y)
-    torch.testing.assert_close(to_gamma, w * (1 - y.square()))
-    torch.testing.assert_close(to_y, -2 * w * gamma * y)
-
-
 @pytest.mark.parametrize(
     "walk",  # size, stride, dilation and padding, each down and across
     [(3, 3, 1, 1, 1, 1, 1, 1), (3, 2, 2, 1, 1, 2, 0, 1), (1, 1, 2, 2, 1, 1, 0, 0), (8, 8, 2, 2, 1, 1, 3, 3)],

@@ -199,7 +199,7 @@ QUESTIONS = {
     "first": Column(0, by=(0.5, -0.5), names=("more", "less")),
     "own": Change(lambda inputs, targets: (0.9 * inputs, targets)),
 }
-ADAM: dict[str, Any] = {"track": ("diagonal", "sketch", "plis"), "num_probes": 2}
+ADAM: dict[str, Any] = {"track": ("diagonal", "plis"), "num_probes": 2}
 ADAM["optimizer"] = lambda trained: torch.optim.Adam(trained, lr=0.02)
 TEXTS: dict[str, Any] = {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
 HARD: dict[str, Any] = {"clip": "hard", "loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}

@@ -278,7 +278,7 @@ def test_fabric_takes_a_plain_loader() -> None:
     network, engine = nn.Linear(3, 2), FILPrivacyEngine()
     model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=LR))
     plain = DataLoader(TensorDataset(torch.randn(12, 3), torch.arange(12) % 2), batch_size=4)
-    with pytest.raises(TypeError, match=r"Got _FabricDataLoader. Pass the plain DataLoader\(dataset, batch_size=64\)"):
+    with pytest.raises(TypeError, match="Got _FabricDataLoader"):
         engine.make_private(model, optimizer, fabric.setup_dataloaders(plain), noise_multiplier=1.0)
     model, optimizer, loader = engine.make_private(model, optimizer, plain, noise_multiplier=1.0)
     for x, y in loader:

@@ -89,6 +89,6 @@ def test_models_as_they_come_are_checked() -> None:
     found = torchfil.check(model, batch)
     assert (found.verdict, found.num_coordinates) == ("recorded", 80)
     assert "attention_mask" in str(found.private)
-    assert sum(row["parameters"] for row in found.rows) == model.num_parameters()
+    assert sum(layer.parameters for layer in found.layers) == model.num_parameters()
     found = torchfil.check(built(0.1, ("GPT2LMHeadModel", GPT2, ())), {**batch, "labels": ids})
     assert found.verdict == "recorded"

@@ -7,7 +7,6 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,21 +22,23 @@ class ExampleIds:
     Args:
         num_examples: n.
         keys: n distinct keys; None: 0 … n−1.
+        grows: Whether more examples may arrive (:meth:`rows_of`), as those of a stream do.
 
     Attributes:
         most: The largest number of participations of any example; counted only after :meth:`count_from`.
 
     Example:
-        >>> ids = ExampleIds(3)
-        >>> ids.count_from([0, 4, 0])
-        >>> ids.enter([0, 2]), ids.most, ids.most_after([1])
-        ([0, 2], 4, 5)
+        >>> ids = ExampleIds(0, [], grows=True)
+        >>> ids.count_from([])
+        >>> ids.rows_of(["a", "b"]), ids.rows_of(["c", "a"]), ids.all()
+        ([0, 1], [2, 0], ['a', 'b', 'c'])
+        >>> ids.count([2])
+        >>> ids.most, ids.most_after([2, 0])
+        (1, 2)
     """
 
-    known_as = "the keys of id_of"
-
-    def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
-        self.num_examples = num_examples
+    def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None, *, grows: bool = False) -> None:
+        self.num_examples, self.grows = num_examples, grows
         given = keys.tolist() if isinstance(keys, Tensor) else keys
         self.keys = [plain_key(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
@@ -65,16 +66,29 @@ class ExampleIds:
         self._participations = array("l", participations)
         self.most = max(self._participations, default=0)
 
-    def most_after(self, examples: Sequence[Any]) -> int:
-        """:attr:`most` once these distinct examples, given by their rows, have taken part."""
-        return max(self.most, *(self._participations[row] + 1 for row in examples), 0)
+    def most_after(self, rows: Iterable[int]) -> int:
+        """:attr:`most` once these distinct examples have taken part."""
+        return max(self.most, *(self._participations[row] + 1 for row in rows), 0)
 
-    def enter(self, examples: Sequence[Any]) -> list[int]:
-        """The rows of these distinct examples, given by their rows, which take part now."""
-        for row in examples:
+    def count(self, rows: Iterable[int]) -> None:
+        """Count that these distinct examples take part now."""
+        for row in rows:
             self._participations[row] += 1
             self.most = max(self.most, self._participations[row])
-        return list(examples)
+
+    def count_new(self, keys: Iterable[Hashable]) -> int:
+        """How many of these examples of a stream have not arrived before."""
+        return sum(key not in self._row_of for key in set(keys))
+
+    def rows_of(self, keys: Sequence[Hashable]) -> list[int]:
+        """The rows of these examples of a stream; those that arrive for the first time get the next ones."""
+        assert self.keys is not None
+        for key in keys:
+            if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
+                self.keys.append(key)
+                self._participations.append(0)
+        self.num_examples = len(self.keys)
+        return [self._row_of[key] for key in keys]
 
     def as_array(self) -> np.ndarray:
         """Every id, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.
@@ -102,50 +116,9 @@ class ExampleIds:
             row_of = {key: key for key in wanted if type(key) is int and 0 <= key < self.num_examples}
         unknown = [key for key in wanted if key not in row_of]
         if unknown:
-            valid = self.known_as if self.keys is not None else f"0 to {self.num_examples - 1}"
+            valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
             raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
         return wanted, torch.tensor([row_of[key] for key in wanted], dtype=torch.long)
-
-
-class GrowingIds(ExampleIds):
-    """The names of the examples of a stream, in the order in which they first took part.
-
-    Args:
-        keys: The keys of those that already took part.
-
-    Example:
-        >>> ids = GrowingIds()
-        >>> ids.enter(["a", "b"]), ids.enter(["c", "a"])
-        ([0, 1], [2, 0])
-        >>> ids.all(), ids.most, ids.most_after(["a", "b"])
-        (['a', 'b', 'c'], 2, 3)
-    """
-
-    known_as = "those that took part"
-
-    def __init__(self, keys: Sequence[Hashable] = ()) -> None:
-        self.num_examples = len(keys)
-        self.keys: list[Hashable] = list(keys)
-        self._row_of = {key: row for row, key in enumerate(keys)}
-        self.count_from([0] * len(keys))
-
-    def count_new(self, keys: Iterable[Hashable]) -> int:
-        """How many of these have never taken part."""
-        return sum(key not in self._row_of for key in keys)
-
-    def most_after(self, examples: Sequence[Hashable]) -> int:
-        """:attr:`most` once these distinct keys have taken part."""
-        known = [self._row_of[key] for key in examples if key in self._row_of]
-        return max(super().most_after(known), int(len(examples) > 0))
-
-    def enter(self, examples: Sequence[Hashable]) -> list[int]:
-        """The rows of these distinct keys, which take part now; new ones get the next rows."""
-        for key in examples:
-            if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
-                self.keys.append(key)
-                self._participations.append(0)
-        self.num_examples = len(self.keys)
-        return super().enter([self._row_of[key] for key in examples])
 
 
 def plain_key(key: Hashable) -> Hashable:

@@ -153,8 +153,7 @@ class Leakage(ArrowTable):
         Args:
             example_ids: None: all. An id given twice appears twice.
             kind: "trace": η̄ = sqrt(tr(I)/d), with the example's own d. "spectral": η = sqrt(‖I‖₂), exact from a
-                tracked "fim", a lower bound from a tracked "sketch" (Nyström); ``get_fil()`` times sqrt(d) bounds it
-                from above.
+                tracked "fim"; ``get_fil()`` times sqrt(d) bounds it from above.
         """
         if kind == "trace":
             return self.get_trace(example_ids).raised(0.5, self.get_num_coordinates(example_ids))
@@ -163,10 +162,7 @@ class Leakage(ArrowTable):
             rows = self._rows(example_ids)
             norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
             return self._reading(rows).without_variance(norm).raised(0.5)
-        if "sketch" in self.ledger.track:
-            bound: Estimate = self.get("sketch", example_ids)
-            return bound.raised(0.5)
-        remedy = "make_private with track=('fim',) for few private coordinates, or track=('sketch',)"
+        remedy = "make_private with track=('fim',), for few private coordinates"
         raise ValueError(f"the spectral norm of a sum cannot be read from traces; {remedy}")
 
     def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
@@ -339,9 +335,9 @@ class Leakage(ArrowTable):
         conditions = replace(self.conditions, typical_changes=self._typical_changes())
         once = Leakage(self.ledger, _Positions(self.ids.num_examples), conditions)
 
-        # examples that were never drawn have the same values, unless only some of them are tracked
+        # examples that were never drawn have the same values
         undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
-        needed, places = first_of_equal(undrawn & (not self.ledger.chosen))
+        needed, places = first_of_equal(undrawn)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
             for part in rows[needed].split(_AT_ONCE)
@@ -449,7 +445,7 @@ class Leakage(ArrowTable):
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
         """The sums of a quantity at these rows, those of floating point in float64."""
-        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1, 1)}
+        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1)}
         return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
 
     def _reading(self, rows: Tensor) -> Reading:

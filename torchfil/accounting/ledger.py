@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,12 +64,10 @@ class Ledger:
     Args:
         num_examples: n.
         num_coordinates: d. If nothing is kept by coordinate, examples may have different d.
-        device: The device or folder that holds the sums (:class:`torchfil.accounting.rows.RowTable`).
-        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
-            "plis" (nd), or a registered quantity.
-        sketch_rank: r, the number of columns of the test matrix.
+        device: Where the sums live.
+        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "plis" (nd), or a
+            registered quantity.
         questions: By name, the questions whose divergences are kept.
-        chosen: By the name of a tracked quantity, the only examples for which it is kept; None: all. Others read NaN.
 
     Attributes:
         laid_out: d of the sums by coordinate.
@@ -91,34 +88,27 @@ class Ledger:
         self,
         num_examples: int,
         num_coordinates: int,
-        device: torch.device | str | Path = "cpu",
+        device: torch.device | str = "cpu",
         track: Collection[Track] = (),
-        sketch_rank: int = 4,
         questions: Mapping[str, QuestionSpec] | None = None,
-        chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.laid_out, self.sketch_rank = num_coordinates, sketch_rank
+        self.laid_out = num_coordinates
         self.questions = dict(questions or {})
         self.quantities = (*tracked(track), *(Divergence(name, asked) for name, asked in self.questions.items()))
         self.track = tuple([each.name for each in tracked(track) if each.name != "trace"])
         self.steps = self.missed_steps = 0
-        self.chosen = {name: examples.sort().values.cpu() for name, examples in (chosen or {}).items()}
         self.by_coordinate = tuple([quantity.name for quantity in self.quantities if quantity.by_coordinate])
         self._followed = [name for quantity in self.quantities for name in quantity.followed]
         self._unless_told = {name: value for each in self.quantities for name, value in each.unless_told.items()}
 
-        # the sums: their shapes, which of them only chosen examples have, and which are large
+        # the sums: their shapes, and which of them are large
         layout: dict[str, Sum] = {}
-        of_chosen: dict[str, Tensor] = {}
         only_added: set[str] = set()
         for quantity in self.quantities:
-            if quantity.name in self.chosen and quantity.followed:
-                raise ValueError(f"track={{{quantity.name!r}: ids}} cannot be kept for chosen ids; keep it for all")
-            own = quantity.sums(num_coordinates, sketch_rank)
+            own = quantity.sums(num_coordinates)
             layout |= own
-            of_chosen |= {name: self.chosen[quantity.name] for name in own if quantity.name in self.chosen}
             only_added |= own.keys() if quantity.by_coordinate and not quantity.followed else set()
-        self._sums = RowTable(layout | OWN_SUMS, num_examples, device, chosen=of_chosen, only_added=only_added)
+        self._sums = RowTable(layout | OWN_SUMS, num_examples, device, only_added=only_added)
         self.device = self._sums.device
         self.bytes_per_example = bytes_per_row(self._sums.layout)
 
@@ -132,7 +122,7 @@ class Ledger:
         """The memory of a ledger; the arguments are those of the class, without ``device``.
 
         Example:
-            >>> Ledger.bytes_needed(1, 10, (), 4), Ledger.bytes_needed(1, 10, ("diagonal",), 4)
+            >>> Ledger.bytes_needed(1, 10), Ledger.bytes_needed(1, 10, ("diagonal",))
             (68, 188)
         """
         return Ledger(num_examples, num_coordinates, "meta", *options).sums.num_bytes  # without storage
@@ -287,16 +277,14 @@ class Ledger:
             "num_examples": self.num_examples,
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
-            "sketch_rank": self.sketch_rank,
             "questions": {name: [list(asked.answers), *asked[1:]] for name, asked in self.questions.items()},
             "steps": self.steps,
             "missed_steps": self.missed_steps,
-            "sums": {name: self.sums.kept(name).clone() for name in self.sums},
-            "chosen": dict(self.chosen),
+            "sums": {name: value.clone() for name, value in self.sums.items()},
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str | Path = "cpu") -> Ledger:
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> Ledger:
         """The ledger with this state.
 
         Args:
@@ -304,11 +292,9 @@ class Ledger:
             device: As for a new ledger.
         """
         asked = {name: QuestionSpec(tuple(answers), *more) for name, (answers, *more) in state["questions"].items()}
-        options = (state["track"], state["sketch_rank"], asked, state["chosen"])
-        ledger = cls(state["num_examples"], state["num_coordinates"], device, *options)
+        ledger = cls(state["num_examples"], state["num_coordinates"], device, state["track"], asked)
         ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
-        for name in ledger.sums:
-            own = ledger.sums.kept(name)
+        for name, own in ledger.sums.items():
             own.copy_(state["sums"][name].view_as(own))
         return ledger
 
@@ -349,11 +335,7 @@ def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> N
         # of texts, one run may not have seen the longest
         may_differ = not (ledger.by_coordinate or ledger.same_coordinates or first.same_coordinates)
         same = names.all() == ids[0].all() and (ledger.num_coordinates == first.num_coordinates or may_differ)
-        kept = [
-            (each.track, each.questions, {name: chosen.tolist() for name, chosen in each.chosen.items()})
-            for each in (ledger, first)
-        ]
-        if not same or kept[0] != kept[1]:
+        if not same or (ledger.track, ledger.questions) != (first.track, first.questions):
             told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
             raise ValueError(f"runs to average must share data, private coordinates, track and questions; got {told}")
 
@@ -369,11 +351,11 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
 
     def by_run(name: str) -> Tensor:
         """[runs, n, …]."""
-        return torch.stack([ledger.sums.kept(name).to(mean.device) for ledger in ledgers])
+        return torch.stack([ledger.sums[name].to(mean.device) for ledger in ledgers])
 
     # sums become means, but participations missed in any run stay missing
     for name in mean.sums:
-        target, values = mean.sums.kept(name), by_run(name)
+        target, values = mean.sums[name], by_run(name)
         if name == "missed":
             target.copy_(values.sum(dim=0))
         elif name == "num_coordinates":
@@ -385,7 +367,7 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     # errors come from the spread between runs, and cover everything random in a run
     variances = [pair for quantity in mean.quantities for pair in quantity.variances.items()]
     for name, variance in variances if len(ledgers) > 1 else ():
-        mean.sums.kept(variance).copy_(by_run(name).double().var(dim=0) / len(ledgers))
+        mean.sums[variance].copy_(by_run(name).double().var(dim=0) / len(ledgers))
     return mean
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class NormHistory:
 
     Args:
         num_examples: n.
-        device: The device or folder that holds the rows (:class:`torchfil.accounting.rows.RowTable`).
+        device: Where the rows lie.
         clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
         own_steps: Whether only steps that used an example count for it, because batches may be known.
         exchange: Returns the rows of all ranks for this rank's rows, [norms, 3] each; None: a single process.
@@ -66,7 +65,7 @@ class NormHistory:
     def __init__(
         self,
         num_examples: int,
-        device: torch.device | str | Path = "cpu",
+        device: torch.device | str = "cpu",
         clip_weights: Tensor | None = None,
         *,
         own_steps: bool = False,

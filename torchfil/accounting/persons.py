@@ -113,7 +113,7 @@ class Persons(Leakage):
         rows, trace = self._by_row(), Trace()
         sums = {
             name: self._together(rows.ledger.sums[name].double() ** (power := _POWERS.get(name, 1))) ** (1 / power)
-            for name in trace.sums(1, 1)
+            for name in trace.sums(1)
         }
         drawn, typical = self._together(rows.ledger.sums["participations"]), rows._typical_changes()["trace"].cpu()
         batches, path = run_variance("trace", sums, drawn, self.conditions.sample_rate, typical)

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.fisher.batch import Measurement, nystrom_norm
+from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
@@ -57,12 +57,10 @@ class Needs:
 
     Attributes:
         quantities: The quantities that the estimator must provide.
-        products: Whether the products I Ω with a test matrix are needed.
         susceptibility: Whether the PLIS is needed.
     """
 
     quantities: tuple[Quantity, ...] = ()
-    products: bool = False
     susceptibility: bool = False
 
 
@@ -188,7 +186,6 @@ class Conditions:
             known, because batches are known.
         degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
             example's own, from the spread of its steps' variances.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
         typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading in parts; None: it
             is computed at every reading.
     """
@@ -198,7 +195,6 @@ class Conditions:
     skipping: bool = False
     largest_divergences: tuple[float, float] | None = None
     degrees_of_freedom: float | None = None
-    test_matrix: Tensor | None = None
     typical_changes: Mapping[str, Tensor] | None = None
 
 
@@ -254,14 +250,14 @@ class TrackedQuantity:
     followed: tuple[str, ...] = ()
     unless_told: Mapping[str, float] = {}
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """The sums that it keeps for one example, by name."""
         raise NotImplementedError
 
     @property
     def by_coordinate(self) -> bool:
         """Whether a sum has the private coordinates as a dimension."""
-        return self.sums(1, 1) != self.sums(2, 1)
+        return self.sums(1) != self.sums(2)
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """What a step adds to the sums, [batch, …] each, in float64.
@@ -301,7 +297,7 @@ class Trace(TrackedQuantity):
     followed = ("trace",)
     unless_told: Mapping[str, float] = {"variance_limit": math.inf}
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """Nine numbers."""
         errors = dict.fromkeys(("variance", "variance_limit"), Sum(dtype=ERROR))
         # the square of a variance exceeds the range of float32
@@ -345,7 +341,7 @@ class Diagonal(TrackedQuantity):
     needs = Needs(("diagonal",))
     variances: Mapping[str, str] = {"diagonal": "diagonal_variance"}
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """Two vectors of length d."""
         return {"diagonal": Sum((num_coordinates,)), "diagonal_variance": Sum((num_coordinates,), ERROR)}
 
@@ -371,7 +367,7 @@ class Fim(TrackedQuantity):
     name = "fim"
     needs = Needs(("matrix",))
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """One matrix."""
         return {"fim": Sum((num_coordinates, num_coordinates))}
 
@@ -384,35 +380,13 @@ class Fim(TrackedQuantity):
         return reading.without_variance(sums["fim"])
 
 
-class Sketch(TrackedQuantity):
-    """I Ω for a fixed test matrix Ω ∈ R^{d×r}: ndr numbers, for a lower bound of the spectral norm."""
-
-    name = "sketch"
-    needs = Needs(products=True)
-
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        """A tall matrix."""
-        return {"sketch": Sum((num_coordinates, sketch_rank))}
-
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        """The products."""
-        assert measurement.products is not None
-        return {"sketch": measurement.products.double() / rate}
-
-    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
-        """A lower bound of ‖I‖₂, [ids] (Nyström)."""
-        assert reading.conditions.test_matrix is not None
-        norm = nystrom_norm(sums["sketch"], reading.conditions.test_matrix)
-        return Estimate(norm, torch.zeros_like(norm), "lower bound")
-
-
 class Plis(TrackedQuantity):
     """Σ_t ∂(‖g̃_t‖/s_t)²/∂z: nd numbers."""
 
     name = "plis"
     needs = Needs(susceptibility=True)
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """A vector of length d."""
         return {"plis": Sum((num_coordinates,))}
 
@@ -452,7 +426,7 @@ class Divergence(TrackedQuantity):
         self.followed = (self.name,)
         self.variances = {self.name: f"{self.name}_variance"}
 
-    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+    def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """D, its variance from skipped steps, and the sums that show how far one run can be off, [m] each."""
         shape = (len(self.asked.answers),)
         return {self.name: Sum(shape), self.variances[self.name]: Sum(shape, ERROR), **path_layout(self.name, shape)}
@@ -501,7 +475,7 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     known = f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it"
     require(overwrite or quantity.name not in _REGISTRY, known)
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
-    taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
+    taken = set(OWN_SUMS).union(*(other.sums(1) for other in others)) & set(quantity.sums(1))
     require(not taken, f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; rename them")
     _REGISTRY[quantity.name] = quantity
     needs_of.cache_clear()
@@ -520,7 +494,6 @@ def needs_of(track: tuple[Track, ...]) -> Needs:
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(
         tuple(dict.fromkeys([name for need in needs for name in need.quantities])),
-        any(need.products for need in needs),
         any(need.susceptibility for need in needs),
     )
 
@@ -542,5 +515,5 @@ def additions(
     return result
 
 
-for _quantity in (Trace(), Diagonal(), Fim(), Sketch(), Plis()):
+for _quantity in (Trace(), Diagonal(), Fim(), Plis()):
     register_quantity(_quantity)

@@ -1,4 +1,4 @@
-"""Numbers by example, [n, …] each, in memory, on a GPU or in files.
+"""Numbers by example, [n, …] each, in memory or on a GPU.
 
 What steps add is booked for many steps at once. An example may take part in several of them, and some numbers depend
 on the order of its participations, so the entries are dealt into rounds (:func:`in_rounds`): round r has each
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -51,19 +49,15 @@ class Rows:
 
 
 class RowTable(Mapping[str, Tensor]):
-    """Tensors by name, with a row for every example; ``table[name]`` is [n, …].
-
-    ``table[name]`` is a view of the rows, for reading and changing, unless only chosen examples have them.
+    """Tensors by name, with a row for every example; ``table[name]`` is a view, [n, …], for reading and changing.
 
     Args:
         layout: Shape and dtype of a row, by name.
         num_examples: n.
-        where: A device, or a folder: the rows are then in memory-mapped files there, which disappear with the process.
-        chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
+        device: Where the rows lie.
         only_added: The large sums, which steps add to but do not read.
 
     Attributes:
-        device: Where the rows lie.
         apart: The names of the sums that are only added to, by :meth:`add`; they are not in :meth:`rows_of`.
 
     Example:
@@ -79,19 +73,16 @@ class RowTable(Mapping[str, Tensor]):
         self,
         layout: Mapping[str, Sum],
         num_examples: int,
-        where: torch.device | str | Path = "cpu",
+        device: torch.device | str = "cpu",
         *,
-        chosen: Mapping[str, Tensor] | None = None,
         only_added: Collection[str] = (),
     ) -> None:
         self.layout = dict(layout)
         self.num_examples = num_examples
-        self._where = where
-        self.device = torch.device("cpu" if isinstance(where, Path) else where)
+        self.device = torch.device(device)
 
         # numbers that steps read lie side by side
-        chosen = chosen or {}
-        self.apart = tuple(name for name in layout if name in chosen or name in only_added)
+        self.apart = tuple(name for name in layout if name in only_added)
         widths: dict[torch.dtype, int] = {}
         columns = {}
         for name, each in layout.items():
@@ -102,20 +93,12 @@ class RowTable(Mapping[str, Tensor]):
         blocks = {dtype: self._zeros((num_examples, width), dtype) for dtype, width in widths.items()}
         self._rows = Rows({name: layout[name] for name in columns}, blocks, columns)
 
-        # large sums, and those of chosen examples
-        sizes = {name: len(chosen[name]) + 1 if name in chosen else num_examples for name in self.apart}
-        self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in sizes}
-        places: dict[int, Tensor] = {}  # each example's among the chosen ones, from 1 on; sums may share them
-        for examples in chosen.values():
-            index = torch.zeros(num_examples, dtype=torch.int32, device=self.device)
-            index[examples.to(self.device)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=self.device)
-            places[id(examples)] = index
-        self._chosen = {name: places[id(examples)] for name, examples in chosen.items()}
-        for name in self._chosen:
-            self._apart[name][0] = math.nan  # of everybody else, whatever is added
+        # large sums
+        shapes = {name: (num_examples, *layout[name].shape) for name in self.apart}
+        self._apart = {name: self._zeros(shape, layout[name].dtype) for name, shape in shapes.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.kept(name)[self._chosen[name].long()] if name in self._chosen else self.kept(name)
+        return (self._apart if name in self._apart else self._rows)[name][: self.num_examples]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)
@@ -126,15 +109,14 @@ class RowTable(Mapping[str, Tensor]):
     @property
     def num_bytes(self) -> int:
         """Its memory in bytes."""
-        indices = {id(each): each for each in self._chosen.values()}
-        return sum(each.nbytes for each in (*indices.values(), *self._rows.blocks.values(), *self._apart.values()))
+        return sum(each.nbytes for each in (*self._rows.blocks.values(), *self._apart.values()))
 
     # ------------------------------------------------------------------ some rows
 
     @contextlib.contextmanager
     def rows_of(self, examples: Tensor) -> Iterator[Rows]:
         """The rows of some distinct examples, [examples], for changing; written back unless something is raised."""
-        places = examples.to(self.device, non_blocking=self.device.type == "cuda")
+        places = self._places(examples)
         found = {dtype: block.index_select(0, places) for dtype, block in self._rows.blocks.items()}
         yield replace(self._rows, blocks=found)
         for dtype, block in self._rows.blocks.items():
@@ -144,24 +126,14 @@ class RowTable(Mapping[str, Tensor]):
         """Add to one of the sums :attr:`apart` of some distinct examples, [examples, …]."""
         shape, dtype = self.layout[name]
         added = torch.as_tensor(values, dtype=dtype, device=self.device).expand(len(examples), *shape)
-        self._apart[name].index_add_(0, self._places(name, examples), added)
+        self._apart[name].index_add_(0, self._places(examples), added)
 
     def at(self, name: str, examples: Tensor) -> Tensor:
         """The numbers of some examples, [examples, …]."""
-        return self.kept(name)[self._places(name, examples)]
+        return self[name][self._places(examples)]
 
-    def _places(self, name: str, examples: Tensor) -> Tensor:
-        """The places of some examples among the rows of this number, [examples]."""
-        examples = examples.to(self.device, non_blocking=self.device.type == "cuda")
-        return self._chosen[name][examples].long() if name in self._chosen else examples
-
-    # ------------------------------------------------------------------ all rows
-
-    def kept(self, name: str) -> Tensor:
-        """The content for a state: [n, …]; for chosen examples, row 0 (everybody else's) and their rows."""
-        if name in self._chosen:
-            return self._apart[name]
-        return (self._apart if name in self._apart else self._rows)[name][: self.num_examples]
+    def _places(self, examples: Tensor) -> Tensor:
+        return examples.to(self.device, non_blocking=self.device.type == "cuda")
 
     def extend(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have 0, and a smaller number changes nothing.
@@ -178,14 +150,10 @@ class RowTable(Mapping[str, Tensor]):
 
         self.num_examples = max(self.num_examples, num_examples)
         self._rows = replace(self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()})
-        self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
+        self._apart = {name: grown(each) for name, each in self._apart.items()}
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros; in a folder, in an unnamed file, whose disk space is freed with the tensor."""
-        if not isinstance(self._where, Path) or math.prod(shape) == 0:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        with tempfile.TemporaryFile(dir=self._where) as file:
-            return torch.from_numpy(np.memmap(file, torch.empty(0, dtype=dtype).numpy().dtype, "w+", shape=shape))
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 def bytes_per_row(layout: Mapping[str, Sum]) -> int:

@@ -13,6 +13,8 @@ from torch import Generator, Tensor
 from torchfil.utils.errors import require
 from torchfil.viz.common import as_array
 
+Seed = int | Generator | None
+
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
@@ -81,26 +83,21 @@ def mean_of_trials(
     return AttackResult(name, threat_model, ids, as_array(values.mean(dim=1)), measure, trials, error, **more)
 
 
-def make_generator(generator: Generator | None, seed: int | None, device: torch.device | str = "cpu") -> Generator:
-    """The given generator; else a new one on the device, with this seed or, without one, a random seed.
-
-    Raises:
-        ValueError: Both are given.
-    """
-    if generator is not None:
-        require(seed is None, f"seed={seed} and a generator are both given; pass one of them")
-        return generator
+def make_generator(seed: Seed, device: torch.device | str = "cpu") -> Generator:
+    """The given generator; else a new one on the device, with this seed or, without one, a random seed."""
+    if isinstance(seed, Generator):
+        return seed
     made = Generator(device)
     return made.manual_seed(made.seed() if seed is None else seed)
 
 
-def release_noise(sigma: float, trials: int, weights: Tensor, seed: int | None, generator: Generator | None) -> Tensor:
+def release_noise(sigma: float, trials: int, weights: Tensor, seed: Seed) -> Tensor:
     """ξ of ``trials`` releases, on the weights' device, [trials, p]; drawn together, however they are cut up later.
 
     Raises:
         ValueError: σ, by which the attack multiplies it, is negative, or there is no release.
     """
     require(sigma >= 0 and trials >= 1, f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
-    source = make_generator(generator, seed, weights.device)
+    source = make_generator(seed, weights.device)
     drawn = torch.randn(trials, len(weights), generator=source, dtype=weights.dtype, device=source.device)
     return drawn.to(weights.device)

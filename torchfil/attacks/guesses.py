@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from torchfil.attacks.base import make_generator
+from torchfil.attacks.base import Seed, make_generator
 from torchfil.attacks.transcripts import Transcripts, at_every_step, record_dpsgd
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import step_divergence
@@ -110,8 +110,7 @@ def best_guess(
     secret_batches: bool = True,
     private: Private | None = None,
     confidence: float = 0.95,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
     progress: bool = False,
     **settings: Any,
 ) -> GuessAttack:
@@ -134,17 +133,16 @@ def best_guess(
         secret_batches: Whether the attacker does not know when the example was drawn.
         private: As in :func:`record_dpsgd`; integer inputs need ``Private(submodule=…)``.
         confidence: The confidence of the intervals.
-        seed: The seed of noise and batches; or
-        generator: Their source.
+        seed: The seed of noise and batches, or a generator.
         progress: Whether to show a bar.
         **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``, ``clip`` of
             :func:`record_dpsgd`.
     """
-    source = make_generator(generator, seed, tensors_of((inputs, targets))[0].device)
+    source = make_generator(seed, tensors_of((inputs, targets))[0].device)
     alternative = question.alternatives(inputs, targets)[answer]
     alpha = torch.tensor(false_positive_rates, dtype=torch.float64)
     found: list[list[Tensor]] = []
-    common = {"runs": runs, "generator": source, "private": private, **settings}
+    common = {"runs": runs, "seed": source, "private": private, **settings}
     true = record_dpsgd(model, loss_fn, inputs, targets, **common)
     for row in with_progress(rows, progress, "examples", len(rows)):
         other: Other = None if alternative is None else _swapped(row, (inputs, targets), alternative)

@@ -3,29 +3,24 @@
     x̂ = argmin_x  1 − ⟨∇ℓ(x), g⟩ / (‖∇ℓ(x)‖ ‖g‖) + α TV(x),    x in [low, high],
 
 by Adam on the sign of the gradient, from several random starts; the start with the least objective wins.
-
-How alike two images are says SSIM, by torchmetrics; 1 means the same image.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
-from torchfil.attacks.base import AttackResult, make_generator
+from torchfil.attacks.base import AttackResult, Seed, make_generator
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.models import trainable_and_constant
 from torchfil.private.choice import NOTHING
-from torchfil.utils.errors import installed_by, require
+from torchfil.utils.errors import require
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
-
-_SSIM_WINDOW, _SSIM_SIGMA = 11, 1.5
 
 
 @dataclass(frozen=True)
@@ -40,20 +35,23 @@ class Inversion:
     images: Tensor
     objective: Tensor
 
-    def result(self, truth: Tensor, *, measure: str = "ssim") -> AttackResult:
-        """The comparison with the truth, by example: "ssim" (1: the same image) or "mse" (per pixel).
-
-        Raises:
-            ImportError: "ssim" needs torchmetrics, which is not installed; ``require_ssim`` checks this beforehand.
-        """
-        judges = {"ssim": ssim, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
+    def result(self, truth: Tensor) -> AttackResult:
+        """The comparison with the truth, by example: the mean squared error per pixel."""
         shapes = [list(each.shape) for each in (truth, self.images)]
         require(shapes[0] == shapes[1], f"the truth has shape {shapes[0]}, the images {shapes[1]}")
         threat_model = "sees one example's gradient (noisy or not), knows the weights and the label"
-        achieved = as_array(judges[measure](self.images, truth))
-        blind = as_array(judges["mse"](truth.mean(dim=0), truth)) if measure == "mse" else None
-        more: dict[str, Any] = {"trials": 1, "guesses": as_array(self.images), "blind": blind}
-        return AttackResult("gradient inversion", threat_model, range(len(truth)), achieved, measure, **more)
+        achieved = (self.images - truth).square().flatten(1).mean(dim=1)
+        blind = (truth.mean(dim=0) - truth).square().flatten(1).mean(dim=1)
+        return AttackResult(
+            "gradient inversion",
+            threat_model,
+            range(len(truth)),
+            as_array(achieved),
+            "mse",
+            trials=1,
+            guesses=as_array(self.images),
+            blind=as_array(blind),
+        )
 
 
 def observed_gradients(
@@ -64,8 +62,7 @@ def observed_gradients(
     *,
     max_grad_norm: float | None = None,
     noise_multiplier: float = 0.0,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
 ) -> Tensor:
     """What the attacker sees for each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
     possible = noise_multiplier == 0 or (noise_multiplier > 0 and max_grad_norm is not None)
@@ -74,7 +71,7 @@ def observed_gradients(
     if max_grad_norm is None:
         return seen
     seen = seen * (max_grad_norm / seen.norm(dim=1, keepdim=True).clamp(min=max_grad_norm))
-    source = make_generator(generator, seed, seen.device)
+    source = make_generator(seed, seen.device)
     noise = torch.randn(seen.shape, generator=source, dtype=seen.dtype, device=seen.device)
     return seen + noise_multiplier * max_grad_norm * noise
 
@@ -92,8 +89,7 @@ def invert_gradients(
     lr: float = 0.1,
     low: float = 0.0,
     high: float = 1.0,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
     progress: bool = False,
 ) -> Inversion:
     """The image behind each of several gradients, all searched in parallel.
@@ -114,8 +110,7 @@ def invert_gradients(
         lr: The first rate.
         low: The smallest pixel value.
         high: The largest pixel value.
-        seed: The seed of the starts; or
-        generator: Their source.
+        seed: The seed of the starts, or a generator.
         progress: Whether to show a bar.
     """
     require(low < high, f"low={low} must be below high={high}")
@@ -133,7 +128,7 @@ def invert_gradients(
 
     # All starts of all gradients are one batch.
     slopes = vmap(grad_and_value(objective))
-    source = make_generator(generator, seed, gradients.device)
+    source = make_generator(seed, gradients.device)
     seen, labels = gradients.repeat(restarts, 1), targets.repeat(restarts)
     start = torch.rand(restarts * n, *shape, generator=source, dtype=gradients.dtype, device=gradients.device)
     x = (low + (high - low) * start).requires_grad_()
@@ -169,42 +164,3 @@ def total_variation(x: Tensor) -> Tensor:
     """
     steps = [x.diff(dim=dim).abs().mean() for dim in (-2, -1) if x.ndim >= -dim and x.shape[dim] > 1]
     return torch.stack(steps).sum() if steps else x.new_zeros(())
-
-
-# ------------------------------------------------------------------ how alike two images are
-
-
-def require_ssim() -> Any:
-    """The function of torchmetrics that computes :func:`ssim`; call this before a long attack that needs SSIM.
-
-    Raises:
-        ImportError: torchmetrics is not installed.
-    """
-    with installed_by("attacks", "SSIM needs torchmetrics"):
-        from torchmetrics.functional.image import structural_similarity_index_measure
-    return structural_similarity_index_measure
-
-
-def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
-    """Structural similarity of images [n, c, h, w], [n] (Wang et al. 2004): 11×11 Gaussian window, σ = 1.5, no padding.
-
-    The mean is over the windows that lie inside the image, as in the paper. torchmetrics extends images beyond their
-    border, and whether its own mean counts those windows depends on its version; here they are cut off.
-
-    Raises:
-        ImportError: torchmetrics is not installed.
-
-    Example:
-        >>> x = torch.rand(2, 1, 16, 16)
-        >>> ssim(x, x).round(decimals=3)
-        tensor([1., 1.])
-    """
-    measure = require_ssim()
-    shapes = [list(a.shape), list(b.shape)]
-    require(shapes[0] == shapes[1] and a.ndim == 4, f"images must have the same shape [n, c, h, w], got {shapes}")
-    small = f"images of {a.shape[2]}×{a.shape[3]} pixels are smaller than {_SSIM_WINDOW}×{_SSIM_WINDOW}"
-    require(min(a.shape[2:]) >= _SSIM_WINDOW, small)
-    options = {"sigma": _SSIM_SIGMA, "data_range": data_range, "reduction": "none", "return_full_image": True}
-    _, windows = measure(a, b, **options)  # [n, c, h, w], one window around each pixel
-    border = _SSIM_WINDOW // 2
-    return windows[..., border:-border, border:-border].flatten(1).mean(dim=1)

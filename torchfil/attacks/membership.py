@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfil.attacks.base import AttackResult, make_generator, mean_of_trials
+from torchfil.attacks.base import AttackResult, Seed, make_generator, mean_of_trials
 from torchfil.attribution.exposure import auroc
 from torchfil.utils.errors import require
 from torchfil.utils.text import with_progress
@@ -36,11 +36,6 @@ class ShadowRuns:
     members: Tensor
 
     def __post_init__(self) -> None:
-        shapes = [list(each.shape) for each in (self.log_odds, self.members)]
-        fit = shapes[0] == shapes[1] and len(shapes[0]) == 2
-        require(fit, f"log_odds {shapes[0]} and members {shapes[1]} must both be [runs, n]")
-        if self.members.dtype != torch.bool:
-            raise TypeError(f"members is of {self.members.dtype}; give booleans (members.bool())")
         diverged = (~self.log_odds.isfinite()).any(dim=1).nonzero().flatten().tolist()
         require(not diverged, f"the log-odds of runs {diverged[:5]} are not finite: leave out runs that diverged")
 
@@ -101,8 +96,7 @@ def shadow_runs(
     *,
     runs: int,
     share: float = 0.5,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
     progress: bool = False,
 ) -> ShadowRuns:
     """Train on a random share of the examples, many times, and note every example's log-odds.
@@ -113,14 +107,13 @@ def shadow_runs(
         targets: Classes, [n].
         runs: The number of runs.
         share: The share of the pool that each run trains on.
-        seed: The seed of the splits; or
-        generator: Their source.
+        seed: The seed of the splits, or a generator.
         progress: Whether to show a bar.
     """
     n = len(inputs)
     size = round(share * n)
     require(0 < size < n, f"share={share} of {n} examples leaves {size} members; there must be both kinds")
-    source = make_generator(generator, seed, targets.device)
+    source = make_generator(seed, targets.device)
     members = torch.zeros(runs, n, dtype=torch.bool, device=targets.device)
     odds = []
     for run in with_progress(range(runs), progress, "shadow runs", runs):
@@ -134,12 +127,10 @@ def shadow_runs(
 
 def membership_inference(runs: ShadowRuns, *, targets: int | None = None) -> dict[str, MembershipResult]:
     """Both attacks on each of the first ``targets`` runs (None: all), with all other runs as shadows."""
-    count = len(runs.members) if targets is None else targets
-    require(1 <= count <= len(runs.members), f"targets={targets} must be between 1 and the {len(runs.members)} runs")
-    truth = runs.members[:count].cpu().numpy()
+    truth = runs.members[:targets].bool().cpu().numpy()
     scores = {
-        "loss threshold": loss_threshold(runs.log_odds[:count]),
-        "likelihood ratio": torch.stack([gaussian_likelihood_ratio(runs, i) for i in range(count)]),
+        "loss threshold": loss_threshold(runs.log_odds[:targets]),
+        "likelihood ratio": torch.stack([gaussian_likelihood_ratio(runs, i) for i in range(len(truth))]),
     }
     return {name: _judged(name, values.double().cpu().numpy(), truth) for name, values in scores.items()}
 
@@ -156,7 +147,7 @@ def gaussian_likelihood_ratio(runs: ShadowRuns, target: int) -> Tensor:
     examples with the weight of four runs, because few shadows estimate a variance badly.
     """
     others = torch.arange(len(runs.members), device=runs.members.device) != target
-    phi, inside, here = runs.log_odds[others], runs.members[others], runs.log_odds[target]
+    phi, inside, here = runs.log_odds[others], runs.members[others].bool(), runs.log_odds[target]
     return _log_density(here, phi, inside) - _log_density(here, phi, ~inside)
 
 

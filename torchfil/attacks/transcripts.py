@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from torchfil.attacks.base import AttackResult, make_generator, mean_of_trials
+from torchfil.attacks.base import AttackResult, Seed, make_generator, mean_of_trials
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
@@ -96,8 +96,7 @@ def record_dpsgd(
     clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
     runs: int = 1,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
     absent: Sequence[int] = (),
     progress: bool = False,
 ) -> Transcripts:
@@ -118,8 +117,7 @@ def record_dpsgd(
         clip: As in :func:`torchfil.fisher.exact_fim`.
         private: What is private; None: every floating-point input.
         runs: The number of runs.
-        seed: The seed of noise and batches; or
-        generator: Their source.
+        seed: The seed of noise and batches, or a generator.
         absent: Rows that no batch draws; everything else stays the same.
         progress: Whether to show a bar.
     """
@@ -127,7 +125,7 @@ def record_dpsgd(
     gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
     mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip)
     n, p = len(gradients), gradients.num_parameters
-    source = make_generator(generator, seed, gradients.device)
+    source = make_generator(seed, gradients.device)
 
     theta = flatten(gradients.parameters).expand(runs, p)
     weights, sums, noises = (theta.new_empty(runs, steps, p) for _ in range(3))
@@ -168,8 +166,7 @@ def informed_reconstruction(
     starts: Tensor | None = None,
     restarts: int = 4,
     iterations: int = 50,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
     progress: bool = False,
 ) -> AttackResult:
     """The maximum-likelihood guess of an example from each transcript, by Levenberg–Marquardt from several starts.
@@ -184,8 +181,7 @@ def informed_reconstruction(
         starts: The starting points of the search, [k, d]; None: the mean of the other examples, and
         restarts: This many of the other examples, drawn at random.
         iterations: The iterations of each search.
-        seed: The seed of the random starts; or
-        generator: Their source.
+        seed: The seed of the random starts, or a generator.
         progress: Whether to show a bar.
 
     Returns:
@@ -194,11 +190,10 @@ def informed_reconstruction(
     """
     rows = [target] if isinstance(target, int) else list(target)
     examples = transcripts.gradients.examples
-    source = make_generator(generator, seed, examples.z.device)
+    source = make_generator(seed, examples.z.device)
 
     by_example = []
     for row in with_progress(rows, progress, "examples", len(rows)):
-        require(0 <= row < len(examples), f"target={row} is not a row of the {len(examples)} examples")
         begin = _starts(examples.z, row, restarts, source) if starts is None else starts
         by_example.append(_most_likely(transcripts, row, begin.to(examples.z), iterations))
 

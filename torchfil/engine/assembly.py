@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import GrowingIds
+from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.owners import Owners
 from torchfil.attribution.plis import susceptibility
 from torchfil.engine import loader
@@ -228,7 +228,8 @@ class PrivateTraining:
         **released: Any,
     ) -> None:
         accounting, stream, data = options.accounting, loader.is_stream(prepared), prepared.dataset
-        ids = GrowingIds() if stream else example_ids(data, owners.keys if owners and accounting.by_owner else id_of)
+        given = owners.keys if owners and accounting.by_owner else id_of
+        ids = ExampleIds(0, [], grows=True) if stream else example_ids(data, given)
         rows: Any = data.dataset if isinstance(data, loader.OwnerRows) else data
         row_ids = example_ids(rows, id_of) if isinstance(data, loader.OwnerRows) else None
         ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
@@ -249,6 +250,8 @@ class PrivateTraining:
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
         self.run = Run(options, loss, ids, self.replica.device, generator, accountant, drawn, ranks, owners, row_ids)
+        if stream:
+            self._tracker.rows_of = self.run.rows_of
         self.passes = DatasetPasses(self.run, self.replica, None if stream else rows, prepared.collate_fn)
         graphs = accounting.execution.cuda_graphs and not sharded  # they keep the weights' addresses
         size, recorded = math.ceil(whole_batch / (1 if ranks is None else ranks.size)), options.shares is None

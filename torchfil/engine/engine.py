@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,11 +35,11 @@ from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import check_sampler, is_stream, loader_of_owners, most_in_a_pass, owners_of, split_batch
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import (
-    SHORTCUTS,
     Accounting,
-    check_given,
+    check_loader,
     check_modes,
     run_options,
+    take_options,
     thresholds,
     with_owners,
     with_rate,
@@ -47,7 +47,7 @@ from torchfil.engine.options import (
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
 from torchfil.engine.saving.build import as_average, build_saved_run, check_options
-from torchfil.engine.watching import TimeShare, Watch, surviving, with_bar
+from torchfil.engine.watching import TimeShare, Watch, surviving
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
@@ -58,7 +58,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import OfRun, UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
-from torchfil.utils.text import html_table
+from torchfil.utils.text import html_table, nearest
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -99,13 +99,9 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             (:mod:`torchfil.utils.noise`); ``torch.manual_seed`` does not reach them.
         noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the seed
             or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
-        **options: None; those of :meth:`make_private` are refused with a hint.
     """
 
-    def __init__(
-        self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None, **options: Any
-    ) -> None:
-        check_given(type(self), type(self).__name__, options)
+    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
@@ -141,7 +137,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         id_of: Callable[[Any], Any] | Sequence[Hashable] | int | None = None,
         batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None = None,
         accounting: Accounting | None = None,
-        **shortcuts: Any,
+        **options: Any,
     ) -> tuple[Any, ...]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
 
@@ -184,9 +180,8 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
                 item of a tuple, nor in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
-            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``owner_of`` and what
-                belongs to it, ``accumulation_steps``, ``canaries``, ``clip_weights``, ``sample_rate`` and
-                ``expected_batch_size`` of :class:`Accounting`.
+            **options: Those of :class:`Accounting` may be given directly, too, and then replace those of
+                ``accounting``.
 
         People with several rows: ``owner_of`` says whose each row is. An owner is then drawn with all of its rows (or
         ``rows_per_owner`` of them), its gradient is the mean over them and is clipped once; ε, Fisher information,
@@ -204,8 +199,11 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        check_given(type(self), "make_private", shortcuts, data_loader)
-        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
+        check_loader(data_loader)
+        accounting, unknown = take_options(accounting, options)
+        for name in unknown:
+            known = [*inspect.signature(self.make_private).parameters, *vars(accounting)]
+            raise TypeError(f"Unknown option {name!r}{nearest(name, known)}")
         if accounting.by_owner:
             accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
         sigma, ghost = 1.0 if noise_multiplier is None else noise_multiplier, grad_sample_mode == "ghost"
@@ -218,7 +216,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         mode = check_modes(clipping, grad_sample_mode, module, accounting, **called)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         self._check_unused()
-        options = run_options(
+        fixed = run_options(
             module,
             optimizer,
             data_loader,
@@ -243,14 +241,14 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         if poisson_sampling:  # Opacus's loader draws the batches
             how: dict[str, Any] = {"distributed": distributed, "rand_on_empty": rand_on_empty}
             prepared = self._prepare_data_loader(data_loader, poisson_sampling=True, **how)
-        options = with_rate(options, prepared)
-        options.mechanism(sigma, limit)  # raises for invalid numbers
+        fixed = with_rate(fixed, prepared)
+        fixed.mechanism(sigma, limit)  # raises for invalid numbers
         hooks = {"grad_sample_mode": mode, "loss_reduction": loss_reduction, **called}
         training = PrivateTraining(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
-            options,
+            fixed,
             criterion,
             id_of,
             self._noise_source(module, noise_generator, data_loader.generator),
@@ -294,13 +292,13 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        check_given(type(self), "make_private_with_epsilon", options, data_loader)
-        accounting = accounting or Accounting()
+        check_loader(data_loader)
+        accounting, options = take_options(accounting, options)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
         if not known_batches:
-            rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
-            rate *= options.get("accumulation_steps", accounting.accumulation_steps)
+            rate = accounting.sample_rate or 1 / len(data_loader)
+            rate *= accounting.accumulation_steps
         sigma = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -309,8 +307,10 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        options |= {"noise_multiplier": sigma, "accounting": replace(accounting, epochs=accounting.epochs or epochs)}
-        return self.make_private(module, optimizer, data_loader, **options)
+        accounting = replace(accounting, epochs=accounting.epochs or epochs)
+        return self.make_private(
+            module, optimizer, data_loader, noise_multiplier=sigma, accounting=accounting, **options
+        )
 
     def make_private_with_bound(
         self,
@@ -369,11 +369,10 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
-        check_given(type(self), "make_private_with_bound", options, data_loader)
+        check_loader(data_loader)
         self._check_unused()
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
-        shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
-        accounting = (accounting or Accounting()).with_shortcuts(shortcuts)
+        accounting, options = take_options(accounting, options)
         accounting = replace(accounting, epochs=accounting.epochs or epochs)
         asked = list(accounting.questions)
         if target_true_positive_rate is None:
@@ -515,9 +514,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
         self._checkpoints.load_state_dict(state_dict)
 
-    def save_checkpoint(
-        self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
-    ) -> Future[None] | None:
+    def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
         """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
 
         Torch's random state serves dropout, shuffling and augmentation. Noise and Poisson draws are not in it, and a
@@ -530,14 +527,9 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
 
         Args:
             path: A file, or a folder: an existing one, or a name that ends with a slash.
-            asynchronous: Whether to write into the folder while training continues, from a copy in memory.
             **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
-
-        Returns:
-            With ``asynchronous`` a future; its ``result()`` waits until the checkpoint is on the disk and raises any
-            error. The next save or load waits for it, too.
         """
-        return self._checkpoints.save(path, asynchronous=asynchronous, **options)
+        self._checkpoints.save(path, **options)
 
     def load_checkpoint(
         self, *, path: str | os.PathLike[str] | IO[bytes], module: nn.Module, **options: Any
@@ -678,26 +670,6 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         """
         return Watch(self, steps=every, delta=delta, **options)
 
-    def progress(
-        self, loader: Any, *, delta: float | None = None, steps: int = 10, share: float = 0.01, **options: Any
-    ) -> Any:
-        """The loader with a progress bar (tqdm) that shows ε and the smallest MSE bound so far.
-
-            for x, y in engine.progress(loader, delta=1e-5):
-
-        The bound is an estimate from this run, for unbiased attackers, on average over runs. It depends on private
-        data: the terminal, and logs of it, are as **confidential** as the data.
-
-        Args:
-            loader: The private loader.
-            delta: δ; None: without ε.
-            steps: After how many private steps the numbers may change.
-            share: The largest share of the time that reading them may take.
-            **options: Of ``tqdm``.
-        """
-        check_delta(0.5 if delta is None else delta)
-        return with_bar(self, loader, {"delta": delta, "steps": steps, "share": share}, options)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
@@ -729,7 +701,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
     @property
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
-        return self._training.run.whole_ledger[0]
+        return self._training.run.whole_ledger
 
     @property
     def accounting(self) -> Accounting:

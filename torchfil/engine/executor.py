@@ -100,7 +100,6 @@ class Wanted:
         seeds: The seeds of the probes; none: the step is not measured.
         rate: π, the probability that such a step is measured.
         summed: Whether the clipped sum is wanted.
-        test_matrix: Ω, [d, r], if I Ω is wanted.
         questions: For each question, which of the examples' alternatives (:func:`with_alternatives`) are
             its answers.
     """
@@ -110,14 +109,12 @@ class Wanted:
     seeds: tuple[int, ...]
     rate: float = 1.0
     summed: bool = True
-    test_matrix: Tensor | None = None
     questions: Places = ()
 
     @property
     def kind(self) -> Hashable:
         """Everything that a captured pass depends on."""
-        measured = self.track, self.estimator, len(self.seeds), self.rate < 1, self.test_matrix is None
-        return *measured, self.summed, self.questions
+        return self.track, self.estimator, len(self.seeds), self.rate < 1, self.summed, self.questions
 
 
 class Executor:
@@ -254,7 +251,7 @@ class Executor:
 
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
         """By a recorded pass as far as one serves; other estimators use their own products with each J."""
-        one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
+        one_pass = get_estimator(wanted.estimator).one_pass
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if tried.reason is not None or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
@@ -390,8 +387,8 @@ def values_of(
     def of_chunk(rows: slice, jacobian: Jacobian) -> StepValues:
         added = None
         if wanted.seeds:
-            own, omega = replace(draws, rows=rows), wanted.test_matrix
-            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, omega, needs.susceptibility)
+            own = replace(draws, rows=rows)
+            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, needs.susceptibility)
             added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
         if wanted.questions:
             added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
@@ -646,7 +643,7 @@ def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     if batch.plan is not None and batch.plan.fits:
         size = max(1, batch.plan.bytes_per_example)
         passes.append((min(len(gradients), max(1, limit // size)), size))
-    if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
+    if not passes or not get_estimator(wanted.estimator).one_pass:
         size = batch.working_vectors(wanted.estimator, limit)[1] * gradients.bytes_per_vector
         passes.append((min(len(gradients), max(1, limit // size)), size))
     return passes

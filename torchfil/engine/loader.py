@@ -49,7 +49,6 @@ from torchfil.utils.trees import map_tensors, tensors_of
 OnStart = Callable[[], None]  # called when a pass over the data begins
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
-_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
 _AT_ONCE = 1024  # rows that are read together to find their owners
 _EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
@@ -64,21 +63,24 @@ class BatchTracker:
     """Remembers the batch that the training loop read last: its ids and its content.
 
     Attributes:
-        ids: The examples' numbers, or keys of a stream; None: no batch was read.
+        ids: The examples' rows; None: no batch was read.
         earlier: The content of the two batches before.
         parts: How many batches each draw of the sampler is split into.
         draws: The examples of each such draw in the current pass over the data, if there are several parts.
         example_of: The number of the example to which a row belongs.
+        rows_of: Maps the ids that a batch carries to the examples' rows; in a stream these are keys.
     """
 
     def __init__(self) -> None:
         self.token = next(_TOKENS)
-        self.ids: list[Any] | None = None
+        self.ids: list[int] | None = None
         self.earlier: deque[Any] = deque(maxlen=2)
         self.parts = 1
         self.draws: set[frozenset[int]] = set()
         self.example_of: Callable[[int], int] = int
+        self.rows_of: Callable[[list[Any]], list[int]] = list
         self._read: Any = None
+        self._carried: list[Any] = []
         self._as_it_came: Any = None
         self._thread: int | None = None
         _TRACKERS[self.token] = self
@@ -98,11 +100,11 @@ class BatchTracker:
         """Make this the current batch."""
         if self._thread is not None and self._thread != threading.get_ident():
             return
-        if batch is not self._read or ids != self.ids:
+        if batch is not self._read or ids != self._carried:
             if self.ids is not None:
                 self.earlier.append(self._as_it_came)
-            self._as_it_came = _content(batch)
-        self._read, self.ids = batch, ids
+            self.ids, self._as_it_came = self.rows_of(ids), _content(batch)
+        self._read, self._carried = batch, ids
 
     @property
     def batch(self) -> Any:
@@ -476,7 +478,7 @@ class FILStreamLoader(OfRun, DataLoader[Any]):
         self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, id_of: IdOf, ranks: Ranks | None
     ) -> None:
         self.sample_rate: float | None = None
-        self._on_start, self._ranks = on_start, ranks
+        self._on_start, self._tracker, self._ranks = on_start, tracker, ranks
         super().__init__(
             dataset=loader.dataset,
             batch_size=loader.batch_size,
@@ -488,22 +490,28 @@ class FILStreamLoader(OfRun, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._on_start()
         batches = super().__iter__()
-        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks)
+        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks, self._tracker)
 
 
-def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
-    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each)."""
+def _until_all_end(batches: Iterator[Any], ranks: Ranks, tracker: BatchTracker) -> Iterator[Any]:
+    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each).
+
+    At each batch, all ranks give the same rows to the examples of all.
+    """
     empty: Any = None
     while True:
         batch = next(batches, None)
         if empty is None and batch is not None:
             empty = remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
-        answers = ranks.objects(_GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN)
-        if _GOES_ON not in answers:
+        arrived = ranks.objects(None if batch is None else list(batch._ids))
+        begun = ranks.objects(empty is not None)
+        if all(keys is None for keys in arrived):
             return
-        if _NEVER_BEGAN in answers:
-            empty_rank = f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all"
+        if not all(begun):
+            empty_rank = f"the stream of rank {begun.index(False)} has no batch at all"
             raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
+        for keys in arrived:
+            tracker.rows_of(keys or [])
         yield empty if batch is None else batch
 
 

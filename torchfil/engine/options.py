@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import reprlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
@@ -41,14 +38,8 @@ from torchfil.questions import Absent, Question, check_questions
 from torchfil.run.unit import unit_of
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
-from torchfil.utils.text import most_alike
 
 _USUAL_PROBES = 3
-SHORTCUTS = (  # options of Accounting that make_private takes directly
-    *("num_probes", "questions", "rel_error", "track", "views"),
-    *("owner_of", "rows_per_owner", "row_reduction", "unit", "unit_names"),
-    *("accumulation_steps", "canaries", "clip_weights", "sample_rate", "expected_batch_size"),
-)
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
@@ -111,10 +102,8 @@ class Accounting:
         num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
         rel_error: Target for the relative standard error of the median example's FIL at the end (for tr I and the MSE
             bound it is twice as large). Probes and skipped steps are chosen during the run, at the lowest cost.
-        track: What to keep besides the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
-            "plis" for the derivative of the privacy loss. All sum by coordinate, so data sets that augment at random
-            are refused. A dict keeps them for chosen ids only, ``{"diagonal": ids}`` (None: for all); for others they
-            read NaN.
+        track: What to keep besides the trace: "diagonal" for attributes, "fim" for the spectral norm, "plis" for the
+            derivative of the privacy loss. All sum by coordinate, so data sets that augment at random are refused.
         questions: By name, what an attacker wants to know about every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
@@ -125,14 +114,11 @@ class Accounting:
         amplification: What the attacker does not know about the batches: "poisson" (exact; the default with Poisson
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
-        sketch_rank: Columns of the sketch.
         norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
             example's own steps count); costs one pass over the data each time, after the update and without dropout.
         seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
-        rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:
-            in memory-mapped files there, which disappear with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
         extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each batch that decide
             the lower end for all examples together (one in 64: those that leaked most so far, and those that suddenly
@@ -171,13 +157,12 @@ class Accounting:
 
     num_probes: int | None = None
     rel_error: float | None = None
-    track: Collection[str] | Mapping[str, Iterable[Hashable] | None] = ()
+    track: Collection[str] = ()
     questions: Mapping[str, Question] = field(default_factory=dict)
     estimator: str = "weight-probes"
     fil_rate: float = 1.0
     epochs: float | None = None
     amplification: str | Amplification | None = None
-    sketch_rank: int = 4
     norm_refresh: int | None = None
     seed: int | None = None
     max_ledger_memory: int = 2**32
@@ -194,12 +179,11 @@ class Accounting:
     expected_batch_size: float | None = None
     canaries: Canaries | None = None
     clip_weights: ClipWeights | None = field(default=None, compare=False)
-    rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "track", _named(self.track))
+        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
-        for name in ("num_probes", "sketch_rank", "norm_refresh", "accumulation_steps", "rows_per_owner"):
+        for name in ("num_probes", "norm_refresh", "accumulation_steps", "rows_per_owner"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1")
         for name, meaning in (("fil_rate", "measuring a step"), ("sample_rate", "drawing an example")):
@@ -208,8 +192,6 @@ class Accounting:
         for name in ("epochs", "expected_batch_size"):
             value = getattr(self, name)
             require(value is None or 0 < value < float("inf"), f"{name}={value} must be positive and finite")
-        place = self.rows_at in (None, "cpu") or Path(self.rows_at).is_dir()
-        require(place, f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
 
         # what must fit together
         for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
@@ -235,16 +217,9 @@ class Accounting:
             require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}, not {self.estimator!r}")
         if self.extra_probes:
             given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
-            single = self.chosen_estimator.one_pass and not self.needs.products
             require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
             require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
-            require(single, f"{given} needs estimator={able}, and no track=('sketch',)")
-
-    def rows_place(self, device: torch.device) -> torch.device | Path:
-        """Where the rows are kept for a model on that device."""
-        if self.rows_at is None:
-            return device
-        return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
+            require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}")
 
     @property
     def by_owner(self) -> bool:
@@ -259,8 +234,6 @@ class Accounting:
     def bytes_per_example(self, num_coordinates: int) -> int:
         """The bytes that the ledger and the norm history keep for an example.
 
-        Quantities that are tracked for chosen ids count as for a chosen example.
-
         Args:
             num_coordinates: d; only quantities by coordinate depend on it.
 
@@ -268,14 +241,7 @@ class Accounting:
             >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
             (136, 1336)
         """
-        rank = min(self.sketch_rank, num_coordinates)
-        return Ledger.bytes_needed(1, num_coordinates, self.track, rank, self.asked) + NormHistory.bytes_needed(1)
-
-    @property
-    def chosen(self) -> dict[str, Tensor | tuple[Hashable, ...]]:
-        """By tracked quantity, the ids for which it is kept, if these are not all."""
-        track = self.track if isinstance(self.track, Mapping) else {}
-        return {name: ids for name, ids in track.items() if ids is not None}
+        return Ledger.bytes_needed(1, num_coordinates, self.track, self.asked) + NormHistory.bytes_needed(1)
 
     @property
     def asked(self) -> dict[str, QuestionSpec]:
@@ -316,27 +282,6 @@ class Accounting:
         secret = f"amplification={self.amplification!r} needs poisson_sampling=True, batches drawn at random"
         require(poisson_sampling or not chosen.secret_batches, f"{secret}. Use 'none' for passes over shuffled data.")
         return chosen
-
-    def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
-        """The same, with the shortcut options of ``make_private``.
-
-        Raises:
-            ValueError: An option that is given twice.
-        """
-        usual = vars(Accounting())
-        for name in shortcuts:
-            value, default = getattr(self, name), usual[name]
-            if (value is not None) if default is None else (value != default):  # arrays are not compared
-                raise ValueError(f"{name} is given twice, in accounting= and directly; keep one of them")
-        return replace(self, **shortcuts)
-
-
-def _named(track: Any) -> Any:
-    """A tuple of names, or a dict from names to chosen ids; None: all."""
-    if isinstance(track, Mapping):
-        lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
-        return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
-    return (track,) if isinstance(track, str) else tuple(track)
 
 
 @dataclass(frozen=True)
@@ -381,43 +326,28 @@ class RunOptions:
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
 
 
-def check_given(engine: type[Any], called: str, given: Mapping[str, Any], data_loader: Any = None) -> None:
-    """Raise a TypeError for what is no loader, and for an option that the called method does not take.
+def take_options(accounting: Accounting | None, options: Mapping[str, object]) -> tuple[Accounting, dict[str, Any]]:
+    """The accounting with those of the options that are its own, and the other options.
 
-    The text says what to write instead. It comes before anything that takes time.
-
-    Args:
-        engine: The engine's class. The signatures of its methods say where each option belongs.
-        called: The method, or the class's own name. Those that choose σ take the other options of ``make_private``.
-        given: Options by name.
-        data_loader: The loader; not of the class itself.
+    Example:
+        >>> accounting, others = take_options(None, {"num_probes": 2, "clip": "hard"})
+        >>> accounting.num_probes, others
+        (2, {'clip': 'hard'})
     """
-    made = called != engine.__name__
-    if made and not isinstance(data_loader, DataLoader):
-        got = f"Got {type(data_loader).__name__}"
-        if isinstance(data_loader, IterableDataset) or not hasattr(type(data_loader), "__getitem__"):
-            plain = "Pass the plain DataLoader(dataset, batch_size=64), before Fabric or WebDataset wraps it"
-            raise TypeError(f"data_loader must be torch's own DataLoader. {got}. {plain}.")
-        wrong = f"data_loader must be a DataLoader; wrap arrays in TensorDataset. {got}."
-        raise TypeError(f"{wrong} Pass DataLoader(TensorDataset(x, y), batch_size=64).")
-    methods = engine.make_private, engine.make_private_with_epsilon, engine.make_private_with_bound
-    owners = {each.__name__: each for each in (*methods, Accounting, Execution, engine)}
-    homes = dict[str, str]()  # of every option; of two that look alike, the first counts
-    for place in (called, *owners):
-        for name in (*inspect.signature(owners[place]).parameters, *(SHORTCUTS if place == "make_private" else ())):
-            homes.setdefault(name, place)
+    names = {each.name for each in fields(Accounting)}
+    own: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return replace(accounting or Accounting(), **own), others
 
-    # a target names the method that was meant, so it is told first
-    for name in sorted(given, key=lambda name: not name.startswith("target_")):
-        usual = {"sigma": "noise_multiplier", "noise": "noise_multiplier"}.get(name, name)
-        meant = usual if usual in homes else most_alike(usual, list(homes)) or ""
-        home = homes.get(meant, "")
-        is_taken = home == called or (made and home == "make_private" and meant != "noise_multiplier")
-        if not is_taken or meant != name:
-            remedy = f"Use {home}." if "_with_" in home else f"Pass {meant}={reprlib.repr(given[name])} to {home}."
-            if is_taken or not home:
-                remedy = f"Did you mean {meant}?" if home else f"See the help of {called}."
-            raise TypeError(f"Unknown option {name!r}. {remedy}")
+
+def check_loader(data_loader: object) -> None:
+    """Raise a TypeError for anything but torch's own loader."""
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(
+            f"data_loader must be torch's own DataLoader. Got {type(data_loader).__name__}. Pass the plain "
+            "DataLoader, before Fabric or WebDataset wraps it; for arrays, "
+            "DataLoader(TensorDataset(x, y), batch_size=64)."
+        )
 
 
 def check_modes(

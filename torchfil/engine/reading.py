@@ -91,7 +91,7 @@ def robustness(
     prior = torch.as_tensor(prior_success, dtype=torch.float64)
     priors = prior.reshape(-1).tolist()
     rows = run.ids.rows(example_ids)[1]
-    ledger, history = run.whole_ledger[0], run.whole_history
+    ledger, history = run.whole_ledger, run.whole_history
     if run.options.sample_rate is None and ledger is not None:  # known batches: only the example's own steps
         noise = min((sigma for sigma, *_ in releases), default=1.0) * float(training.optimizer.max_grad_norm)
         value = robustness_with_known_batches(ledger.sums["squared_norm"][rows.to(ledger.device)], noise, priors)

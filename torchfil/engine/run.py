@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import torch
 from opacus.accountants import IAccountant
 from torch import Tensor
 
-from torchfil.accounting.ids import ExampleIds, GrowingIds
+from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
@@ -63,9 +63,8 @@ class Noise(NamedTuple):
 class Staged:
     """A physical batch whose logical batch has not been released yet."""
 
-    contribution: Contribution  # in a stream, new examples get their rows when they are booked
+    contribution: Contribution
     ratio: Tensor  # ‖g̃‖/C, [batch]
-    ids: Sequence[Any]
     noise: Noise
 
 
@@ -75,8 +74,8 @@ class Run:
     Args:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
-        ids: The examples' names; in a stream, those that took part so far.
-        device: The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``).
+        ids: The examples' names; in a stream, of those that have arrived.
+        device: The device on which steps are computed.
         generator: Source of the probes.
         accountant: The DP accountant.
         expected_batch: The mean batch size, of all ranks together.
@@ -106,18 +105,15 @@ class Run:
         self.options, self.loss, self.ids = options, loss, ids
         self.owners, self.row_ids = owners, row_ids
         self.device, self.generator, self.ranks = device, generator, ranks
-        self._place = options.accounting.rows_place(device)
-        self._grows = isinstance(ids, GrowingIds)  # a stream, in which new examples arrive
         self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
-        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
-        self._chosen()  # whose ids must be known
+        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1))
         given = weights_by_row(options.accounting.clip_weights, self.ids)
         self.clip_weights = None if given is None else given.to(device)  # ω of every example, [n]
 
         # the ledger is made at the first batch, which shows how many coordinates are private
-        self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
+        self._passes_per_step = expected_batch / (ids.num_examples or expected_batch / _OF_A_STREAM)
         self.history = self._empty_history()
         self.ledger: Ledger | None = None
         self.not_smooth: list[str] = []
@@ -125,7 +121,6 @@ class Run:
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
-        self.test_matrix: Tensor | None = None
         num_rows = 0 if owners is None else len(owners.of_row)
         self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)  # seen so far, not shared
         self.pace = options.accounting.pace()
@@ -155,14 +150,16 @@ class Run:
         self.history.enter()
         if self.owners is not None:
             self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(self.device)
-        mine = self.ledger, self.test_matrix
-        self._whole = Whole.of(self.ranks, self.history.steps, mine, self.new_ledger, self.generator)
+        self._whole = Whole.of(self.ranks, self.history.steps, self.ledger, self.new_ledger, self.generator)
 
     @property
-    def whole_ledger(self) -> tuple[Ledger | None, Tensor | None]:
-        """The ledger of all ranks and the test matrix of its sketch (collective); None before the first step."""
+    def whole_ledger(self) -> Ledger | None:
+        """The ledger of all ranks (collective); None before the first step."""
         self.gather()
-        return (self.ledger, self.test_matrix) if self._whole is None else (self._whole.ledger, self._whole.test_matrix)
+        ledger = self.ledger if self._whole is None else self._whole.ledger
+        if ledger is not None:
+            ledger.grow(self.ids.num_examples)
+        return ledger
 
     @property
     def whole_history(self) -> NormHistory:
@@ -173,14 +170,13 @@ class Run:
     @property
     def leakage(self) -> Leakage:
         """The ledger so far, for reading; of all ranks (collective)."""
-        ledger, test_matrix = self.whole_ledger
+        ledger = self.whole_ledger
         if ledger is None:
             raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
-        matrix = None if test_matrix is None else test_matrix.to(ledger.device)
         largest = None if rate is None else largest_divergences(self.accountant.history)
-        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest, test_matrix=matrix)
+        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest)
         return Leakage(ledger, self.ids, conditions)
 
     @property
@@ -196,12 +192,12 @@ class Run:
         """Forget what was staged: it was booked, or the logical batch was given up."""
         self.staged: list[Staged] = []
         self.is_measured: bool | None = None
-        self._keys: list[Hashable] | None = None  # who takes part, on all ranks; None: not exchanged yet
+        self._participants: list[int] | None = None  # on all ranks; None: not exchanged yet
 
     @property
-    def _staged_ids(self) -> list[Any]:
+    def _staged_ids(self) -> list[int]:
         """The examples that this process has staged."""
-        return [key for staged in self.staged for key in staged.ids]
+        return [row for staged in self.staged for row in staged.contribution.rows.tolist()]
 
     def check_noise(self, optimizer: FILOptimizer) -> Noise:
         """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
@@ -233,10 +229,16 @@ class Run:
         if len(together) < len(ids) + len(staged):
             twice = "an example occurs twice under one draw of noise: its gradient would count twice"
             raise RuntimeError(f"{twice}. Sample without replacement, and accumulate no passes that share examples.")
-        if isinstance(self.ids, GrowingIds) and self.ledger is not None:  # a stream's new examples must fit into memory
-            n = self.ids.num_examples + self.ids.count_new(together)
-            self._check_memory(n * self.ledger.bytes_per_example + NormHistory.bytes_needed(n))
         return ids
+
+    def rows_of(self, keys: Sequence[Hashable]) -> list[int]:
+        """The rows of a stream's examples that arrive; all ranks call it with the same ones."""
+        n = self.ids.num_examples + self.ids.count_new(keys)
+        if self.ledger is not None:
+            self._check_memory(n * self.ledger.bytes_per_example + NormHistory.bytes_needed(n))
+            self.ledger.grow(n)
+        self.history.grow(n)
+        return self.ids.rows_of(keys)
 
     def by_owner(self, call: ForwardPass) -> list[OwnedRows]:
         """The rows of a call by owner, in parts in which owners have about as many."""
@@ -284,22 +286,23 @@ class Run:
         summed = any(quantity.by_coordinate for quantity in tracked(tuple(self.options.accounting.track)))
         return int(self.owners.counts.max()) if self.owners is not None and summed else None
 
-    def participants(self) -> list[Hashable]:
+    def participants(self) -> list[int]:
         """Who takes part in this step, on all ranks; they exchange it once (collective, unless draws are Poisson).
 
         Raises:
             StepNotTakenError: On all ranks, if two of them have the same example.
         """
-        if self._keys is None:
+        if self._participants is None:
             own = self._staged_ids  # those of Poisson draws come from separate parts of the data
             by_rank = [own] if self.ranks is None or not self._knows_batches else self.ranks.objects(own)
-            self._keys = [key for keys in by_rank for key in keys]
-            if len(set(self._keys)) < len(self._keys):
-                twice = next(key for key, count in Counter(self._keys).items() if count > 1)
-                ranks = [rank for rank, keys in enumerate(by_rank) if twice in keys]
-                where = f"example {twice!r} is in this step's batches of ranks {ranks}: its gradient would count twice"
+            self._participants = [row for rows in by_rank for row in rows]
+            if len(set(self._participants)) < len(self._participants):
+                twice = next(row for row, count in Counter(self._participants).items() if count > 1)
+                ranks = [rank for rank, rows in enumerate(by_rank) if twice in rows]
+                name = self.ids.all()[twice]
+                where = f"example {name!r} is in this step's batches of ranks {ranks}: its gradient would count twice"
                 raise StepNotTakenError(f"{where}. Give every rank its own shards. This step was not taken.")
-        return self._keys
+        return self._participants
 
     def chooses_to_measure(self) -> bool:
         """Whether the current step is measured, drawn at random once for each logical batch."""
@@ -326,7 +329,7 @@ class Run:
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
         """The rows of a batch to measure again, with more probes; None: the current step has none."""
         wanted = self.options.accounting.extra_probes and self._past_first_passes
-        if not wanted or self.ledger is None or self._grows:  # in a stream, an example may have no row yet
+        if not wanted or self.ledger is None:
             return None
         rows, sums = torch.tensor(ids, dtype=torch.long), self.ledger.sums
         trace, squares = (sums.at(name, rows).to(self.device, non_blocking=True) for name in ("trace", "squared_norm"))
@@ -338,36 +341,24 @@ class Run:
             return None
         return self.clip_weights[torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)]
 
-    def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
-        """An empty ledger for d coordinates, and the test matrix of a sketch."""
+    def new_ledger(self, num_coordinates: int) -> Ledger:
+        """An empty ledger for d coordinates."""
         accounting, n = self.options.accounting, self.ids.num_examples
-        rank = min(accounting.sketch_rank, num_coordinates)
-        kept = (accounting.track, rank, accounting.asked, self._chosen())
+        kept = (accounting.track, accounting.asked)
         needed = Ledger.bytes_needed(n, num_coordinates, *kept) + NormHistory.bytes_needed(n)
         self._check_memory(needed)
-        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
-        ledger = Ledger(n, num_coordinates, self._place, *kept)
+        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
+        ledger = Ledger(n, num_coordinates, self.device, *kept)
         ledger.steps = self.history.steps  # of empty batches
-        if not accounting.needs.products:
-            return ledger, None
-        # the same on all ranks, over which products with it are summed
-        gaussian = torch.randn(num_coordinates, rank, generator=self._common_generator("sketch"), dtype=torch.float64)
-        return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
+        return ledger
 
-    def _chosen(self) -> dict[str, Tensor]:
-        """By tracked quantity, the rows of the ids for which it is kept, ascending, if these are not all."""
-        chosen = self.options.accounting.chosen
-        together = chosen and self.ranks is not None
-        require(not together, "track= with chosen ids needs a single process; with several, track all or less")
-        return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
-
-    def ledger_for(self, examples: Sequence[Examples]) -> tuple[Ledger, Tensor | None]:
-        """The ledger that takes these examples, and the test matrix of its sketch; the first step makes new ones."""
+    def ledger_for(self, examples: Sequence[Examples]) -> Ledger:
+        """The ledger that takes these examples; the first step makes it."""
         if self.ledger is None:
             return self.new_ledger(examples[0].num_coordinates)
         for part in examples:
             self.ledger.check_coordinates(part.num_coordinates)
-        return self.ledger, self.test_matrix
+        return self.ledger
 
     def stage(
         self, ids: Sequence[int], values: StepValues, noise: Noise, *, measured: bool, num_coordinates: Tensor | int
@@ -382,9 +373,9 @@ class Run:
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
         self.is_measured = measured
-        rows, norm = torch.tensor([] if self._grows else ids, dtype=torch.long), values.clipped_norm
+        rows, norm = torch.tensor(ids, dtype=torch.long), values.clipped_norm
         contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
-        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, tuple(ids), noise))
+        self.staged.append(Staged(contribution, norm / noise.max_grad_norm, noise))
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Inside, accountant and ledger book a step; after an error, or Ctrl-C, neither has.
@@ -398,7 +389,8 @@ class Run:
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: queue what was staged."""
-        self._enter_ids()
+        if self._knows_batches:
+            self.ids.count(self.participants())
         contributions = [staged.contribution for staged in self.staged]
         if contributions:
             assert self.ledger is not None
@@ -440,23 +432,6 @@ class Run:
         every = self.ledger, None if self.persons is None else self.persons.ledger
         return [each for each in every if each is not None]
 
-    # ------------------------------------------------------------------ known batches, and a stream's examples
-
-    def _enter_ids(self) -> None:
-        """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
-        if not self._knows_batches:
-            return
-        keys = self.participants()
-        row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
-        if not self._grows:
-            return
-        self.history.grow(self.ids.num_examples)
-        if self.ledger is not None:
-            self.ledger.grow(self.ids.num_examples)
-        for place, staged in enumerate(self.staged):
-            rows = torch.tensor([row_of[key] for key in staged.ids], dtype=torch.long)
-            self.staged[place] = replace(staged, contribution=replace(staged.contribution, rows=rows))
-
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, if it is due at this step (collective then)."""
         ledger = self.ledger
@@ -477,7 +452,7 @@ class Run:
         if self.ranks is not None:
             together = {"exchange": self.ranks.joined, "every": max(1, round(1 / self._passes_per_step))}
         n, own_steps = self.ids.num_examples, self._knows_batches
-        return NormHistory(n, self._place, self.clip_weights, own_steps=own_steps, **together)
+        return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps, **together)
 
     def draws_undone_if_refused(self) -> AbstractContextManager[None]:
         """Restore the probes' generator if the work inside is refused."""
@@ -487,22 +462,21 @@ class Run:
         accounting = self.options.accounting
         if needed > accounting.max_ledger_memory:
             over = f"{needed / 2**30:.2f} GiB, over the limit of {accounting.max_ledger_memory / 2**30:.2f} GiB"
-            remedy = f"Track less, or for chosen ids only, or pass Accounting(max_ledger_memory={needed})"
+            remedy = f"Track less, or pass Accounting(max_ledger_memory={needed})"
             raise MemoryError(f"the ledger of track={tuple(accounting.track)} would take {over}. {remedy}.")
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix and the probes' generator (collective)."""
+        """Ledger, norm history, timeline and the probes' generator (collective)."""
         if self.staged:
             when = "a state can be saved and loaded only between logical batches"
             raise RuntimeError(f"{when}; finish the batch first, or call optimizer.discard_partial_batch()")
-        ledger, test_matrix = self.whole_ledger
+        ledger = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
             "history": self.history.state_dict(),
             "timeline": self.timeline.state_dict(),
-            "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "not_smooth": list(self.not_smooth),
@@ -510,18 +484,19 @@ class Run:
             "coordinates_of_rows": self._coordinates_of_rows.clone(),
             "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
-        return {**state, "keys": self.ids.all()} if self._grows else state
+        return {**state, "keys": self.ids.all()} if self.ids.grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, of a run that was made as this one."""
-        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self._place)
-        ids = GrowingIds(state["keys"]) if self._grows else self.ids
+        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self.device)
+        ids = self.ids
+        if ids.grows:
+            ids = ExampleIds(len(state["keys"]), state["keys"], grows=True)
         participations: list[int] = []  # of all ranks
         if self._knows_batches:
             participations = [0] * ids.num_examples if ledger is None else ledger.sums["participations"].tolist()
         history = self._empty_history()
-        if self._grows:
-            history.grow(ids.num_examples)
+        history.grow(ids.num_examples)
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
@@ -537,8 +512,6 @@ class Run:
             self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
             self.persons.last = state["persons"][1].clone()
         ids.count_from(participations)
-        matrix = state["test_matrix"]
-        self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.clear_batch()
         self.is_updated = True
 

@@ -173,7 +173,7 @@ class Step:
             calls, examples = [piece.call for piece in pieces], [piece.examples for piece in pieces]
             if run.ledger is None:
                 run.not_smooth = guard.look_at_first_call(calls[0])
-            ledger, test_matrix = run.ledger_for(examples)
+            ledger = run.ledger_for(examples)
 
             # what the batches show is read before the costly part, or meanwhile
             if self.replica.device.type == "cpu":
@@ -184,9 +184,8 @@ class Step:
             # the passes, and what they must agree with
             measures = (measured or noise.noise_multiplier == 0) and not run.paused
             if loss is not None and (norms is None or measures):
-                accounting, omega = self.options.accounting, test_matrix if measures else None
-                track, rate = tuple(accounting.track), run.pace.rate
-                wanted = Wanted(track, accounting.estimator, (), rate, norms is None, omega)
+                accounting = self.options.accounting
+                wanted = Wanted(tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None)
                 values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
             elif loss is not None and not run.paused:
                 for call in calls:
@@ -204,7 +203,7 @@ class Step:
         # nothing can be refused from here on
         if run.loss is None and loss is not None:
             logger.info("the training loop's loss was identified as %s", loss.name)
-        run.loss, run.ledger, run.test_matrix = loss, ledger, test_matrix
+        run.loss, run.ledger = loss, ledger
         run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(pieces, run))
         self.observer.forget_finished()
         return values

@@ -1,4 +1,4 @@
-"""What happens now and then while a run trains: its file is written, a page shows it, a bar shows two numbers.
+"""What happens now and then while a run trains: its file is written, a page shows it, bars show two numbers.
 
 Reading a run changes neither its weights nor its noise, draws or sums. It takes time, so work may be given a share of
 the time that it keeps to.
@@ -11,9 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from operator import length_hint
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,27 +87,6 @@ def show_every(
 
     stop: Callable[[], None] = engine.call_every(steps, surviving("the bar was not updated", read), share=share)
     return stop
-
-
-def with_bar(engine: Any, loader: Any, every: dict[str, Any], options: dict[str, Any]) -> Any:
-    """A progress bar over the loader, with the numbers of :func:`show_every`, whose arguments are ``every``."""
-    from tqdm.auto import tqdm
-
-    bar = tqdm(**{"total": length_hint(loader) or None, **options})  # given the loader, it would start a pass
-    weak = weakref.proxy(bar)  # so that a loop that is left ends it
-
-    class Batches:
-        """Of one pass after the other."""
-
-        def __iter__(self) -> Iterator[Any]:
-            stop = show_every(engine, lambda numbers: weak.set_postfix(numbers), **every)
-            try:
-                yield from loader
-            finally:
-                stop()
-
-    bar.iterable = Batches()
-    return bar
 
 
 class Watch(contextlib.ExitStack):

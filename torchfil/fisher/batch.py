@@ -74,14 +74,12 @@ class Measurement:
     Attributes:
         estimates: The requested quantities of the FIM.
         norm: ‖g‖ before clipping, [batch].
-        products: I Ω, [batch, d, r], if a test matrix Ω was given.
         susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS), if requested.
         repeated: Whether errors come from the spread of probes; a single probe has a limit instead.
     """
 
     estimates: dict[Quantity, Estimate]
     norm: Tensor
-    products: Tensor | None = None
     susceptibility: Tensor | None = None
     repeated: bool = True
 
@@ -92,8 +90,8 @@ class Measurement:
             return torch.where(value == 0, value, value.sign() * math.inf)
 
         estimates = {name: Estimate.exact(limit(estimate.value)) for name, estimate in self.estimates.items()}
-        products, slope = (None if each is None else limit(each) for each in (self.products, self.susceptibility))
-        return Measurement(estimates, self.norm, products, slope)
+        slope = None if self.susceptibility is None else limit(self.susceptibility)
+        return Measurement(estimates, self.norm, slope)
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,6 @@ class PrivateBatch:
         num_probes: int = 1,
         generator: torch.Generator | None = None,
         max_memory: int = DEFAULT_MAX_MEMORY,
-        test_matrix: Tensor | None = None,
         susceptibility: bool = False,
     ) -> Measurement:
         """Several quantities of each example's FIM from the same probes, and the gradients' norms.
@@ -155,7 +152,6 @@ class PrivateBatch:
             num_probes: The number of probes.
             generator: Source of randomness.
             max_memory: See the module's docstring.
-            test_matrix: Ω of shape [d, r]; if given, I Ω is computed exactly, with two products per column.
             susceptibility: Whether to compute the PLIS, too.
         """
         require(num_probes >= 1, f"num_probes={num_probes} must be at least 1")
@@ -165,7 +161,7 @@ class PrivateBatch:
         # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
         columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
-        one_pass = chosen.one_pass and test_matrix is None and self.mechanism.shares is None and len(self.gradients)
+        one_pass = chosen.one_pass and self.mechanism.shares is None and len(self.gradients)
         batch = replace(self, plan=(self.plan or make_plan(self.gradients)) if one_pass else None)
 
         at_once = batch.probes_at_once(num_probes, max_memory)
@@ -175,7 +171,7 @@ class PrivateBatch:
             parts = []
             for rows, jacobian in batch.chunks(max_memory, vectors):
                 own = replace(draws, rows=rows)
-                parts.append(batch.measured(jacobian, quantities, estimator, own, test_matrix, susceptibility))
+                parts.append(batch.measured(jacobian, quantities, estimator, own, susceptibility))
             return concatenated(parts)
 
         try:
@@ -189,7 +185,6 @@ class PrivateBatch:
         quantities: Sequence[Quantity],
         estimator: str,
         draws: Draws,
-        test_matrix: Tensor | None = None,
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` for one chunk of the batch, with given draws."""
@@ -197,15 +192,12 @@ class PrivateBatch:
         if noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
         moments = chosen.checked(chosen.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
-        products = slope = None
+        slope = None
         if susceptibility:
             factor = 2 * jacobian.clipped_norm / mechanism.noise_std**2
             slope = factor[:, None] * jacobian.clipped_norm_gradient()
-        if test_matrix is not None:
-            matvec = _fim_matvec(jacobian, mechanism)
-            products = torch.stack([matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT], dim=2)
         estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
-        found = Measurement(estimates, jacobian.norm, products, slope, len(draws.seeds) != 1)
+        found = Measurement(estimates, jacobian.norm, slope, len(draws.seeds) != 1)
         return found.without_noise() if noiseless else found
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
@@ -435,19 +427,3 @@ def largest_eigenvalue(matrix: Tensor) -> Tensor:
     finite = matrix.isfinite().all(dim=(1, 2))
     largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[:, -1].clamp(min=0)
     return torch.where(finite, largest, torch.inf)
-
-
-def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
-    """The largest eigenvalue of Y (ΩᵀY)⁺ Yᵀ for Y = IΩ, [batch]; never above ‖I‖₂ for a PSD matrix I.
-
-    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. It is infinite if Y is not finite.
-    """
-    finite = sketch.isfinite().all(dim=(1, 2))
-    sketch = sketch.where(finite[:, None, None], torch.zeros_like(sketch))
-
-    core = test_matrix.to(sketch).mT @ sketch  # ΩᵀIΩ, [batch, r, r]
-    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    keep = values > (values[:, -1:].clamp(min=0) * 1e-10)
-    inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
-    half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
-    return torch.where(finite, torch.linalg.matrix_norm(half, ord=2).square(), torch.inf)

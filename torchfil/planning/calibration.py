@@ -372,9 +372,14 @@ class Pilots:
             plain = getattr(self.optimizer, "original_optimizer", self.optimizer)  # of one that is already private
             module, optimizer = copy.deepcopy((getattr(self.module, "_orig_mod", self.module), plain))
             engine = self.new_engine(number)
-            options |= {"accounting": replace(self.accounting, track=(), norm_refresh=None, seed=seed)}
-            options |= {"noise_multiplier": noise_multiplier}
-            made = engine.make_private(module, optimizer, self.data_loader, **options)
+            made = engine.make_private(
+                module,
+                optimizer,
+                self.data_loader,
+                noise_multiplier=noise_multiplier,
+                accounting=replace(self.accounting, track=(), norm_refresh=None, seed=seed),
+                **options,
+            )
             if self.train is not None:
                 self.train(engine, *made)
             else:

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import os
 import pickle
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
@@ -37,7 +35,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from torchfil.accounting.ids import GrowingIds
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.distributed.content import check_content
 from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
@@ -47,8 +44,6 @@ from torchfil.fisher.amplification import name_of_amplification
 from torchfil.utils.errors import CheckpointError, all_or_nothing, require
 from torchfil.utils.files import atomic_write_checked, check_checksum, check_regular, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
-
-logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
@@ -135,66 +130,45 @@ def is_folder(path: Any) -> bool:
     return os.fspath(path).endswith(("/", os.sep)) or Path(path).is_dir()
 
 
-def write_folder(
-    path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: Ranks | None, *, asynchronous: bool
-) -> Future[None] | None:
+def write_folder(path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: Ranks | None) -> None:
     """Write a tree of tensors and plain values as a folder's latest checkpoint (collective).
 
     Args:
         path: The folder.
         tree: Nested dicts and lists; values that are not sharded (a DTensor is) are written from rank 0.
         ranks: The processes; None: a single one.
-        asynchronous: Whether to write while the caller continues; the tree may change as soon as this returns.
-
-    Returns:
-        A future that ends when the checkpoint is complete on the disk, and raises any error; None if it is complete.
     """
     folder, name = Path(path), f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-    rank, size, group = (0, 1, None) if ranks is None else (ranks.rank, ranks.size, ranks.saving_group)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     new = folder / (name if ranks is None else ranks.objects(name)[0])
     pieces: dict[str, tuple[int, int, Tensor]] = {}  # by the tensor's name: place and dimension of this rank's shard
 
     def rest(place: Any, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
-            copied = asynchronous and rank == 0 and isinstance(leaf, Tensor)
-            return leaf.detach().to("cpu", copy=True) if copied else leaf
+            return leaf
         *copies, number = leaf.device_mesh.get_coordinate() or ()
         kind = leaf.placements[-1]
         if not any(copies) and (isinstance(kind, Shard) or number == 0):  # no other rank writes the same
-            shard = leaf.to_local().detach().to("cpu", copy=True)
+            shard = leaf.to_local().detach().cpu()
             pieces[pytree.keystr(place)] = number, kind.dim if isinstance(kind, Shard) else 0, shard
         return None
 
     tree = pytree.tree_map_with_path(rest, tree)
-    content = {"tree": tree if rank == 0 else {}, "pieces": pieces, "ranks": size}
 
     def write_own() -> None:
         new.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(new / f"{rank}.pt", content)
+        write_file(new / f"{rank}.pt", {"tree": tree if rank == 0 else {}, "pieces": pieces, "ranks": size})
 
     def make_latest() -> None:
         if rank == 0:
             write_bytes(folder / _LATEST, new.name.encode())
 
-    def write() -> None:
-        try:
-            _on_all(ranks, write_own, path, group)
-            _on_all(ranks, make_latest, path, group)
-        except Exception as error:
-            if asynchronous:
-                logger.error("the checkpoint in %s was not written: %s", path, error)
-            raise
-        finally:
-            if rank == 0:
-                _remove_others(folder)
-
-    if not asynchronous:
-        write()
-        return None
-    executor = ThreadPoolExecutor(max_workers=1)
-    saving = executor.submit(write)
-    executor.shutdown(wait=False)
-    return saving
+    try:
+        _on_all(ranks, write_own, path)
+        _on_all(ranks, make_latest, path)
+    finally:
+        if rank == 0:
+            _remove_others(folder)
 
 
 def read_folder(
@@ -235,7 +209,7 @@ def read_folder(
     return tree
 
 
-def _on_all(ranks: Ranks | None, work: Callable[[], Any], path: str | os.PathLike[str], group: Any = None) -> Any:
+def _on_all(ranks: Ranks | None, work: Callable[[], Any], path: str | os.PathLike[str]) -> Any:
     """What the work returns; if it fails on one rank, the first rank's error is raised on all (collective)."""
     result: Any = None
     problem: Exception | None = None
@@ -245,7 +219,7 @@ def _on_all(ranks: Ranks | None, work: Callable[[], Any], path: str | os.PathLik
         problem = OSError(error.errno, error.strerror, os.fspath(path))
     except Exception as error:
         problem = CheckpointError(f"{os.fspath(path)} cannot be used as a checkpoint: {error}")
-    for each in [problem] if ranks is None else ranks.objects(problem, group):
+    for each in [problem] if ranks is None else ranks.objects(problem):
         if each is not None:
             raise each
     return result
@@ -280,7 +254,6 @@ class Checkpoints:
         self._ranks = training.run.ranks
         self._optimizer_name = type(training.optimizer.original_optimizer).__name__
         self._collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
-        self._saving: Future[None] | None = None  # a checkpoint that is still being written
 
     # ------------------------------------------------------------------ state dicts
 
@@ -306,8 +279,11 @@ class Checkpoints:
             raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
-        self._training.run.load_state_dict(state_dict["run"])
-        self._training.step.guard.forget_last_step()
+        training = self._training
+        training.run.load_state_dict(state_dict["run"])
+        training.step.guard.forget_last_step()
+        if training.run.ids.grows:  # a batch that was read before has rows of another run
+            training.step.observer.tracker.ids = None
         self._accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
         self._collected = None
         generators, shuffling = self._own(state_dict["generators"]), self._training.loader.generator
@@ -320,10 +296,9 @@ class Checkpoints:
     def _settings(self) -> dict[str, Any]:
         """What a run must be resumed with, because its sums depend on it."""
         training, options, ids = self._training, self._training.run.options, self._training.run.ids
-        accounting, is_stream = options.accounting, isinstance(ids, GrowingIds)
-        canaries = accounting.canaries
+        accounting, canaries = options.accounting, options.accounting.canaries
         return {
-            "data_set": "a stream" if is_stream else f"{ids.num_examples} examples",
+            "data_set": "a stream" if ids.grows else f"{ids.num_examples} examples",
             "accountant": self._accountant.mechanism(),
             "noise": training.optimizer.noise.kind,
             "poisson_sampling": options.sample_rate is not None,
@@ -335,9 +310,8 @@ class Checkpoints:
             "clipping": "flat" if options.shares is None else "per_layer",
             "loss_reduction": options.loss_reduction,
             "track": sorted(accounting.track),
-            "tracked_ids": {name: ids.places(each).unique().tolist() for name, each in accounting.chosen.items()},
             "questions": {name: tuple(asked) for name, asked in accounting.asked.items()},
-            "ids": None if is_stream else ids.fingerprint,
+            "ids": None if ids.grows else ids.fingerprint,
             "data": self._data,
         }
 
@@ -390,14 +364,14 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, path: Any, module: nn.Module, *, asynchronous: bool, **options: Any) -> Future[None] | None:
+    def save(self, path: Any, module: nn.Module, **options: Any) -> None:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
         folder = is_folder(path)
         require(not (folder and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
-        needs = f"path={path!r} is a file; a sharded model and asynchronous=True need a folder: path='{path}/'"
-        require(folder or not (asynchronous or is_sharded(module)), needs)
+        needs = f"path={path!r} is a file, and a sharded model needs a folder: path='{path}/'"
+        require(folder or not is_sharded(module), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
@@ -409,18 +383,10 @@ class Checkpoints:
         state = {**self.state_dict(), "optimizer": self._optimizer_name}
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
         if folder:
-            self._wait_for_saving()
-            self._saving = write_folder(path, checkpoint, self._ranks, asynchronous=asynchronous)
+            write_folder(path, checkpoint, self._ranks)
         elif self._ranks is None or self._ranks.rank == 0:
             checkpoint["privacy_accountant_state_dict"] = state["accountant"]  # where Opacus has it
             write_file(path, checkpoint, **for_file)
-        return self._saving if asynchronous else None
-
-    def _wait_for_saving(self) -> None:
-        """Wait until an earlier checkpoint is written; raise its error."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
 
     def load(self, path: Any, module: nn.Module, **options: Any) -> dict[str, Any]:
         """See :meth:`FILPrivacyEngine.load_checkpoint`."""
@@ -472,5 +438,4 @@ class Checkpoints:
             saved = read_file(path, **{"map_location": "cpu", **for_file})
             return pytree.tree_map_with_path(lambda place, leaf: keep(pytree.keystr(place), leaf), saved)
         require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
-        self._wait_for_saving()
         return read_folder(path, self._ranks, keep)

@@ -34,12 +34,10 @@ _Ledger: Any = _parts(
     num_examples=_Count,
     num_coordinates=_Count,
     track=list[str],
-    sketch_rank=_Count,
     questions=dict[str, Any],
     steps=_Count,
     missed_steps=_Count,
     sums=dict[str, Tensor],
-    chosen=dict[str, Any],
 )
 _History = _parts(
     anchor=_Number,
@@ -58,7 +56,6 @@ _Run = _parts(
     ledger=_Ledger | None,
     history=_History,
     timeline=_parts(stride=_Count, steps=list[_Count], points=Tensor),
-    test_matrix=Tensor | None,
     generator=Tensor,
     pace=_Pace,
     ranks=dict[str, Any] | None,

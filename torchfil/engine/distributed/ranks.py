@@ -28,7 +28,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -336,10 +335,10 @@ class Ranks:
             remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
             raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
-    def objects(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    def objects(self, value: Any) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=group or self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -366,14 +365,6 @@ class Ranks:
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
-    @cached_property
-    def saving_group(self) -> dist.ProcessGroup:
-        """The group for checkpoints, which may be written while steps are taken."""
-        return dist.new_group(backend="gloo")
-
-
-_Booked = tuple[Ledger | None, Tensor | None]  # a ledger and the test matrix of its sketch
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -382,36 +373,38 @@ class Whole:
     Attributes:
         steps: The number of steps taken.
         ledger: The sums of all ranks, on the CPU; None if nobody was drawn yet.
-        test_matrix: The test matrix of its sketch, if there is one.
         parts: The rest of the state: the seed, each example's rank, [n], and the ranks' sources of probes.
     """
 
     steps: int
     ledger: Ledger | None
-    test_matrix: Tensor | None
     parts: dict[str, Any]
 
     @classmethod
     def of(
-        cls, ranks: Ranks, steps: int, own: _Booked, new_ledger: Callable[[int], _Booked], generator: torch.Generator
+        cls,
+        ranks: Ranks,
+        steps: int,
+        own: Ledger | None,
+        new_ledger: Callable[[int], Ledger],
+        generator: torch.Generator,
     ) -> Whole:
         """Combine the parts (collective).
 
         Args:
             ranks: The processes.
             steps: The number of steps taken.
-            own: This rank's ledger, None if it has none, and the test matrix of its sketch.
-            new_ledger: Returns the same for d coordinates, empty.
+            own: This rank's ledger; None if it has none.
+            new_ledger: Returns an empty one for d coordinates.
             generator: This rank's source of probes.
         """
         parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
-        num_coordinates = max(ranks.objects(0 if own[0] is None else own[0].laid_out))
+        num_coordinates = max(ranks.objects(0 if own is None else own.laid_out))
         if not num_coordinates:
-            return cls(steps, None, None, parts)
-        ledger, test_matrix = own if own[0] is not None else new_ledger(num_coordinates)  # after empty batches only
-        assert ledger is not None
+            return cls(steps, None, parts)
+        ledger = own or new_ledger(num_coordinates)  # after empty batches only
         parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
-        return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
+        return cls(steps, whole_ledger(ledger, ranks), parts)
 
 
 def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
@@ -423,7 +416,7 @@ def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
     between the parts' last values replace the missing ones, without subtracting the probes' noise: this can only make
     the run's error larger.
     """
-    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.sketch_rank, part.questions, part.chosen)
+    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.questions)
     whole.steps, whole.missed_steps = part.steps, part.missed_steps
     for name, value in part.sums.items():
         whole.sums[name].copy_(ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value))

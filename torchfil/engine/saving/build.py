@@ -304,7 +304,6 @@ def _bounds(releases: Releases, input_range: tuple[float, float] | None) -> dict
 
 NO_LEVEL = "none of these"
 _EXACT = 1e-6  # shares that sum to 1 up to rounding
-_LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _MOST_ATTRIBUTES = 2**15  # whose names and spread fit into a run file's metadata
 
 
@@ -539,7 +538,7 @@ def of_any_row(training: PrivateTraining, **named: Any) -> AttributeTable:
 def tracked_table(
     training: PrivateTraining, leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool
 ) -> AttributeTable | None:
-    """The attributes to save; None, with a warning, for too many of them, or if the table would be mostly empty.
+    """The attributes to save; None, with a warning, for too many of them.
 
     Coordinates of words have no names; the words identify them.
 
@@ -549,7 +548,7 @@ def tracked_table(
         named: Options of :func:`attribute_table`, for a row where the run is by owner.
         with_texts: Whether words are saved.
     """
-    run, count = training.run, leakage.ids.num_examples
+    run = training.run
     by_row = run.max_rows is not None and run.options.accounting.by_owner
     table = of_any_row(training, **named) if by_row else attribute_table(leakage.num_coordinates, **named)
     given = [name for name, value in named.items() if value is not None]
@@ -558,14 +557,11 @@ def tracked_table(
         return None
     if not given and with_texts:
         return None
-    reason = None
-    if leakage.ledger.chosen and 8 * count * len(table.names) > _LARGEST_ATTRIBUTES:
-        reason = f"a table of {count:,} examples and {len(table.names):,} attributes would be mostly empty"
-    elif len(table.names) > _MOST_ATTRIBUTES:
+    if len(table.names) > _MOST_ATTRIBUTES:
         reason = f"a run file names {_MOST_ATTRIBUTES:,} of them at most, and there are {len(table.names):,}"
-    if reason is not None:
         warnings.warn(f"attributes are not saved: {reason}; read them with engine.get_attribute_fil(ids)", stacklevel=5)
-    return None if reason is not None else table
+        return None
+    return table
 
 
 def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:

@@ -4,7 +4,7 @@ Each file holds one family of layers, with its rule and its substitute; importin
 """
 # ruff: noqa: F401
 
-from torchfil.fisher.rules import activation, attention, convolution, linear, normalisation, parameters, recurrent
+from torchfil.fisher.rules import attention, convolution, linear, normalisation, parameters, recurrent
 from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
 
 __all__ = ["Call", "LayerRule", "UnsupportedCallError", "register_rule", "rule_for"]

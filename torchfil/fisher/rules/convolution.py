@@ -3,13 +3,12 @@
 torch's derivative of ``convolution_backward`` always computes the derivative with respect to the weight as well, which
 is the slowest one on a GPU. Here weights are constants, and this derivative is left out.
 
-The rule multiplies δ with the patches of the input that the convolution sees. Average pooling is here, too.
+The rule multiplies δ with the patches of the input that the convolution sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _Walk = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # size, stride, dilation, padding
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
-_LARGEST_WINDOW = 4  # of a pooling: one addition per row and column; torch handles large windows
 _MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
 
 
@@ -242,36 +240,6 @@ def _substitute(module: Any) -> Callable[..., Tensor]:
     return conv_forward
 
 
-def _pooling_substitute(module: Any) -> Callable[[Tensor], Tensor]:
-    """Average pooling by adding views, of adjacent windows or on CPUs of windows one apart: up to six times as fast."""
-    axes = 1 if isinstance(module, nn.AvgPool1d) else 2 if isinstance(module, nn.AvgPool2d) else 3
-    sizes, strides, padding = (
-        (value,) * axes if isinstance(value, int) else tuple(value)
-        for value in (module.kernel_size, module.stride, module.padding)
-    )
-    plain = not any(padding) and getattr(module, "divisor_override", None) is None and max(sizes) <= _LARGEST_WINDOW
-    one_apart = plain and set(strides) == {1}
-    adjacent = plain and sizes == strides
-
-    def forward(x: Tensor) -> Tensor:
-        whole = x.ndim == 2 + axes and not any(n % size for n, size in zip(x.shape[2:], sizes, strict=True))
-        overlap = one_apart and x.ndim == 2 + axes and x.device.type == "cpu"
-        if not overlap and not (adjacent and whole):
-            return type(module).forward(module, x)
-        for axis, size in enumerate(sizes, start=2):
-            if overlap:
-                span = x.shape[axis] - size + 1
-                first, *others = (x.narrow(axis, k, span) for k in range(size))
-            else:
-                first, *others = x.unflatten(axis, (-1, size)).unbind(axis + 1)
-            x = sum(others, start=first)
-        return x / prod(sizes)
-
-    return forward
-
-
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_rule(_kind, ConvolutionRule())
     register_substitute(_kind, _substitute, method="_conv_forward")
-for _pooling in (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d):
-    register_substitute(_pooling, _pooling_substitute)

@@ -147,50 +147,6 @@ def _normalised_sums_back_kernel(
 
 
 @triton.jit
-def _activation_pulled_twice_kernel(
-    w_at, gamma_at, kept_at, to_gamma_at, to_kept_at, size, TANH: tl.constexpr, BLOCK: tl.constexpr
-):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    kind = tl.float64 if kept_at.dtype.element_ty == tl.float64 else tl.float32
-    w = tl.load(w_at + place, mask=inside, other=0.0).to(kind)
-    gamma = tl.load(gamma_at + place, mask=inside, other=0.0).to(kind)
-    kept = tl.load(kept_at + place, mask=inside, other=0.0).to(kind)
-    if TANH:
-        first, second = 1 - kept * kept, -2 * kept
-    else:
-        density = tl.exp(-0.5 * kept * kept) * 0.3989422804014327
-        first = 0.5 * (1 + tl.math.erf(kept * 0.7071067811865476)) + kept * density
-        second = (2 - kept * kept) * density
-    tl.store(to_gamma_at + place, w * first, mask=inside)
-    tl.store(to_kept_at + place, w * gamma * second, mask=inside)
-
-
-@triton.jit
-def _attention_pulled_twice_kernel(
-    p_at, dp_at, c_at, d_at, keep_at, ds_at, a_at, e_at, size, factor, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    inside, place = lanes < size, row * size + lanes
-    p = tl.load(p_at + place, mask=inside, other=0.0)
-    dp = tl.load(dp_at + place, mask=inside, other=0.0)
-    c = tl.load(c_at + place, mask=inside, other=0.0)
-    d = tl.load(d_at + place, mask=inside, other=0.0)
-    centred = dp - tl.sum(dp * p, axis=0)
-    along = tl.sum(c * p, axis=0)
-    a = p * (c - along)
-    if HAS_MASK:
-        mask = tl.load(keep_at + place, mask=inside, other=0).to(p.dtype) * factor.to(p.dtype)
-        a *= mask
-        d *= mask
-    of_p = c * centred - along * dp + d
-    tl.store(ds_at + place, p * centred, mask=inside)
-    tl.store(a_at + place, a, mask=inside)
-    tl.store(e_at + place, p * (of_p - tl.sum(of_p * p, axis=0)), mask=inside)
-
-
-@triton.jit
 def _unfold_kernel(
     a_at, out_at, size, height, width, out_height, out_width,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -293,33 +249,6 @@ def normalised_sums_back(
         x.numel(), positions, channels // groups, BLOCK=_ELEMENTWISE_BLOCK,
     )  # fmt: skip
     return to_delta, to_x
-
-
-def activation_pulled_twice(name: str, w: Tensor, gamma: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of ⟨w, γy′⟩ with respect to γ and what is kept, for contiguous tensors of one shape.
-
-    For "tanh", y itself is kept: y′ = 1 − y². For "gelu", y = xΦ(x), x is kept.
-    """
-    to_gamma, to_kept = torch.empty_like(kept), torch.empty_like(kept)
-    _activation_pulled_twice_kernel[(triton.cdiv(kept.numel(), _ELEMENTWISE_BLOCK),)](
-        w, gamma, kept, to_gamma, to_kept, kept.numel(), TANH=name == "tanh", BLOCK=_ELEMENTWISE_BLOCK
-    )
-    return to_gamma, to_kept
-
-
-def attention_pulled_twice(
-    p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, factor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dS, A and E of :mod:`torchfil.fisher.rules.attention`, contiguous [rows, T, S]; M is factor · keep."""
-    if keep is not None and p.dtype == torch.float64:  # a kernel receives a number in float32
-        keep, factor = keep.to(p.dtype) * factor, 1.0
-    ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
-    block = triton.next_power_of_2(p.shape[-1])
-    _attention_pulled_twice_kernel[(p.numel() // p.shape[-1],)](
-        p, dp, c, d, p if keep is None else keep, ds, a, e, p.shape[-1], factor,
-        HAS_MASK=keep is not None, BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
-    return ds, a, e
 
 
 _Pair = tuple[int, int]

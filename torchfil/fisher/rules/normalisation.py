@@ -1,4 +1,4 @@
-r"""Normalisation: rules, and forward passes whose second derivative has a closed form.
+r"""Normalisation: rules, and on GPUs a GroupNorm whose second derivative has a closed form.
 
 With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{-1/2} and x̂ = s(x − m(x)),
 
@@ -6,12 +6,12 @@ With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{
     ⟨w, ∂P(v)⟩ = ⟨P(w), ∂v⟩ − s ⟨m(w x̂) P(v) + m(v x̂) P(w) + m(v P(w)) x̂, ∂x⟩.
 
 A second derivative therefore costs two first derivatives and three inner products per group; torch's own is a graph of
-a hundred elementary operations. On a GPU with Triton, each takes one kernel.
+a hundred elementary operations. On a GPU with Triton, each takes one kernel; elsewhere torch's own is as fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,44 +87,21 @@ class _GroupNorm(Function):
 class _GroupPulled(Function):
     """(γ, x) ↦ P(v) for v = γ·weight."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
-        batch, channels, positions = x.shape
-        kernels = kernels_for(x)
-        if kernels is not None:
-            return kernels.group_pulled(gamma, x, mean, scale, weight, groups)
-        back = torch.ops.aten.native_group_norm_backward
-        return back(gamma, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.groups = inputs
-        ctx.save_for_backward(*tensors, output)
+    def forward(
+        ctx: Any, gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, scale, weight, gamma)
+        ctx.groups = groups
+        return kernels_for(x).group_pulled(gamma, x, mean, scale, weight, groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gamma, x, mean, scale, weight, pulled_v = ctx.saved_tensors
-        w, groups = gradients[0].contiguous(), ctx.groups
-        kernels = kernels_for(x)
-        if kernels is not None:
-            return (*kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups), None, None, None, None)
-        each, rows = 1 if weight is None else weight[:, None], (*mean.shape, -1)
-        pulled_w = _GroupPulled.forward(w, x, mean, scale, None, groups)
-        x_hat, given = (x.reshape(rows) - mean[:, :, None]) * scale[:, :, None], (gamma * each, w, pulled_v, pulled_w)
-        to_x = _second(x_hat, scale[:, :, None], *(value.reshape(rows) for value in given))
-        return pulled_w * each, to_x.reshape(x.shape), None, None, None, None
-
-
-def _second(x_hat: Tensor, scale: Tensor, v: Tensor, w: Tensor, pulled_v: Tensor, pulled_w: Tensor) -> Tensor:
-    """The derivative of ⟨w, P(v)⟩ with respect to x; groups are the last dimension."""
-    along_v, along_w, both = (
-        ((one * other).sum(dim=-1, keepdim=True) * scale).div_(-x_hat.shape[-1])
-        for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
-    )
-    return torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
+        x, mean, scale, weight, gamma = ctx.saved_tensors
+        w = gradients[0].contiguous()
+        found = kernels_for(x).group_pulled_twice(gamma, w, x, mean, scale, weight, ctx.groups)
+        return (*found, None, None, None, None)
 
 
 class _NormalisedSums(Function):
@@ -146,76 +123,16 @@ class _NormalisedSums(Function):
         return to_delta, to_x, None, None
 
 
-class _LayerNorm(Function):
-    """x ↦ x̂ over the last dimension, by torch's own kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        result, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-        ctx.save_for_backward(x, result, mean, scale)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        x, x_hat, mean, scale = ctx.saved_tensors
-        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), mean, scale), None
-
-
-class _LayerPulled(Function):
-    """(v, x) ↦ P(v), with x̂, m(x) and s already computed."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(v: Tensor, x: Tensor, x_hat: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        return _pulled(v, x, mean, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        v, x, x_hat, mean, scale, pulled_v = ctx.saved_tensors
-        w = gradients[0]
-        pulled_w = _pulled(w, x, mean, scale)
-        return pulled_w, _second(x_hat, scale, v, w, pulled_v, pulled_w), None, None, None
-
-
-def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """P(v)."""
-    back = torch.ops.aten.native_layer_norm_backward
-    return back(v, x, x.shape[-1:], mean, scale, None, None, [True, False, False])[0]
-
-
-def layer_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """``F.layer_norm`` of inputs […, *shape]; differentiable twice in x, with constant weights.
-
-    Example:
-        >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), torch.tensor([1.0, 2.0]), eps=0.0)
-        tensor([[-1.,  2.]])
-    """
-    result = _LayerNorm.apply(wide(x).flatten(-len(shape)), eps).reshape(x.shape)
-    result = result if weight is None else result * weight
-    result = result if bias is None else result + bias
-    return result.to(normalised_dtype(x))
-
-
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """``F.group_norm`` of inputs [batch, channels, …]; differentiable twice in x, with constant weights.
 
-    On GPUs without Triton, torch's own derivative is used: its many operations are mostly on few numbers.
-
     Example:
         >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=0.0)
         tensor([[-1.,  1.]])
     """
-    if x.device.type != "cpu" and kernels_for(x) is None:
+    if kernels_for(x) is None:
         return F.group_norm(x, groups, weight, bias, eps)
     flat = wide(x).reshape(*x.shape[:2], -1).contiguous()
     weights = [None if value is None else wide(value) for value in (weight, bias)]
@@ -231,5 +148,6 @@ _register(nn.RMSNorm, lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps),
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     _register(_kind, lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True)
 register_rule(nn.GroupNorm, GroupNormRule())
-register_substitute(nn.LayerNorm, lambda m: lambda x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps))
-register_substitute(nn.GroupNorm, lambda m: lambda x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps))
+register_substitute(
+    nn.GroupNorm, lambda m: lambda x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps), device="cuda"
+)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from attack_property import planted
+from attack_property import Client, federated_gradients, planted, property_inference
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_that
 from benchmarks.zoo import fcnet, small_alexnet, vgg11
-from torchfil.attacks.property import Client, federated_gradients, property_inference
+from reproduction.rows import Check, Outcome, Row, Run, check_that
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
 
 __all__ = ["ROWS"]

@@ -8,7 +8,7 @@ from glm_table1 import COLOURS, Setting
 from matplotlib.figure import Figure
 from paper_data import BinaryTask
 
-from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_near, check_that
+from reproduction.rows import Check, Outcome, Row, Run, check_near, check_that
 from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
 
 __all__ = ["ROWS"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.reproduce import (
+from reproduction import (
     guo_digits,
     guo_linear,
     guo_photographs,
@@ -17,7 +17,7 @@ from benchmarks.reproduce import (
     plis_maps,
     plis_reconstruction,
 )
-from benchmarks.reproduce.rows import Row
+from reproduction.rows import Row
 
 __all__ = ["ROWS", "chosen"]
 

@@ -16,8 +16,8 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
 from benchmarks.zoo import cifar_cnn
+from reproduction.rows import Outcome, Row, Run, check_that
 from torchfil import Accounting, FILPrivacyEngine
 
 __all__ = ["ROWS"]

@@ -13,7 +13,7 @@ from paper_data import BinaryTask
 from scipy import stats
 
 import torchfil
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import GLMReconstruction
 from torchfil.bounds import mse_from_rdp
 from torchfil.glm import LogisticRegression
@@ -89,10 +89,10 @@ def figure_2(run: Run) -> Outcome:
 
 @lru_cache(maxsize=2)
 def attacked(run: Run, in_range: bool) -> tuple[GLMReconstruction, torchfil.BoundComparison]:
-    """Attacks on every digit at σ = 1e-5 with a known label, with and without keeping pixels in [0, 1]."""
+    """Attacks on every digit at σ = 1e-5, with and without keeping pixels in [0, 1]."""
     task, model = fitted(run, True)
     X, y = task.train_inputs, task.train_targets
-    attack = GLMReconstruction(model, X, y, label="known", value_range=RANGE if in_range else None)
+    attack = GLMReconstruction(model, X, y, value_range=RANGE if in_range else None)
     result = attack.run(FIGURE_3_SIGMA, 5 if run.tiny else TRIALS, seed=0)
     return attack, torchfil.compare_with_bounds(model, result, X=X, y=y)
 
@@ -165,7 +165,7 @@ def figure_4(run: Run, shown: int = 8) -> Outcome:
     released = model.release(FIGURE_3_SIGMA, torch.Generator().manual_seed(0))
     order = np.argsort(comparison.predicted)
     rows = np.concatenate([order[:shown], order[-shown:]])
-    guesses = attack.reconstruct(released, rows.copy())[0].cpu().numpy()
+    guesses = attack.guesses(released[None], rows.tolist())[:, 0].numpy()
     truth = task.train_inputs[rows]
 
     figure = Figure(figsize=(9, 1.8), layout="constrained")
@@ -234,7 +234,7 @@ ROWS = (
         "Figure 3",
         "10,000 releases: bound and error closely correlated, most digits above the bound, some (biased) below it, "
         "none of consequence where the bound is below 1",
-        DIGITS + f"; λ = 1e-2, σ = 1e-5, {TRIALS} releases, label known, pixels kept in [0, 1]",
+        DIGITS + f"; λ = 1e-2, σ = 1e-5, {TRIALS} releases, pixels kept in [0, 1]",
         figure_3,
         2,
         ("mnist",),

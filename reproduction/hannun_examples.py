@@ -9,8 +9,8 @@ import torch
 from glm_table1 import CLASSES, COLOURS
 from matplotlib.figure import Figure
 
-from benchmarks.reproduce.hannun_table1 import DATA, NEEDS, trained
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
+from reproduction.hannun_table1 import DATA, NEEDS, trained
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.glm import LinearRegression
 
 __all__ = ["ROWS"]

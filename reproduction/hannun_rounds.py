@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from attack_glm_attributes import accuracy_by_part
 from glm_iwpc import COLOURS, SIGMA, reweighted
 from matplotlib.figure import Figure
 from paper_data import TabularTask
 
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_that
-from torchfil.attacks import (
-    WhiteBoxInversion,
-    accuracy_by_part,
-)
+from reproduction.rows import Outcome, Row, Run, check_that
+from torchfil.attacks import WhiteBoxInversion
 from torchfil.glm import IRFIL, LinearRegression
 
 __all__ = ["ROWS"]

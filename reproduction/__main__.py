@@ -1,9 +1,9 @@
 """Measure every table and figure of the four papers, and write the page.
 
-    python -m benchmarks.reproduce                    # the rows that take two cores an hour: make reproduce
-    python -m benchmarks.reproduce --gpu              # the rest: make reproduce-gpu
-    python -m benchmarks.reproduce --only plis-figure1,guo-figure2
-    python -m benchmarks.reproduce --write-page       # also docs/reproduction.md and docs/reproduction.json
+    python -m reproduction                    # the rows that take two cores an hour: make reproduce
+    python -m reproduction --gpu              # the rest: make reproduce-gpu
+    python -m reproduction --only plis-figure1,guo-figure2
+    python -m reproduction --write-page       # also docs/reproduction.md and docs/reproduction.json
 
 A row's record is written as soon as it is done. Rows with a record are not measured again, except with --again.
 """
@@ -18,18 +18,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.reproduce.page import PICTURES, joined, page
-from benchmarks.reproduce.records import Record, read_records, run_rows, write_json
-from benchmarks.reproduce.registry import ROWS, chosen
-from benchmarks.reproduce.rows import Run
+from reproduction.page import PICTURES, joined, page
+from reproduction.records import Record, read_records, run_rows, write_json
+from reproduction.registry import ROWS, chosen
+from reproduction.rows import Run
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def main() -> None:
     """Run the chosen rows, then write the page from the records."""
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m reproduction", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="rows, separated by commas")
     parser.add_argument("--gpu", action="store_true", help="the rows that need a GPU")

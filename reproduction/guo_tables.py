@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
 from benchmarks.zoo import cifar_cnn, mnist_cnn
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.clipping import get_clip
 
 __all__ = ["ROWS"]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.reproduce.rows import Earlier, Outcome, Row, Run, check_near, check_that
 from benchmarks.zoo import mnist_cnn
+from reproduction.rows import Earlier, Outcome, Row, Run, check_near, check_that
 from torchfil import PLIS
 
 __all__ = ["ROWS"]

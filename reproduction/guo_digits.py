@@ -10,7 +10,7 @@ import mnist_dpsgd
 from matplotlib.figure import Figure
 from paper_data import ResidentDataset
 
-from benchmarks.reproduce.rows import Check, Earlier, Outcome, Row, Run, check_that
+from reproduction.rows import Check, Earlier, Outcome, Row, Run, check_that
 
 __all__ = ["ROWS"]
 

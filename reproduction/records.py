@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import attempt
-from benchmarks.reproduce.rows import Row, Run, verdict_of
+from reproduction.rows import Row, Run, verdict_of
 from torchfil import __version__
 from torchfil.utils.files import replaced_when_complete
 

@@ -8,16 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from attack_glm_attributes import BlackBoxInversion
 from glm_iwpc import COLOURS, PENALTIES
 from matplotlib.figure import Figure
 
-from benchmarks.reproduce.hannun_rounds import L2, TRIALS, task_of
-from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
-from torchfil.attacks import (
-    BlackBoxInversion,
-    WhiteBoxInversion,
-    prior_inversion,
-)
+from reproduction.hannun_rounds import L2, TRIALS, task_of
+from reproduction.rows import Outcome, Row, Run, check_near, check_that
+from torchfil.attacks import WhiteBoxInversion, prior_inversion
 from torchfil.glm import LinearRegression
 
 __all__ = ["ROWS"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reproduce.records import Record, earlier_record
-from benchmarks.reproduce.rows import PAPERS, Row
+from reproduction.records import Record, earlier_record
+from reproduction.rows import PAPERS, Row
 
 __all__ = ["PICTURES", "joined", "page", "with_earlier"]
 
@@ -85,8 +85,8 @@ orphan: true
 
 # The papers' tables and figures, measured here
 
-*This page is written by `python -m benchmarks.reproduce --write-page` from `docs/reproduction.json` and the registry in
-`benchmarks/reproduce`; it is not edited by hand.*
+*This page is written by `python -m reproduction --write-page` from `docs/reproduction.json` and the registry in
+`reproduction`; it is not edited by hand.*
 
 torchfil builds on four papers. Every table and figure of theirs is a row below: what they report, what our code
 measures, on which data, in what time, and whether both agree. Where they do not, the reason is given as far as it is
@@ -94,7 +94,7 @@ known."""
 
 HOW = """* `make reproduce` measures what two cores do within an hour; `make reproduce-gpu` the rest. Both go on where
   they ended.
-* `python -m benchmarks.reproduce --list` names the rows; `--only plis-figure1,guo-figure2` runs single ones.
+* `python -m reproduction --list` names the rows; `--only plis-figure1,guo-figure2` runs single ones.
 * Data: the folder that `TORCHFIL_DATA` names (examples/README.md). Where files are missing a row runs on made-up data
   and says so.
 * **stand-in**: not the paper's own setting: other data, a smaller run, or a detail that the paper does not give. What

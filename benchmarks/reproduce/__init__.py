@@ -1,1 +1,0 @@
-"""Every table and figure of the four papers, measured here: ``python -m benchmarks.reproduce``."""
