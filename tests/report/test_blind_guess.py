@@ -157,15 +157,6 @@ def test_what_takes_too_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_allclose(together, [np.sqrt(chosen) * [1, 2]])
 
 
-def test_digits() -> None:
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    found = read(digits.data / 16, [digits.target])
-    assert errors(read(digits.data / 16))[0, -1] == pytest.approx(0.271, abs=1e-3)
-    assert found.knows == "the mean of its label"
-    of_label = errors(found)[:, -1]
-    assert (of_label.min(), np.median(of_label), of_label.max()) == pytest.approx((0.156, 0.214, 0.241), abs=1e-3)
-
-
 class TestSaved:
     @staticmethod
     def saved(tmp_path: Path, x: Any, y: Any, private: Any = None, outputs: int = 2, **options: Any) -> Any:

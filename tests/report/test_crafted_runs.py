@@ -26,7 +26,6 @@ from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import file_sha256
 from torchfil.utils.tables import as_texts
-from torchfil.utils.text import visible
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
 FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 \u2028\x7f\x00\x07"
@@ -81,31 +80,6 @@ def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkey
         texts.append(refused("gate", edited(run, facts), "--policy", policy))
     for text in texts:
         assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
-
-
-def test_written_tables_and_summaries_show_names_alike(policy: Path, tmp_path: Path) -> None:
-    """A file that is printed acts as its texts do, and a program that reads it prints them."""
-    fake = with_fake_names()
-    fake.about["title"] += "\ud800"  # of no character; JSON can hold it
-    files = {"leakage.csv": write_report(fake, tmp_path / "report").with_name("leakage.csv")}
-    files["summary.json"] = tmp_path / "report" / "summary.json"
-    files |= {name: tmp_path / name for name in ("who.csv", "gate.json")}
-    written = ("--list", files["who.csv"], "--json-file", files["gate.json"])
-    policy.write_text("min_mse_bound = 1e9\nmax_gain_over_guessing = 0.01\n")
-    call("gate", save(with_fake_names(), tmp_path / "fake.parquet"), "--policy", policy, *written)
-    for name, path in files.items():
-        text = path.read_text("utf-8")
-        assert acting(text) == [], name
-        if name.endswith("json"):  # and as its reader has it
-            text = "".join(map(str, leaves(json.loads(text))))
-            assert acting(text) == [], name
-        assert visible(FAKE) in text, name
-
-
-def leaves(value: Any) -> list[Any]:
-    """All keys and values of a document of JSON."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return [leaf for part in parts for leaf in leaves(part)] if isinstance(parts, list) else [parts]
 
 
 class TestAbsurdNumbers:

@@ -17,11 +17,9 @@ from tests.report.prepared_runs import KINDS, POLICY, WHOLE, N, bare, of_kind, q
 from tests.report.run_cases import made_up, with_baselines, worrying
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
-from torchfil.report import page as chapters
 from torchfil.report import write_report
 from torchfil.report.charts import answers_of
 from torchfil.report.examples import INFINITE, Measures
-from torchfil.report.options import Options
 from torchfil.report.summary import Report, summarise
 from torchfil.run import baselines
 from torchfil.run.saved_run import Attributes, QuestionRecord, Records, SavedRun
@@ -176,18 +174,6 @@ def test_measures_flag_as_their_rules_do_and_say_why() -> None:
     first = exposure.most()[0]
     assert (first.row, first.flagged) == (7, sum(int(flags[7]) for flags in brute.values()))
     assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
-
-
-def test_options_and_declarations_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change = "Noise σ = 2.7 is predicted to keep every rule; its cost: accuracy 0.91 (now 0.93)."
-    found = Options(2.7, change)
-    monkeypatch.setattr(chapters, "options_of", lambda run, policy, verdicts: found)
-    declared = {"intended_use": "dosing <aid>", "owner_of_the_decision": "the officer"}
-    policy = Policy(name="clinical-v2", min_error_share=0.5, declared=declared)
-    page = written(of_kind("table", safe=False), tmp_path, policy)
-    assert change in text_of(page, "verdict")  # with its cost, on the first screen
-    assert change in text_of(page, "options")
-    assert "intended use dosing <aid> owner of the decision the officer" in text_of(page, "verdict")
 
 
 def test_the_sheet_to_sign_has_every_finding_and_hash(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,21 +140,6 @@ class TestWriting:
             save(made_up(seed=2), path)
         assert path.read_bytes() == old
         assert [file.name for file in path.parent.iterdir()] == ["run.parquet"], "no temporary file is left"
-
-    def test_two_writers_leave_a_whole_file(self, tmp_path: Path) -> None:
-        path, whole = tmp_path / "run.parquet", [made_up(500, seed=seed) for seed in (1, 2)]
-        with ThreadPoolExecutor() as pool:
-            writers = [pool.submit(lambda run=run: [save(run, path) for _ in range(20)]) for run in whole]
-            while not all(writer.done() for writer in writers):
-                found = load(path) if path.exists() else whole[0]
-                assert any(same(found, run) for run in whole)
-        assert [len(writer.result()) for writer in writers] == [20, 20]
-        assert [file.name for file in tmp_path.iterdir()] == ["run.parquet"]
-
-    def test_a_file_that_is_replaced_stays_readable(self, tmp_path: Path) -> None:
-        found = load(save(made_up(), tmp_path / "run.parquet", rows_at_once=7))
-        save(made_up(seed=1), tmp_path / "run.parquet")
-        assert same(found, made_up())
 
     def test_what_cannot_be_kept_is_refused(self, tmp_path: Path) -> None:
         twice = dataclasses.replace(made_up().attacks[0], rows=np.array([1, 2, 1]))

@@ -166,16 +166,6 @@ def test_a_manifest_of_another_form(folder: Path) -> None:
         assert verified(folder).startswith("NOT VERIFIED: ")
 
 
-def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, signers = folder / "run.parquet", folder / "signers"
-    assert "cannot be used" in refused("sign", run, "--key", folder / "none")
-    assert "would overwrite" in refused("sign", run, "--key", folder / "alice", "--signature", run)
-    run.write_bytes(run.read_bytes()[:-1])
-    assert "is cut short" in refused("sign", run, "--key", folder / "alice")
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "ssh-keygen was not found" in refused("verify", run, "--allowed-signers", signers)
-
-
 def test_the_page_says_who_signed(folder: Path) -> None:
     run, trust = folder / "run.parquet", ("--allowed-signers", folder / "signers")
     vouched = ("--signature", folder / "run.parquet.sig", *trust)

@@ -16,15 +16,12 @@ from tests.report.pages import table_data, text_of
 from tests.report.prepared_runs import of_kind
 from tests.report.run_cases import owned, with_baselines, with_records
 from torchfil.cli import main
-from torchfil.engine.options import Accounting
 from torchfil.gate.gate import check, in_words
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.comparison import compare_runs
 from torchfil.report.page import render_comparison
 from torchfil.run.saved_run import SavedRun
-
-SUMMED = {"row_reduction": "sum", "rows_per_owner": 4}
 
 
 def read_aloud(page: str) -> str:
@@ -54,24 +51,6 @@ def test_no_sentence_speaks_of_examples(tmp_path: Path, kind: str, unit: str, wo
     for text in map(read_aloud, [*(page.read_text() for page in pages), *compared, f"{word} {meanings}"]):
         assert word in text
         assert re.findall(r".{0,20}\b[Ee]xamples?\b.{0,20}", text) == []
-
-
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (owned(40), ["The whole patient", "as public", "Poisson sampling draws whole patients", "all their visits"]),
-        (owned(40, more=SUMMED), ["up to 4 visits, chosen anew", "is the sum over these visits, and is clipped once"]),
-        (owned(40, "row"), ["Single visits", "do not bind patients with several visits as a whole"]),
-        (of_kind("linear", safe=True), ["One example, which is a row", "Somebody with several rows is not bound"]),
-    ],
-    ids=["owner", "sum", "row", "example"],
-)
-def test_the_assumptions_say_who_is_bound(tmp_path: Path, run: SavedRun, expected: list[str]) -> None:
-    for redacted in (False, True):
-        page = write_report(run, tmp_path / "report", redacted=redacted)
-        assert [text for text in expected if text not in text_of(page, "assumptions")] == []
-        single = "ε and all tables are about single visits, not about whole patients" in text_of(page, "alerts")
-        assert single == (run.unit.kind == "row")
 
 
 def test_a_person_stands_with_its_rows(tmp_path: Path) -> None:
@@ -108,8 +87,3 @@ def test_the_file_takes_persons_from_the_run(tmp_path: Path, owners: str, title:
     assert run.about["title"] == f"Sequential on {title}"
     assert ("num_rows" in run.columns) == bool(owners)
     assert not owners or [owners.count(key) for key in run.ids.tolist()] == run.columns["num_rows"].tolist()
-
-
-def test_names_are_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="two words"):
-        Accounting(unit_names=("patient", "<visit>"))
