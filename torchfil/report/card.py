@@ -76,23 +76,13 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     Raises:
         NotReleasedError: The policy's decision is another than "May be released".
     """
-    verdicts, kept = ([] if policy is None else check(run, policy)), list[str]()
-    if policy is not None:
-        old = "the policy’s max_worsening needs an earlier run, which a card has not; take the rule out of its policy"
-        require("max_worsening" not in {verdict.key for verdict in verdicts}, old)
-        kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
-        require(any(key in LIMITS for key in kept), "the policy has no limit of its own at the level error; set one")
-    if (word := decision(verdicts)) != "May be released":
-        why = f"the policy’s decision is “{word}”, which may hang on a single example and stays out of public cards"
-        raise NotReleasedError(f"{why}; leave the policy out for a card without a decision")
+    limits = {} if policy is None else _limits_kept(run, policy)
 
     # facts first, which all documents share
     report = Report(summarise(run, redacted=True, min_group=min_group), None, {}, {})
     numbers, points = list[dict[str, Any]](), list[tuple[str, str]]()
     context = {"report": report, "summary": report.summary, "numbers": numbers, "points": points, "policy": policy}
-    settings = [name for name in Policy.__struct_fields__ if name not in RULES and name not in _NO_LIMITS]
-    chosen = [name for name in settings if policy and getattr(policy, name) != getattr(Policy(), name)]
-    context |= {"limits": {key: getattr(policy, key) for key in (*kept, *chosen)}, "classes": CLASSES}
+    context |= {"limits": limits, "classes": CLASSES}
     context |= {"unit": unit_of(report.about("mechanism") or {}), "title": _line(report.about("title") or "model")}
     context |= {"warned": large_delta(report.about("delta"), len(run)), "level": named_level, "root": math.sqrt}
 
@@ -110,6 +100,21 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     documents = json.loads(_rendered("card.json", str, context))
     section = re.sub(r"\n{3,}", "\n\n", _rendered("card.md", lambda text: Markup(marked(text)), context)).strip()
     return Card(f"{BEGIN}\n{section}\n{END}", documents["metadata"], documents["bom"])
+
+
+def _limits_kept(run: SavedRun, policy: Policy) -> dict[str, object]:
+    """The limits of a policy that a run keeps, at the level "error", and the settings that they are read with."""
+    verdicts = check(run, policy)
+    old = "the policy’s max_worsening needs an earlier run, which a card has not; take the rule out of its policy"
+    require("max_worsening" not in {verdict.key for verdict in verdicts}, old)
+    kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
+    require(any(key in LIMITS for key in kept), "the policy has no limit of its own at the level error; set one")
+    if (word := decision(verdicts)) != "May be released":
+        why = f"the policy’s decision is “{word}”, which may hang on a single example and stays out of public cards"
+        raise NotReleasedError(f"{why}; leave the policy out for a card without a decision")
+    settings = [name for name in Policy.__struct_fields__ if name not in RULES and name not in _NO_LIMITS]
+    chosen = [name for name in settings if getattr(policy, name) != getattr(Policy(), name)]
+    return {key: getattr(policy, key) for key in (*kept, *chosen)}
 
 
 def _line(text: str) -> str:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_FLOOR, Context
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
 from scipy.special import ndtr, ndtri
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
@@ -503,14 +502,29 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "dataset.input_range": ("two numbers", list),
 }
 _REFUTED = 0.001  # an audit refutes the claimed ε where its p-value is smaller
-_Positive, _Share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
-_Rate = msgspec.defstruct("_Rate", [("fpr", _Share), ("tpr", _Share), ("bound", _Share | None)])
-_AUDIT: Any = dict.fromkeys(("epsilon", "claimed", "ceiling", "num_canaries"), _Positive)
-_AUDIT |= dict.fromkeys(("delta", "confidence", "p_value"), _Share) | {"kind": str, "exceeds_claim": bool}
-_AUDIT |= {"by_method": dict[str, _Positive], "rates": list[_Rate]}  # type: ignore[valid-type]
-_Model: Any = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
-_Audit: Any = msgspec.defstruct("_Audit", _AUDIT.items())
-_About: Any = msgspec.defstruct("_About", [("audit", _Audit | None, None), ("model", _Model | None, None)])
+
+
+@cache
+def _about_type() -> type:
+    """What is checked of an audit and of what is not smooth: which fields there are, and of what kind."""
+    import msgspec
+    from msgspec import Meta
+
+    positive, share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
+    rate = msgspec.defstruct("_Rate", [("fpr", share), ("tpr", share), ("bound", share | None)])
+    audit = msgspec.defstruct(
+        "_Audit",
+        [
+            *((name, positive) for name in ("epsilon", "claimed", "ceiling", "num_canaries")),
+            *((name, share) for name in ("delta", "confidence", "p_value")),
+            ("kind", str),
+            ("exceeds_claim", bool),
+            ("by_method", dict[str, positive]),  # type: ignore[valid-type]
+            ("rates", list[rate]),  # type: ignore[valid-type]
+        ],
+    )
+    model = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
+    return msgspec.defstruct("_About", [("audit", audit | None, None), ("model", model | None, None)])
 
 
 def value_at(values: Any, path: str) -> Any:
@@ -559,7 +573,9 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
     checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
     unit_of(about.get("mechanism") or {})
-    audit = msgspec.convert(about, _About).audit
+    from msgspec import convert  # not before a run is made
+
+    audit = convert(about, _about_type()).audit
     fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
     require(fits, f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run again")
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))

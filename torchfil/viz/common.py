@@ -6,7 +6,7 @@ import io
 import re
 import textwrap
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -36,7 +36,7 @@ def _figure_class() -> type[Figure]:
     return NotebookFigure
 
 
-def new_figure(width: float, height: float, layout: str) -> Figure:
+def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"]) -> Figure:
     """An empty figure of width × height inches, outside pyplot's list."""
     return _figure_class()(figsize=(width, height), layout=layout)
 
