@@ -70,7 +70,8 @@ def test_a_training_needs_nothing_that_reports_are_made_with() -> None:
 import sys, torch, torchfil
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-engine, model, data = torchfil.FILPrivacyEngine(), nn.Linear(3, 2), TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+engine, model = torchfil.FILPrivacyEngine(), nn.Linear(3, 2)
+data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
 optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
 given = {"criterion": nn.CrossEntropyLoss(), "noise_multiplier": 1.0, "max_grad_norm": 1.0}
 engine.train_step(*next(iter(engine.make_private(model, optimizer, loader, **given)[-1])))

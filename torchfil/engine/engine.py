@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import warnings
@@ -36,8 +35,8 @@ from torchfil.engine.loader import check_sampler, is_stream, loader_of_owners, m
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import (
     Accounting,
-    check_loader,
     check_modes,
+    refuse_unknown,
     run_options,
     take_options,
     thresholds,
@@ -58,7 +57,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import OfRun, UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
-from torchfil.utils.text import html_table, nearest
+from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -199,11 +198,8 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        check_loader(data_loader)
-        accounting, unknown = take_options(accounting, options)
-        for name in unknown:
-            known = [*inspect.signature(self.make_private).parameters, *vars(accounting)]
-            raise TypeError(f"Unknown option {name!r}{nearest(name, known)}")
+        accounting, unknown = take_options(accounting, options, data_loader)
+        refuse_unknown(unknown, self.make_private)
         if accounting.by_owner:
             accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
         sigma, ghost = 1.0 if noise_multiplier is None else noise_multiplier, grad_sample_mode == "ghost"
@@ -292,8 +288,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        check_loader(data_loader)
-        accounting, options = take_options(accounting, options)
+        accounting, options = take_options(accounting, options, data_loader)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
         if not known_batches:
@@ -369,10 +364,9 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
-        check_loader(data_loader)
+        accounting, options = take_options(accounting, options, data_loader)
         self._check_unused()
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
-        accounting, options = take_options(accounting, options)
         accounting = replace(accounting, epochs=accounting.epochs or epochs)
         asked = list(accounting.questions)
         if target_true_positive_rate is None:
@@ -972,7 +966,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
     def save_run(self, path: str | os.PathLike[str], *, delta: float | None = None, **options: Any) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (except pictures, texts and the tracked attributes of
+        The file is safe to load, holds neither model nor data (except texts and the tracked attributes of
         some examples), replaces an older one only when complete, and is readable by its owner only. Its content is
         **confidential**. The run can continue afterwards. With several processes rank 0 writes it, and the others
         return the path at once.
@@ -1044,7 +1038,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             engines: At least two repetitions with the same settings on the same data.
             path: The file.
             delta: δ of ε.
-            **options: Options of :meth:`save_run`; pictures come from the first run.
+            **options: Options of :meth:`save_run`; records come from the first run.
         """
         require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
@@ -1063,7 +1057,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         check_delta(delta, called)
         leakage, training = leakage or self.totals, self._training
         audit = None if self.accounting.canaries is None else self.audit(delta=delta).as_dict()
-        with training.replica.gathered():  # pictures are shown with their PLIS
+        with training.replica.gathered():  # texts are shown with their PLIS
             if training.run.ranks is not None and training.run.ranks.rank > 0:
                 return None
             made_of = (training, self.accountant, self._choice, leakage)

@@ -24,6 +24,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
+from torchfil.engine.saving.attributes import attributes_tracked
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Texts
@@ -194,6 +195,12 @@ def _is_image(value: Any) -> bool:
     return channels in (1, 3) and min(value.shape[-2:]) >= _SMALLEST_IMAGE
 
 
+def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
+    """I_jj of these examples, [m, d]."""
+    ids = leakage.ids.all()
+    return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
+
+
 def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: np.ndarray) -> Texts | None:
     """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
 
@@ -208,8 +215,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
     """
-    tracked = bool({"diagonal", "fim"} & leakage.ledger.sums.keys())
-    require(tracked, "texts= shows leakage by word, which needs make_private(track=('diagonal',))")
+    require(attributes_tracked(leakage), "texts= shows leakage by word, which needs make_private(track=('diagonal',))")
     decode: Any = getattr(texts, "decode", texts if callable(texts) else None)
     rows = np.argsort(-fil, kind="stable")[:_MOST_TEXTS]
     rows = rows[fil[rows] > 0]  # an example that leaked nothing is not among the most exposed
@@ -224,9 +230,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
         return None
     positions = _positions(training, leakage, max(map(len, tokens)))
 
-    ids = leakage.ids.all()
-    diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
-    by_token = diagonal.unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
+    by_token = _diagonal(leakage, rows).unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
     plis = _plis(training, rows.tolist(), positions)
     if decode is None:
         words = [[str(word) for word in tokens[row]] for row in rows]
