@@ -62,8 +62,7 @@ class Measures:
         assert report.run is not None
         self.report, self.run, self.policy, self.ratios = report, report.run, report.policy, report.ratios
         self.told = baselines.is_told(self.run)
-        low = "mse_bound_low" if "mse_bound_low" in self.run.columns else "mse_bound"
-        self.bounds = np.asarray(self.run.column(low), dtype=np.float64)
+        self.bounds = self.run.lower_ends
         self.success = {question.name: question.success() for question in self.run.questions}
 
     @cached_property

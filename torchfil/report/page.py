@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -132,14 +132,12 @@ class Section:
         slug: Its address in the page.
         title: Its heading.
         confidential: Whether a public page leaves it out.
-        render: Its content; None: the template of its slug.
         place: "card" on the first screens, "half" beside its neighbour there, or "fold" below.
     """
 
     slug: str
     title: str
     confidential: bool = False
-    render: Callable[[Report], Markup | None] | None = None
     place: str = "fold"
 
 
@@ -169,26 +167,6 @@ _SECTIONS = [
 ]
 
 
-def register_section(
-    slug: str, title: str, render: Callable[[Report], Markup | None], *, before: str = "decision"
-) -> None:
-    """Add a section to every report written from now on.
-
-    Args:
-        slug: Its address in the page, unique.
-        title: Its heading.
-        render: From the report's material to HTML (``markupsafe.Markup``: what is not is escaped); None leaves the
-            section out. In a redacted report ``report.run`` is None.
-        before: The slug of the section it stands before.
-    """
-    slugs = [section.slug for section in _SECTIONS]
-    require(slug not in slugs, f"slug={slug!r} is taken by a section; take another of your own")
-    require(before in slugs, f"before={before!r} is no section; choose from {', '.join(slugs)}")
-    place = _SECTIONS[slugs.index(before)].place
-    section = Section(slug, title, render=render, place="fold" if place == "fold" else "card")
-    _SECTIONS.insert(slugs.index(before), section)
-
-
 def render(report: Report, live: float | None = None) -> str:
     """The whole page; of a page that follows a run, the first screens.
 
@@ -202,8 +180,8 @@ def render(report: Report, live: float | None = None) -> str:
     # sections with nothing to say are left out
     shown = [section for section in _SECTIONS if not (public and section.confidential)]
     shown = [section for section in shown if not (live and section.place == "fold")]
-    contents = [block(each.slug, context) if each.render is None else each.render(report) for each in shown]
-    sections = [(section, content) for section, content in zip(shown, contents, strict=True) if content]
+    contents = [(section, block(section.slug, context)) for section in shown]
+    sections = [(section, content) for section, content in contents if content]
     title, script = str(report.about("title") or "Leakage report"), Markup(asset("live.js" if live else "page.js"))
     page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
@@ -342,7 +320,7 @@ def write_report(
             files["leakage.csv"] = f"every {run.unit.one}"
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
-        report = replace(report, summary=summary, files=files, digests=shown, signature=signature)
+        report = replace(report, files=files, digests=shown, signature=signature)
         files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
         if verdicts is not None and policy is not None:
             rules = [each.as_dict() for each in verdicts]

@@ -157,7 +157,6 @@ class Summary:
     mse_histogram: stats.Histogram | None
     ratio_histogram: stats.Histogram | None
     epsilon: dict[str, float]
-    epsilon_histogram: stats.Histogram | None
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
@@ -195,7 +194,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     smallest = min_group if redacted else 1
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
-    fil, bound = (np.asarray(run.column(name), dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
+    fil, bound = (run.column(name)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
     stated = None if policy is None else policy.blind_error
@@ -206,7 +205,6 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     blind = None if redacted and spread is not None else baselines.typical_blind_error(run, stated)
     lowest_end = _lowest_end(low, smallest)
 
-    epsilon, epsilon_histogram = _epsilon(run, smallest)
     return Summary(
         redacted=redacted,
         smallest=smallest,
@@ -223,8 +221,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
         ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
-        epsilon=epsilon,
-        epsilon_histogram=epsilon_histogram,
+        epsilon=_epsilon(run, smallest),
         attributes=_attributes(run, smallest, policy),
         groupings=summarise_groups(run, measured, smallest),
         attacks=[_attack(attack, smallest) for attack in run.attacks],
@@ -234,17 +231,15 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     )
 
 
-def _epsilon(run: SavedRun, smallest: int) -> tuple[dict[str, float], stats.Histogram | None]:
-    """Individual ε by level, and its histogram; rounding does not lift an example's own above ε for everybody."""
+def _epsilon(run: SavedRun, smallest: int) -> dict[str, float]:
+    """Individual ε by level; rounding does not lift an example's own above ε for everybody."""
     own = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
     own = own[np.isfinite(own)]
     limit: float | None = run.about.get("epsilon")
     if limit is not None and not own.max(initial=0.0) <= limit * (1 + 1e-9):
         limit = None
     levels = stats.levels_of(-own, smallest, sign=-1)
-    if limit is not None:
-        levels = {level: min(value, limit) for level, value in levels.items()}
-    return levels, stats.histogram(own, smallest, log=False, fineness=6, origin=limit)
+    return levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
 
 
 def _public(about: dict[str, Any]) -> dict[str, Any]:

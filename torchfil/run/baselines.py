@@ -139,8 +139,7 @@ def is_told(run: SavedRun) -> np.ndarray:
 
     A lower end of 0 beside a bound above 0 is none. Without noise the bound is 0 itself, and told.
     """
-    bound = np.asarray(run.column("mse_bound"), dtype=np.float64)
-    low = np.asarray(run.columns.get("mse_bound_low", bound), dtype=np.float64)
+    bound, low = run.column("mse_bound"), run.lower_ends
     return (status_of(run) != NOT_MEASURED) & ((low > 0) | (bound == 0))
 
 
@@ -156,8 +155,7 @@ def error_ratios(run: SavedRun, stated: float | None = None) -> np.ndarray | Non
     blind = blind_error_of_inputs(run, stated)
     if blind is None:
         return None
-    name = "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound"
-    errors = np.sqrt(np.asarray(run.column(name), dtype=np.float64))
+    errors = np.sqrt(run.lower_ends)
     return np.where(is_told(run), ratio_to_blind_guess(errors, blind), math.nan)
 
 

@@ -381,14 +381,19 @@ class SavedRun(ArrowTable):
         return coded(_unread(self.groups)[name])
 
     def column(self, name: str) -> np.ndarray:
-        """A column, [n].
+        """A column in double precision, [n].
 
         Raises:
             RunFileError: The run was saved without it.
         """
         if name not in self.columns:
             raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
-        return self.columns[name]
+        return np.asarray(self.columns[name], dtype=np.float64)
+
+    @property
+    def lower_ends(self) -> np.ndarray:
+        """The lower ends of the MSE bounds, [n]; the bounds themselves where no ends were saved."""
+        return self.column("mse_bound_low" if "mse_bound_low" in self.columns else "mse_bound")
 
     def to_arrow(self) -> Any:
         """The table as a ``pyarrow.Table``: :func:`leakage_columns`."""
@@ -437,7 +442,7 @@ def status_of(run: SavedRun) -> np.ndarray:
     An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
     """
     columns = run.columns
-    fil = np.asarray(run.column("fil"), dtype=np.float64)
+    fil = run.column("fil")
     unknown = np.isnan(fil)
     missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
     if "participations" in columns:
