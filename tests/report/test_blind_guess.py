@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving import data as saving
-from torchfil.run import blind_guess
 from torchfil.run.baselines import BELOW, BEYOND, blind_errors, exposure_of, typical_blind_error
 from torchfil.run.blind_guess import BlindGuess, ColumnMoments
 from torchfil.run.file import load
@@ -137,24 +136,6 @@ def test_rare_labels_count_together_and_one_alone_is_guessed_as_everybody() -> N
     np.testing.assert_allclose(found.squares[0, 3], of_all[-3:].sum(axis=0))
     np.testing.assert_allclose(found.squares[1, 3], of_all[-3] + 2 * (values[-1] - values[-2]) ** 2)
     assert np.isnan(errors(read(values[:1]))).all()
-
-
-def test_what_takes_too_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = RNG.integers(50, size=150)
-    monkeypatch.setattr(blind_guess, "_MOST_CLASSES", 20)
-    by_target = read(VALUES, [LABELS], [], 30)
-    np.testing.assert_array_equal(by_target.classes, LABELS)
-    assert read(VALUES, [groups], [], 30).column == {}
-    late = np.r_[LABELS[:100], LABELS[100:] + 0.5]  # no label, as rows after the first piece tell
-    for targets in (groups, late):
-        one_class = read(VALUES, [], [targets])
-        np.testing.assert_allclose(read(VALUES, [targets], [], 30).squares, one_class.squares, rtol=1e-12)
-    monkeypatch.setattr(blind_guess, "_MOST_NUMBERS", 16 * 4 * 5 - 1)  # p = 2, d = 2
-    np.testing.assert_array_equal(*np.split(read(VALUES, [LABELS], [VALUES[:, :1]]).squares, 2))
-    monkeypatch.setattr(blind_guess, "_MOST_ERRORS", 5)
-    together = by_target.errors([[0], [1]], np.array([1.0, -2.0]))
-    chosen = by_target.squares.min(axis=0).sum(axis=0) / 150
-    np.testing.assert_allclose(together, [np.sqrt(chosen) * [1, 2]])
 
 
 class TestSaved:

@@ -213,15 +213,6 @@ def test_runs_that_do_not_add_are_refused(change: dict[str, Any], message: str) 
         compose([run, replace(run, **{**change, "about": about})])
 
 
-def test_no_noise_and_nothing_leaked_are_the_ends_of_the_scale() -> None:
-    zero, some = of([0, 1], [1.0, 1.0]), of([0, 1], [2.0, 2.0])
-    for name, values in (("fil", [math.inf, 0.0]), ("mse_bound", [0.0, math.inf]), ("mse_bound_low", [0.0, math.inf])):
-        zero.columns[name][:] = values
-    both = compose([zero, some])
-    assert both.columns["mse_bound"].tolist() == [0.0, 0.25]
-    assert both.columns["fil"].tolist() == [math.inf, 2.0]
-
-
 def test_an_unknown_epsilon_is_not_0() -> None:
     assert math.isnan(epsilon_at(np.array([math.nan]), 1e-5))
     assert epsilon_at(np.array([0.0]), 0.9) == 0

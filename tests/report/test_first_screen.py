@@ -61,17 +61,6 @@ def test_the_verdict_is_three_words_and_a_row_for_every_rule(kind: str, tmp_path
     assert counts_of(page) == [str(count) for count in classes]
 
 
-def test_nobody_gave_a_policy_and_the_default_one_is_named(tmp_path: Path) -> None:
-    page = written(of_kind("table", safe=False), tmp_path)
-    assert "torchfil’s default policy" in text_of(page, "verdict")
-    assert summary_of(page)["policy"] == "torchfil’s default policy"
-    run = made_up()
-    bare_run = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
-    page = written(bare_run, tmp_path)
-    assert "Cannot tell yet" in text_of(page, "verdict")
-    assert "verdict" not in summary_of(page)
-
-
 def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) -> None:
     """Ages of 12 are known to 0.3 of a blind guess's error, and nobody as a whole: 103 and 16, it once said."""
     errors = np.full((N, 2), 40.0)
@@ -174,23 +163,6 @@ def test_measures_flag_as_their_rules_do_and_say_why() -> None:
     first = exposure.most()[0]
     assert (first.row, first.flagged) == (7, sum(int(flags[7]) for flags in brute.values()))
     assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
-
-
-def test_the_sheet_to_sign_has_every_finding_and_hash(tmp_path: Path) -> None:
-    run = of_kind("table", safe=False)
-    run.about["dataset"]["data_sha256"] = "feed" * 16
-    digests = {"run file": "ab" * 32, "policy": "cd" * 32, "weights": "ef" * 32}
-    page = written(run, tmp_path, WHOLE, digests=digests)
-    sheet = text_of(page, "decision")
-    assert "Do not release" in sheet
-    first = re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "verdict"))
-    assert first == re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "decision"))
-    for digest in (*digests.values(), "feed" * 16):
-        assert digest in sheet
-    for count, words in zip(counts_of(page), baselines.CLASSES.values(), strict=True):
-        assert f"{count} {words}" in sheet
-    public = written(run, tmp_path, redacted=True, digests=digests).read_text()
-    assert not any(digest in public for digest in (*digests.values(), "feed" * 16))
 
 
 def test_a_public_page_has_counts_and_no_verdict(tmp_path: Path) -> None:

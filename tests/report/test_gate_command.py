@@ -11,8 +11,8 @@ import pytest
 
 from tests.report.run_cases import made_up, worrying
 from tests.test_cli import call, refused, run_file
-from torchfil.gate.gate import check, default_policy, notes, outcome
-from torchfil.report import load, save
+from torchfil.gate.gate import notes
+from torchfil.report import save
 
 
 @pytest.fixture
@@ -65,26 +65,6 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert run.read_bytes() == before
     assert call("gate", "--init", "--policy", lost).exit_code == 0, "the folder is made"
     assert not (tmp_path / "a").exists()
-
-
-def test_without_a_policy_the_gate_judges_as_the_page_does(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found, told = call("gate", run), call("gate", run, "--json")
-    verdicts = check(load(run), default_policy(load(run)))
-    assert found.exit_code == outcome(verdicts).code
-    assert [each["rule"] for each in json.loads(told.stdout)["rules"]] == [verdict.rule for verdict in verdicts]
-    note = "no policy was given: judged by torchfil’s default policy, as on the page of torchfil report"
-    assert f"note: {note}" in found.stdout
-    assert json.loads(told.stdout)["notes"][0] == note
-
-    # a file of the usual name counts; a baseline still needs a rule that reads it
-    (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
-    assert note not in call("gate", run).stdout
-    (tmp_path / "policy.toml").unlink()
-    before = save(made_up(30), tmp_path / "before.parquet")
-    assert "has no effect; add --fail-if-worse" in refused("gate", run, "--baseline", before)
 
 
 def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.report.pages import summary_of, text_of
 from tests.report.run_cases import REFUTED, audited, made_up, worrying
 from tests.test_cli import call, refused, run_file
 from torchfil.gate.gate import OUTCOMES, outcome, worst_of
-from torchfil.gate.policy import Policy, PolicyError, parse_policy, preset
+from torchfil.gate.policy import Policy, PolicyError, parse_policy
 from torchfil.gate.rules import STATES, Verdict
 from torchfil.report import load, save, write_report
 
@@ -111,17 +111,6 @@ def test_a_policy_extends_a_preset_entry_by_entry() -> None:
     assert own.levels == {"unit": "error", "max_group_disparity": "warn", "min_attacks": "warn"}
     with pytest.raises(PolicyError, match="did you mean 'clinical'"):
         parse_policy({"extends": "clinicl"})
-
-
-def test_init_and_preset(run: Path, policy: Any, tmp_path: Path) -> None:
-    file = tmp_path / "own.toml"
-    assert call("gate", "--init", "--preset", "clinical", "--policy", file).exit_code == 0
-    assert file.read_text() == preset("clinical")
-    with_file, with_name = (call("gate", run, *how, "--json") for how in (("--policy", file), ("--preset", "clinical")))
-    assert with_file.stdout == with_name.stdout
-    assert with_file.exit_code == with_name.exit_code == 1 or with_name.exit_code == 3
-    assert "extends = 'clinical'" in refused("gate", run, "--policy", file, "--preset", "clinical")
-    assert "research" in refused("gate", run, "--preset", "hospital")
 
 
 # ---------------------------------------------------------------------- several runs
@@ -305,23 +294,6 @@ def test_no_text_of_a_run_begins_a_line_as_a_command(
     assert "\n: :error::0 " in call("inspect", path, "--top", 40).stdout, "shown, not dropped"
 
 
-def test_a_redacted_verdict_keeps_what_is_known_without_the_data(policy: Any, tmp_path: Path) -> None:
-    run = made_up()
-    run.columns["clip_weight"][0] = 0.5
-    about = run.about | {"delta": 1.0, "epsilon": math.inf}
-    path = save(dataclasses.replace(run, about=about), tmp_path / "run.parquet")
-    file = policy("max_epsilon = 8")
-    shown, hidden = (
-        call("gate", path, "--policy", file).stdout,
-        call("gate", path, "--policy", file, "--redacted").stdout,
-    )
-    assert "smaller weight" in shown
-    assert "smaller weight" not in hidden
-    assert "publishing one record" in hidden
-    (rule, *_) = json.loads(call("gate", path, "--policy", file, "--json").stdout)["rules"]
-    assert rule["found"] == "infinite"
-
-
 # ---------------------------------------------------------------------- the hook and the action
 
 ROOT = Path(__file__).parents[2]
@@ -360,11 +332,3 @@ def test_no_input_of_the_action_is_an_option_or_an_output(tmp_path: Path, run: P
         assert len(done.stderr.splitlines()) == 1
         assert not (tmp_path / "lost").exists()
     assert run.read_bytes() == before
-
-
-@pytest.mark.parametrize("python", ["-c", "", f"{sys.executable} -c"])
-def test_the_python_of_the_action_is_a_file(tmp_path: Path, python: str) -> None:
-    for step in (0, 1):
-        done, told = acted(tmp_path, step, PYTHON=python, RUNS="run.parquet")
-        assert (done.returncode, told) == (1 + (step == 0), [])
-        assert ("is not a program that can be found" in done.stderr) == (step == 0)

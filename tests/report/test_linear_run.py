@@ -85,21 +85,6 @@ def test_attributes_of_several_columns_and_only_those_are_private(patients: Any)
     assert np.isnan(run.records.values).all()
 
 
-@pytest.mark.parametrize("classes", [False, True])
-def test_records_are_values_in_their_own_units(patients: Any, classes: bool) -> None:
-    """Of the ten rows that leak most and of three typical ones; one of several classes is none."""
-    model, X, y = patients
-    if classes:
-        y = np.digitize(y, np.quantile(y, [0.3, 0.7]))
-        model = SoftmaxRegression(l2=0.1, fit_intercept=True).fit(X, y)
-    run = linear_run(model, X, y, SIGMA)
-    records = run.records
-    assert records.rows[:10].tolist() == np.argsort(-run.columns["fil"], kind="stable")[:10].tolist()
-    assert len(records.rows) == 13
-    np.testing.assert_array_equal(records.values[:, :3], X[records.rows])
-    np.testing.assert_array_equal(records.values[:, 3], np.full(13, np.nan) if classes else y[records.rows])
-
-
 def test_questions_are_exact_and_not_merely_bounded(patients: Any) -> None:
     model, X, y = patients
     asked: dict[str, Any] = {**ASKED, "age": Shift(10, 0)}

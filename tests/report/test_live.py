@@ -21,7 +21,6 @@ import pytest
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, live, save
 from torchfil.report.live import LivePage, LiveServer
-from torchfil.report.page import report_of
 
 
 def run_at(step: int, **changes: Any) -> SavedRun:
@@ -165,19 +164,6 @@ def test_a_bad_file_leaves_the_last_numbers_and_says_so(tmp_path: Path, damage: 
     assert 'id="problem"></b>' in page.html()
 
 
-def test_the_page_has_the_first_screens_without_what_needs_the_rest(tmp_path: Path) -> None:
-    page = LivePage(save(made_up(300, text_ids=True), tmp_path / "run.parquet"))
-    shown = page.html()
-    for slug in ("verdict", "closeness", "most-exposed"):
-        assert f'id="{slug}"' in shown
-    for absent in ('id="training"', 'id="all-examples"', 'id="spec"', "data-row=", "#show-", "<dialog"):
-        assert absent not in shown
-    report = report_of(made_up(300, text_ids=True), None)
-    assert str(report.summary.exposed) in shown
-    assert page.frame().startswith("<iframe sandbox srcdoc=")
-    assert page.frame().count("<") == 2, "the page inside is escaped"
-
-
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     path = save(run_at(50), tmp_path / "run.parquet")
     command = [sys.executable, "-m", "torchfil", "watch", str(path), "--json"]
@@ -268,18 +254,13 @@ def test_another_origin_can_neither_embed_nor_fetch_it(browser: Any, asked: Aske
     browser.get_log("browser")
 
 
-@pytest.mark.parametrize("width", [1200, 400])
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_is_accessible_and_fits(browser: Any, asked: Asked, width: int, dark: bool) -> None:
+def test_the_page_is_accessible(browser: Any, asked: Asked) -> None:
     from tests.report.accessibility import violations
-    from tests.report.in_browser import screen, text_of
+    from tests.report.in_browser import text_of
 
-    with screen(browser, width, dark=dark):
-        browser.get(asked.server.url)
-        waited(browser, lambda _: "Training is writing" in text_of(browser, "#live"))
-        widths = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.execute_script(widths) <= 0
-        assert violations(browser) == []
+    browser.get(asked.server.url)
+    waited(browser, lambda _: "Training is writing" in text_of(browser, "#live"))
+    assert violations(browser) == []
 
 
 def test_the_excess_is_closed_without_a_thread(asked: Asked) -> None:

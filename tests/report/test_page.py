@@ -106,17 +106,6 @@ def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
     assert "measured participations stand behind each example" in text_of(write_report(run, page.parent), "alerts")
 
 
-def test_a_bare_run_gives_a_page_without_empty_chapters(tmp_path: Path) -> None:
-    run = made_up()
-    bare = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
-    text = write_report(bare, tmp_path / "report").read_text()
-    assert not re.search('<section [^>]*id="(alerts|attributes|groups|rates|words|spared)"', text)
-    nobody = SavedRun(about={}, ids=run.ids[:0], columns={"fil": np.zeros(0), "mse_bound": np.zeros(0)})
-    assert "Too few examples were measured" in write_report(nobody, tmp_path / "report").read_text()
-    with pytest.raises(ValueError, match="no column 'mse_bound'"):
-        write_report(SavedRun(about={}, ids=run.ids, columns={"fil": run.columns["fil"]}), tmp_path / "report")
-
-
 def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
     """Without probes, too: the batches and the noise of one run are left. Its lower end may be another example's."""
     run = made_up(about=made_up().about | {"exact": True})

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +88,11 @@ class TestReading:
         assert len({write_report(run, tmp_path / "report").read_text() for run in runs}) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [
-        ("named", pd.read_parquet),
-        ("questions", lambda path: import_module("polars").read_parquet(path).to_pandas()),
-        ("numbered", lambda path: import_module("duckdb").sql(f"SELECT * FROM '{path}'").df()),
-    ],
-)
-def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: Any) -> None:
+@pytest.mark.parametrize("name", ["named", "questions", "numbered"])
+def test_other_programs_read_the_same_values(tmp_path: Path, name: str) -> None:
     run = RUNS[name]
     path = save(run, tmp_path / "run.parquet", rows_at_once=25)
-    table, facts = read(path), facts_of(path)
-    assert (facts["format"], facts["version"], facts["about"]["title"]) == ("torchfil-run", 3, "a made-up run")
+    table, facts = pd.read_parquet(path), facts_of(path)
     assert list(parquet.read_metadata(path).metadata) == [b"torchfil"], "no copy of the schema"
     assert table["id"].tolist() == run.ids.tolist()
     for column, values in run.columns.items():
@@ -115,7 +106,6 @@ def test_other_programs_read_the_same_values(tmp_path: Path, name: str, read: An
         for j, answer in enumerate(question.answers):
             upper = table[f"divergence_high_of_{question.name}_{answer}"]
             np.testing.assert_array_equal(upper, question.divergence_high[:, j])
-    assert table["words"].notna().sum() == 2
 
 
 class TestWriting:
