@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -141,7 +140,7 @@ class Comparison:
     before: Side
     after: Side
     matched: int
-    settings: list[tuple[str, Any, Any]]
+    settings: list[tuple[str, object, object]]
     ratio: dict[str, float]
     expected: float | None
     exact: bool
@@ -335,11 +334,11 @@ def in_short(comparison: Comparison) -> list[str]:
     return lines_of("in_short.html", comparison=comparison, untold=UNTOLD)
 
 
-def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
+def changes(comparison: Comparison) -> list[tuple[str, object, object]]:
     """The table of both runs: what, before, after."""
     before, after = comparison.before, comparison.after
     least = f"the {comparison.smallest} smallest MSE bounds together" if comparison.redacted else "smallest MSE bound"
-    rows: list[tuple[str, Any, Any]] = [
+    rows: list[tuple[str, object, object]] = [
         ("typical FIL η̄ (geometric mean)", before.fil, after.fil),
         ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
         (least, before.bound.get("0"), after.bound.get("0")),

@@ -213,7 +213,7 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float]) -> float:
 
     See :func:`torchfil.run.composed.rdp_of`.
     """
-    return epsilon_at(sum(rdp_of(run, sigma) for sigma in sigmas), run.about["delta"])
+    return epsilon_at(np.sum([rdp_of(run, sigma) for sigma in sigmas], axis=0), run.about["delta"])
 
 
 def _cost(run: SavedRun, sigma: float) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
@@ -39,6 +39,9 @@ from torchfil.run.unit import unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import json_ready, write_csv_parts
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MOST_MOVED = 10
 
@@ -75,7 +78,7 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
-def context_of(report: Report, live: float | None = None) -> dict[str, Any]:
+def context_of(report: Report, live: float | None = None) -> dict[str, object]:
     """Everything that the templates of a page can see, by name.
 
     A public page has aggregates and what is made from them alone:
@@ -202,7 +205,7 @@ def render_comparison(comparison: Comparison) -> str:
         * Redacted, it holds no id and no number of fewer than ``smallest`` examples.
     """
     one, other, moves = comparison.before.title, comparison.after.title, comparison.moves
-    context: dict[str, Any] = {
+    context: dict[str, object] = {
         "comparison": comparison,
         "title": f"{one} → {other}" if one != other else f"{one}, before and after",
         "script": "",
@@ -223,7 +226,7 @@ def render_comparison(comparison: Comparison) -> str:
     return _environment().get_template("compared.html").render(context | _dress(comparison.redacted)).lstrip()
 
 
-def block(name: str, context: Mapping[str, Any]) -> Markup:
+def block(name: str, context: Mapping[str, object]) -> Markup:
     """A block of the page from its template, its lines joined."""
     text = _environment().get_template(f"{name}.html").render(context)
     return Markup(re.sub(r"\s*\n\s*", " ", text).strip())
@@ -246,7 +249,7 @@ def _dress(redacted: bool) -> dict[str, object]:
 
 
 @functools.cache
-def _environment() -> Any:
+def _environment() -> Environment:
     """The templates with all that pages are made from."""
     environment = formats.templates()
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
@@ -321,7 +324,7 @@ def write_report(
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
         report = replace(report, files=files, digests=shown, signature=signature)
-        files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
+        files[SUMMARY], verdict = "the aggregates", dict[str, object]()
         if verdicts is not None and policy is not None:
             rules = [each.as_dict() for each in verdicts]
             verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}

@@ -16,6 +16,7 @@ from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, audited_epsilon, jumps_of, value_at
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import require
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
@@ -143,7 +144,7 @@ class Summary:
 
     redacted: bool
     smallest: int
-    about: dict[str, Any]
+    about: Facts
     examples: int
     not_measured: int | str
     lower_bounds: int | str
@@ -153,7 +154,7 @@ class Summary:
     exposed: int | str | None
     exposure: list[ExposureLevel]
     lowest_end: float | None
-    bounds: dict[str, Any]
+    bounds: Facts
     mse_histogram: stats.Histogram | None
     ratio_histogram: stats.Histogram | None
     epsilon: dict[str, float]
@@ -242,9 +243,9 @@ def _epsilon(run: SavedRun, smallest: int) -> dict[str, float]:
     return levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
 
 
-def _public(about: dict[str, Any]) -> dict[str, Any]:
+def _public(about: Facts) -> Facts:
     """Only what is known to say nothing about single examples."""
-    kept: dict[str, Any] = {}
+    kept: Facts = {}
     for key, inner in PUBLIC.items():
         value = about.get(key)
         if inner is not None and isinstance(value, dict):

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from torchfil.run.saved_run import LOWER_BOUND as LOWER_BOUND
 from torchfil.run.saved_run import NOT_MEASURED as NOT_MEASURED
 from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun, Spread
 from torchfil.run.saved_run import status_of as status_of
+from torchfil.run.unit import Facts
 
 HALF, BELOW, BEYOND, UNTOLD = range(4)
 CLASSES = {
@@ -48,7 +49,7 @@ CLASSES = {
 _AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
-def range_error(about: Mapping[str, Any]) -> float | None:
+def range_error(about: Facts) -> float | None:
     """(b − a)/2: what answering (a + b)/2 is never off by more than, for inputs in [a, b]; None where none is known.
 
     Example:
@@ -108,7 +109,7 @@ def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, input
     return errors
 
 
-def ratio_to_blind_guess(error: Any, blind: Any) -> np.ndarray:
+def ratio_to_blind_guess(error: ArrayLike, blind: ArrayLike) -> np.ndarray:
     """error/blind, in the shape of both; NaN where either is not known, infinite where nothing is left to guess.
 
     Example:
@@ -159,7 +160,7 @@ def error_ratios(run: SavedRun, stated: float | None = None) -> np.ndarray | Non
     return np.where(is_told(run), ratio_to_blind_guess(errors, blind), math.nan)
 
 
-def classes_of_ratios(ratios: Any) -> np.ndarray:
+def classes_of_ratios(ratios: ArrayLike) -> np.ndarray:
     """The rule: HALF, BELOW, BEYOND or, where a ratio is NaN, UNTOLD; uint8 in its shape.
 
     Example:

@@ -30,6 +30,7 @@ from torchfil.accounting.persons import person_rdp
 from torchfil.run.baselines import is_told
 from torchfil.run.matching import check_alike, names_of, setting
 from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import require
 
 _COLUMNS = ("fil", "mse_bound", "mse_bound_low", "participations", "missed", "epsilon")
@@ -156,7 +157,7 @@ def _parts(run: SavedRun) -> dict[Key, ByExample]:
     return parts
 
 
-def _about(runs: Sequence[SavedRun]) -> dict[str, Any]:
+def _about(runs: Sequence[SavedRun]) -> Facts:
     """The facts that rules read, of all releases together."""
     abouts, noises = [run.about for run in runs], [setting(run, "mechanism.noise") for run in runs]
     mechanism = {name: setting(runs[0], f"mechanism.{name}") for name in ("unit", "unit_names")}
@@ -169,7 +170,7 @@ def _about(runs: Sequence[SavedRun]) -> dict[str, Any]:
     epsilon, delta, how = _epsilon(runs)
 
     jumps = dict.fromkeys(name for run in runs for name in setting(run, "model.not_smooth") or [])
-    about: dict[str, Any] = {"model": {"not_smooth": list(jumps)}}
+    about: Facts = {"model": {"not_smooth": list(jumps)}}
     about |= {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
     about |= {"kind": "linear" * all(each.get("kind") == "linear" for each in abouts), "mechanism": mechanism}
     about |= {"unit_of_inputs": abouts[0].get("unit_of_inputs", ""), "dataset": {"input_range": common}}

@@ -35,19 +35,21 @@ from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import require
 from torchfil.utils.tables import plain_names
-from torchfil.viz.common import as_array
+from torchfil.viz.common import Values, as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import IRFIL, Composition, GeneralizedLinearModel, Question
 
 Columns = Sequence[Any] | slice
+Released = tuple[Any, float]  # a fitted model, σ
 _ROWS_AT_ONCE = 2**13
 
 
 def save_linear_run(
-    path: str | os.PathLike[str], model: Any, X: Any, y: Any, sigma: float | None, **options: Any
+    path: str | os.PathLike[str], model: Any, X: Values, y: Values, sigma: float | None, **options: Any
 ) -> Path:
     """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
 
@@ -64,8 +66,8 @@ def save_linear_run(
 
 def linear_run(
     model: GeneralizedLinearModel | IRFIL | Composition,
-    X: Any,
-    y: Any,
+    X: Values,
+    y: Values,
     sigma: float | None,
     *,
     ids: Sequence[Hashable] | None = None,
@@ -74,11 +76,11 @@ def linear_run(
     attribute_units: Mapping[str, str] | None = None,
     private_target: bool | None = None,
     target: str = "target",
-    groups: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Sequence[object]] | None = None,
     questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
     scores: Mapping[str, float] | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
     hash_data: bool = True,
 ) -> SavedRun:
     """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
@@ -183,7 +185,7 @@ def _check_lengths(n: int, ids: Sequence[Hashable] | None, groups: Mapping[str, 
         require(len(entries) == n, f"{what} has {len(entries)} entries for {n} rows; give one each, in order")
 
 
-def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]], np.ndarray | None]:
+def _releases(model: Any, sigma: float | None) -> tuple[list[Released], np.ndarray | None]:
     """Models with the σ of their release, and the weights that were chosen from the data, where there are such."""
     if hasattr(model, "releases"):  # a composition
         require(sigma is None, f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
@@ -195,7 +197,7 @@ def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]],
     return [(model, float(sigma))], None
 
 
-def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float]]:
+def _score_by_noise(model: Any, sigma: float, X: Values, y: Values) -> list[list[float]]:
     """Pairs of a σ and the mean score over its noise, on the fitted rows; without those whose mean is not finite."""
     noises = [sigma * 2 ** (step / 2) for step in range(-4, 11)]
     scores = [model.expected_score(X, y, noise) for noise in noises]
@@ -219,7 +221,7 @@ def _attribute_columns(
     return found
 
 
-def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
+def _blind_guess(X: Values, y: Values, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
     """What is private beside what is public; and mean, deviation and range of private coordinates, [4, d + t].
 
     A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the deviation
@@ -245,7 +247,7 @@ def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[
     return guess, spread
 
 
-def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
+def _scales(scales: Sequence[float] | str | None, deviations: np.ndarray) -> np.ndarray:
     """s of every private coordinate, in units of which it counts, [d + t]."""
     if scales is None:
         return np.ones_like(deviations)
@@ -276,7 +278,7 @@ def _baselines(
     return Baselines(Spread(*by_name), {}, blind.knows, errors, by_attribute)
 
 
-def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
+def _records(X: Values, y: Values, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
     """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
     if len(columns) > RECORDED_ATTRIBUTES:
         return None
@@ -288,7 +290,7 @@ def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Recor
     return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
 
 
-def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
+def _question(name: str, asked: Any, releases: Sequence[Released], X: Values, y: Values) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
         require(len(releases) == 1, f"question {name!r}: they are answered for one release, not for {len(releases)}")
@@ -304,13 +306,13 @@ def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: A
 
 
 def _about(
-    releases: Sequence[tuple[Any, float]],
+    releases: Sequence[Released],
     n: int,
     coordinates: int,
     title: str | None,
     *,
-    hashed: tuple[Any, Any] | None,
-) -> dict[str, Any]:
+    hashed: tuple[Values, Values] | None,
+) -> Facts:
     model, sigma = releases[0]
     sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
     digest, alone = None if hashed is None else _digest(*hashed), len(releases) == 1
@@ -340,7 +342,7 @@ def _about(
     }
 
 
-def _digest(X: Any, y: Any) -> str:
+def _digest(X: Values, y: Values) -> str:
     """SHA-256 of the inputs and targets as they were fitted."""
     digest = hashlib.sha256()
     for values in (as_array(X), as_array(y)):

@@ -182,7 +182,7 @@ def check_same_recipe(runs: Mapping[str, SavedRun]) -> None:
     Model, size of the data, δ and mechanism must agree: everything but noise, draws, the first weights and the data.
     """
 
-    def recipe(run: SavedRun) -> dict[str, Any]:
+    def recipe(run: SavedRun) -> dict[str, object]:
         parts = {part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")}
         parts["run"] = {"size": len(run), **{name: run.about.get(name) for name in ("kind", "delta", "merged")}}
         facts = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
+from torch import Tensor
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
-from torchfil.run.unit import Unit, unit_of
+from torchfil.run.unit import Facts, Unit, unit_of
 from torchfil.utils.errors import RunFileError, installed_by, require
 from torchfil.utils.tables import ArrowTable, Columns, as_texts
 from torchfil.utils.text import html_table, visible
@@ -133,7 +134,7 @@ class QuestionRecord:
         """
         return self._attained(lambda d: ndtr(np.sqrt(d / 2)), lambda d: largest_success(d, 0.5))
 
-    def _attained(self, normal: Callable[[Any], Any], bound: Callable[[Any], Any]) -> np.ndarray:
+    def _attained(self, normal: Callable[[np.ndarray], np.ndarray], bound: Callable[[Tensor], Tensor]) -> np.ndarray:
         worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
         found, known = np.full(len(worst), np.nan), ~np.isnan(worst)
         at = worst[known]
@@ -201,7 +202,7 @@ class AttackRecord:
     blind: np.ndarray | None = None
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, Facts]:
     """What a model is good for, as ``SavedRun.about["metrics"]`` keeps it.
 
     Args:
@@ -254,13 +255,13 @@ class SavedRun(ArrowTable):
         baselines: How the data is spread; None where the data could not be read again.
     """
 
-    about: dict[str, Any]
+    about: Facts
     ids: ByExample
     columns: Mapping[str, np.ndarray]
     attributes: Attributes | None = None
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
     history: dict[str, np.ndarray] = field(default_factory=dict)
-    bounds: dict[str, Any] = field(default_factory=dict)
+    bounds: Facts = field(default_factory=dict)
     attacks: list[AttackRecord] = field(default_factory=list)
     questions: list[QuestionRecord] = field(default_factory=list)
     texts: Texts | None = None
@@ -346,7 +347,7 @@ class SavedRun(ArrowTable):
         """
         places = np.arange(len(self))[rows]
 
-        def some(record: Any, names: Sequence[str], rows: Any = rows) -> dict[str, Any]:
+        def some(record: object, names: Sequence[str], rows: np.ndarray | slice = rows) -> dict[str, Any]:
             parts = {name: getattr(record, name) for name in names}
             return {name: values[rows] for name, values in parts.items() if values is not None}
 
@@ -532,7 +533,7 @@ def _about_type() -> type:
     return msgspec.defstruct("_About", [("audit", audit | None, None), ("model", model | None, None)])
 
 
-def value_at(values: Any, path: str) -> Any:
+def value_at(values: object, path: str) -> Any:
     """A value in nested dicts by its path; None where it is not there.
 
     Example:
@@ -544,7 +545,7 @@ def value_at(values: Any, path: str) -> Any:
     return values
 
 
-def audited_epsilon(audit: Any) -> float:
+def audited_epsilon(audit: Facts) -> float:
     """The audited ε as readers see it: a lower bound, so rounded down to two digits, or to three above the claim.
 
     Example:
@@ -555,7 +556,7 @@ def audited_epsilon(audit: Any) -> float:
     return float(digits.create_decimal(f"{audit['epsilon']}"))
 
 
-def jumps_of(about: Mapping[str, Any]) -> str:
+def jumps_of(about: Facts) -> str:
     """What of a run's model is not smooth, in words; "": nothing is.
 
     Example:
@@ -566,7 +567,7 @@ def jumps_of(about: Mapping[str, Any]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_kinds(about: Mapping[str, Any]) -> None:
+def _check_kinds(about: Facts) -> None:
     """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
     for name, (expected, kinds) in _KINDS.items():
         value = value_at(about, name)
@@ -580,7 +581,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
     unit_of(about.get("mechanism") or {})
     from msgspec import convert  # not before a run is made
 
-    audit = convert(about, _about_type()).audit
+    audit: Any = convert(about, _about_type()).audit
     fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
     require(fits, f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run again")
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from torchfil.utils.errors import require
 from torchfil.viz.common import NEUTRAL, Values, as_array, as_finite, as_vector, new_figure, plain_number, wrapped
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Mode = Literal["absolute", "signed"]
+Style = dict[str, Any]  # options of matplotlib
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 STYLES = ("-", "--", "-.", ":")
 
@@ -89,10 +91,10 @@ def show_map(
 
 
 def gallery(
-    images: Values | Sequence[Values],
+    images: Tensor | np.ndarray | Sequence[Values],
     scores: Values,
     *,
-    attributions: Values | Sequence[Values] | None = None,
+    attributions: Tensor | np.ndarray | Sequence[Values] | None = None,
     ids: Iterable[Hashable] | None = None,
     count: int = 8,
     label: str = "score",
@@ -218,7 +220,7 @@ def _limit(heat: np.ndarray) -> float:
     return float(np.percentile(magnitudes, 98, method="higher")) if magnitudes.size else 0.0
 
 
-def _colours(mode: str, scale: float) -> dict[str, Any]:
+def _colours(mode: str, scale: float) -> Style:
     """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
 
     magma is perceptually uniform; its black end is left out, because over a grey image black would look like the image.
@@ -236,7 +238,7 @@ def _draw_image(axis: Axes, picture: np.ndarray) -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
 
 
-def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, scale: float, colours: dict[str, Any]) -> None:
+def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, scale: float, colours: Style) -> None:
     grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
     axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     shown = np.clip(np.nan_to_num(heat), -scale, scale)
@@ -319,9 +321,7 @@ def distribution(
     return figure
 
 
-def _curve(
-    axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: dict[str, Any]
-) -> tuple[Artist, str]:
+def _curve(axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: Style) -> tuple[Artist, str]:
     """Draw the distribution of ascending scores from end to end of the axis; return the curve and its legend notes."""
     inside = np.isfinite(scores) & ((scores > 0) | (not log))
     below, above = int((scores < ends[0]).sum()), int(np.isposinf(scores).sum())  # left and right of the axis
@@ -338,7 +338,7 @@ def _curve(
 
 def _draw_legend(figure: Figure, entries: list[tuple[Artist, str]]) -> None:
     handles, numbers = [handle for handle, _ in entries], [str(i) for i in range(len(entries))]
-    place = "outside right upper" if len(entries) > 4 else "outside upper left"
+    place: Any = "outside right upper" if len(entries) > 4 else "outside upper left"
     legend = figure.legend(handles, numbers, loc=place, frameon=False, fontsize="small")
     for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
         text.set_parse_math(False)
