@@ -97,7 +97,7 @@ def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
     """Everything is saved twice, the second time where no file may be longer than a page."""
     run = train(data(60), steps=2)
     engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}
-    about: dict[str, Any] = {"delta": 1e-5, "pictures": 0, "hash_data": False}
+    about: dict[str, Any] = {"delta": 1e-5, "hash_data": False}
     saves: dict[str, Callable[[Path], Any]] = {
         "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
         "folder/": lambda path: engine.save_checkpoint(path=f"{path}/", **parts),

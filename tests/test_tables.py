@@ -169,7 +169,7 @@ def test_the_table_of_a_run() -> None:
 
 
 def test_the_table_of_a_run_file_is_that_of_its_report(tmp_path: Path) -> None:
-    run = load(trained(track=("diagonal",)).save_run(tmp_path / "run.parquet", delta=1e-4, pictures=0))
+    run = load(trained(track=("diagonal",)).save_run(tmp_path / "run.parquet", delta=1e-4))
     write_report(run, tmp_path / "report")
     frame = run.to_pandas()
     written = pandas.read_csv(tmp_path / "report" / "leakage.csv", index_col="id")

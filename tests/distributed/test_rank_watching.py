@@ -27,7 +27,7 @@ def watched(folder: str | None) -> tuple[list[Tensor], Any]:
         return [whole(p) for p in made.module.parameters()], None
     path, logged = Path(folder) / f"rank{dist.get_rank()}.parquet", list[tuple[int, float]]()
     with ExitStack() as stack:
-        watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, pictures=0, share=0.99))
+        watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, share=0.99))
         logger = LeakageLogger(lambda numbers, step: logged.append((step, numbers["privacy/epsilon"])), delta=DELTA)
         stack.enter_context(logger.attach(made.engine))
         for _ in range(2):
