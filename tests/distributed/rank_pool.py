@@ -25,7 +25,7 @@ from opacus.accountants.analysis import rdp
 from tests.repeatable import inject
 
 TIMEOUT = 240
-PRELOADED = [f"tests.distributed.test_{part}" for part in ("killed_runs", "rank_checkpoints", "rank_faults", "ranks")]
+PRELOADED = [f"tests.distributed.test_{part}" for part in ("rank_checkpoints", "rank_faults", "ranks")]
 
 
 class RankPool:

@@ -80,15 +80,6 @@ def test_four_ranks_are_one_process(four_ranks: RankPool, tmp_path: Path, name: 
         assert any(not part.draws[0] for part in parts)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available() or DEVICE == "cpu", reason="needs TORCHFIL_TEST_DEVICE=cuda")
-@pytest.mark.parametrize("name", ["train_step", "texts in three passes", "adapters", "sharded"])
-def test_one_rank_of_nccl_is_one_process(tmp_path: Path, name: str) -> None:
-    """NCCL wants a GPU for each rank."""
-    with RankPool(1, tmp_path, backend="nccl") as pool:
-        compare(pool, tmp_path, **(RUNS | MORE)[name])
-
-
 def scattered() -> list[list[list[int]]]:
     """Draws of two ranks whose examples fall to either at each step, most to rank 0, and to the other none at first."""
     generator = torch.Generator().manual_seed(11)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,10 +58,6 @@ def _attention(self: Any, x: Tensor) -> Tensor:
 
 
 def attention(kind: str, width: int, heads: int, dropout: float) -> nn.Module:
-    ready_made: dict[str, Any] = {"torch": nn.MultiheadAttention, "opacus": DPMultiheadAttention}
-    if kind in ready_made:
-        inner = ready_made[kind](width, heads, dropout=dropout, batch_first=True)
-        return Calling(lambda self, x: self.inner(x, x, x, need_weights=False)[0], inner=inner)
     layers = {name: nn.Linear(width, width) for name in ("queries", "keys", "values", "out")}
     return Calling(_attention, heads=heads, fused=kind == "fused", dropout=nn.Dropout(dropout), **layers)
 
@@ -210,20 +205,3 @@ class Recurrent(nn.Module):
         x = self.embedding(tokens)
         states = self.layer(x.transpose(0, 1) if self.first else x)[0]
         return self.head(states)[-1]  # of [time, batch, classes], as Opacus's hooks need it
-
-
-class Experts(nn.Module):
-    """Two of three experts for each example; rows are sent to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(5, 3)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(5, 3), nn.Tanh()) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
-        out = torch.zeros(len(x), 3, dtype=x.dtype, device=x.device)
-        for j, expert in enumerate(self.experts):
-            rows, places = (chosen == j).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, places][:, None])
-        return out

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from tests.engine.loops import train
 from torchfil import Private
-from torchfil.engine.saving.build import attribute_table
+from torchfil.engine.saving.attributes import attribute_table
 from torchfil.report import load
 from torchfil.run.blind_guess import ColumnMoments
 
@@ -117,14 +117,6 @@ class TestGroups:
         torch.testing.assert_close(first.errors(information * widths**2)[:, 1], second.errors(information)[:, 1])
         np.testing.assert_allclose(first.spread(of_plain)[0].std[1], second.spread(of_scaled)[0].std[1])
         assert first.spread(of_plain)[1]["a"] == pytest.approx(second.spread(of_scaled)[1]["a"])
-
-    def test_a_level_left_out_is_told(self) -> None:
-        x = table_of_people().tensors[0].numpy()
-        table = attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}).with_levels(ColumnMoments.of(x).spread)
-        _, levels = table.spread(ColumnMoments.of(x).spread)
-        assert levels["a"]["none of these"] == pytest.approx(x[:, 2].mean())
-        assert table.directions.tolist() == [1, 2, 1, 1]
-        assert table.names == ["age", "a", "a=2", "smokes"]
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -6,24 +6,19 @@ test_equivalence.py compares every way of training with brute force under such w
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.cases import DEVICE, relative_error
-from tests.engine.brute_force import C, Pass, Run, Truth, clipped_and_jacobian, make, random_state
-from tests.engine.brute_force import train as train_run
+from tests.engine.brute_force import C, Pass, Truth, clipped_and_jacobian, random_state
 from tests.engine.loops import data, loader, network
 from tests.engine.test_epsilon import spent
 from tests.engine.test_equivalence import EVERYTHING, LIMITS, SIGMA, WEIGHTS, N, trained
-from tests.engine.test_state import same
-from tests.engine.ways import LOSS, Calling
-from torchfil import Accounting, FILPrivacyEngine
+from tests.engine.ways import LOSS
+from torchfil import FILPrivacyEngine
 from torchfil.attribution import PLIS
-from torchfil.report import load
 
 DELTA = 1e-5
 POISSON: dict[str, Any] = {"noise_multiplier": SIGMA, "amplification": None}
@@ -68,46 +63,6 @@ def test_looks_at_the_data_set(limits: dict[str, Any]) -> None:
     assert relative_error(run.engine.plis(private=False), PLIS(run.module, LOSS).attribute(x, y)) < 1e-6
 
 
-def of_one_parameter() -> nn.Module:
-    """The gradient has no direction across it, so that every probe tells the whole truth."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.size * x.sin()
-        return torch.stack([h.sum(dim=1), (h * h).sum(dim=1), h[:, 0]], dim=1)
-
-    return Calling(forward, size=nn.Parameter(torch.tensor([0.5], dtype=torch.float64)))
-
-
-@pytest.mark.parametrize(
-    ("build", "steps", "options"),
-    [
-        (network, 2, {"estimator": "weight-probes"}),
-        (network, 2, {"estimator": "weight-probes", "max_memory": 20_000}),
-        (of_one_parameter, 48, {"estimator": "weight-probes", "num_probes": 1, "extra_probes": 8}),
-    ],
-)
-def test_a_trace_scales_with_the_squared_weight(build: Any, steps: int, options: dict[str, Any]) -> None:
-    """In runs whose weights do not move."""
-    given = {"noise_multiplier": SIGMA, "learning_rate": 0.0, "steps": steps, **options}
-    runs = [trained("train_step", build(), clip_weights=weights, **given) for weights in (None, WEIGHTS)]
-    plain, scaled = (run.engine.totals.get_trace().value.cpu() for run in runs)
-    assert float(plain.max()) > 0
-    assert relative_error(scaled, WEIGHTS.square() * plain) < 1e-9
-
-
-def assert_equal(run: Run, other: Run) -> None:
-    """Weights, ledger, norms and ε, bit for bit."""
-    assert same(*((each.engine.state_dict(), dict(each.module.state_dict())) for each in (run, other)))
-
-
-def test_weights_of_one_change_nothing() -> None:
-    options = {**EVERYTHING, "track": ("diagonal", "plis"), "estimator": "weight-probes", "num_probes": 2}
-    plain, ones = (trained("loop", clip_weights=w, **options) for w in (None, torch.ones(N)))
-    assert_equal(ones, plain)
-    FILPrivacyEngine.merge([plain.engine, ones.engine])  # the same mechanism
-    ones.engine.load_state_dict(plain.engine.state_dict())
-
-
 def given_as(weights: Any, **options: Any) -> Any:
     engine, module = FILPrivacyEngine(), network()
     parts = module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6)
@@ -126,9 +81,6 @@ def test_they_are_given_by_order_or_by_id() -> None:
         assert torch.equal(weights.cpu(), expected)
 
 
-TWICE = {"accounting": Accounting(clip_weights=[0.5] * N)}
-
-
 @pytest.mark.parametrize(
     ("given", "options", "error", "noun"),
     [
@@ -137,43 +89,8 @@ TWICE = {"accounting": Accounting(clip_weights=[0.5] * N)}
         ({4: math.nan}, {}, ValueError, "nan"),
         ({99: 0.5}, {}, KeyError, "99"),
         ([0.5] * 3, {}, ValueError, "shape"),
-        ([0.5] * N, TWICE, ValueError, "twice"),
     ],
 )
 def test_what_does_not_fit_is_refused(given: Any, options: Any, error: Any, noun: str) -> None:
     with pytest.raises(error, match=noun):
         given_as(given, **options)
-
-
-def kept(weights: Any = WEIGHTS, **options: Any) -> Run:
-    return make(network(), data(N), criterion=LOSS, clip_weights=weights, track=("fim",), **POISSON, **options)
-
-
-def test_a_resumed_run_is_the_truth(tmp_path: Path) -> None:
-    whole, first = train_run(kept(), steps=6), train_run(kept(), steps=3)
-    path = tmp_path / "checkpoint.pt"
-    first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
-    second = kept({i: float(w) for i, w in enumerate(WEIGHTS)})
-    second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
-    train_run(second, steps=3)
-    assert_equal(second, whole)
-    changed = WEIGHTS.clone()
-    changed[4] = 0.125
-    for other in (changed, None):
-        run = kept(other)
-        with pytest.raises(ValueError, match="clip_weights"):
-            run.engine.load_state_dict(first.engine.state_dict())
-        assert run.engine.ledger is None
-        with pytest.raises(ValueError, match="clip_weights"):
-            FILPrivacyEngine.merge([first.engine, train_run(run, steps=3).engine])
-
-
-def test_tables_and_run_files(tmp_path: Path) -> None:
-    """All are clipped, so that few ε need be computed."""
-    for weights in ({2: 0.25}, None):
-        engine = train_run(kept(weights, max_grad_norm=0.01), steps=1).engine
-        _, columns = engine.leakage_columns([5, 2])
-        saved = load(engine.save_run(tmp_path / f"{weights is None}.parquet", delta=DELTA, pictures=0))
-        assert saved.clip_weights.tolist() == [1.0 if weights is None or i != 2 else 0.25 for i in range(N)]
-        assert ("clip_weight" in columns) == ("clip_weight" in saved.columns) == (weights is not None)
-        assert columns.get("clip_weight", [1.0, 0.25]) == [1.0, 0.25]

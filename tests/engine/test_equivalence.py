@@ -137,13 +137,9 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (partial(arch.Encoder, "by hand", 0.1), "texts", "loop"),
     (partial(arch.Encoder, "fused", 0.1, norm_first=False), "texts", "train_step"),
     (partial(arch.Encoder, "fused", 0.2), "texts", "chunks"),
-    (partial(arch.Encoder, "opacus", 0.1), "texts", "loop"),
-    (partial(arch.Encoder, "opacus", 0.2, norm_first=False), "texts", "train_step"),
-    (partial(arch.Encoder, "torch", 0.1), "texts", "loop"),
     (partial(arch.torch_layer, 0.1), "texts", "loop"),
     (lambda: ModuleValidator.fix(arch.torch_layer(0.1)), "texts", "hooks"),
     (partial(arch.Perceptron, by="layer"), "images", "hooks"),
-    (partial(arch.Perceptron, by="function"), "images", "train_step"),
     (partial(arch.Perceptron, by="hand"), "images", "loop"),
     (arch.Perceptron, "images", "loop", "hooks", "physical batches", "physical batches, hooks"),
     (arch.Perceptron, "images", "chunks", "chunks, hooks", "chunks, train_step", "not sampled, train_step"),
@@ -159,7 +155,6 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (frozen, "rows", "loop", "hooks"),
     (arch.Recurrent, "texts", "loop"),
     (partial(arch.Recurrent, DPLSTM), "texts", "train_step"),
-    (arch.Experts, "rows", "loop", "train_step"),
     (arch.Shared, "rows", "not sampled", "not sampled, train_step"),
     (by_halves, "rows", "not sampled"),
     (positions, "sequences", "not sampled", "not sampled, train_step"),
@@ -181,15 +176,8 @@ def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixtur
     )
     run.plain.around = None  # brute force knows no checkpoints
     assert_true(run)
-    mapped = build in (arch.behind, by_halves, arch.Experts)
+    mapped = build in (arch.behind, by_halves)
     assert mapped or "hooks" in way or "mapped over examples" not in caplog.text
-
-
-def test_checkpoints_that_are_turned_on_afterwards() -> None:
-    """As in Hugging Face's models; the accounting's passes leave them out."""
-    run = make(arch.Checkpointed("none").double(), images(8), criterion=nn.CrossEntropyLoss())
-    run.module.around = arch.Checkpointed("not reentrant").around
-    assert_true(train(run, steps=2))
 
 
 @pytest.mark.parametrize("way", ["empty batches", "hooks", "train_step"])
@@ -255,14 +243,6 @@ def test_random_estimates_are_the_same_in_all_ways(build: Any, kind: str, option
     for way in ("loop", "train_step"):
         assert_same_run(*((runs[each].engine, runs[each].module) for each in (way, "hooks")), 1e-6)
         assert all(p.grad_sample is None for p in runs[way].module.parameters())
-
-
-def test_single_precision() -> None:
-    single = TensorDataset(data(16).tensors[0].float(), data(16).tensors[1])
-    runs = [
-        train(make(network().float(), single, criterion=nn.CrossEntropyLoss()), way=way) for way in ("", "train_step")
-    ]
-    assert_same_run(*((run.engine, run.module) for run in runs), 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -57,20 +57,6 @@ def test_the_shrinkage_is_that_of_scikit_learn(n: int, d: int) -> None:
     assert float(torch.linalg.eigvalsh(dense).min()) > 0, "however few they are"
 
 
-def test_limits() -> None:
-    """V → 0 gives x̂, V → ∞ gives m; so it is where others are all equal, or there is one."""
-    x = normal(9)
-    for others in (normal(30, 9, seed=1), normal(2, 9, seed=1), normal(1, 9, seed=1), torch.ones(5, 9).double()):
-        law = Beliefs.fitted(others)
-        torch.testing.assert_close(law.combined_with(x, torch.zeros(9).double()), x)
-        torch.testing.assert_close(law.combined_with(x, torch.full((9,), math.inf).double()), law.mean)
-        torch.testing.assert_close(law.combined_with(x, torch.full((9,), 1e12).double()), law.mean, atol=1e-4, rtol=0)
-    estimates, errors = estimates_at_the_bound(x, torch.full((9,), math.inf).double(), normal(30, 9), seed=0)
-    assert estimates[0].isinf().all()
-    assert errors[0] == math.inf
-    assert errors[1] == errors[2] == (x - normal(30, 9).mean(dim=0)).square().mean().sqrt()
-
-
 def test_errors_are_those_of_many_draws() -> None:
     """Unbiased: rms over draws. With beliefs, over people drawn from them, tr((S⁻¹ + V⁻¹)⁻¹)/d; both beside chance."""
     law, variance = Beliefs.fitted(normal(20, 6) * torch.arange(1, 7)), normal(6, seed=1).exp()
@@ -84,35 +70,6 @@ def test_errors_are_those_of_many_draws() -> None:
     drawn = [estimates_at_the_bound(people[0], variance, people[1:9], seed)[0][0] for seed in range(1000)]
     error = float(estimates_at_the_bound(people[0], variance, people[1:9], 0)[1][0])
     assert float((torch.stack(drawn) - people[0]).square().mean().sqrt()) == pytest.approx(error, rel=0.03)
-
-
-def test_images_of_any_size() -> None:
-    """A matrix of [d, d] would take 181 GB."""
-    others = torch.rand(6, 150_528, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, variance = others[0], torch.full((150_528,), 0.01, dtype=torch.float64)
-    _, errors = estimates_at_the_bound(x, variance, others[1:], seed=0)
-    assert errors[1] < min(errors[0], errors[2])
-
-
-def test_digits_with_beliefs_beat_both_on_average() -> None:
-    """The demo's figures (isotropic variance 0.69² and 0.15²): 0.69, 0.15, 0.16 and 0.15, 0.08, 0.16 for one digit."""
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    x, labels = torch.from_numpy(digits.data / 16), torch.from_numpy(digits.target)
-
-    def errors_at(deviation: float, rows: range) -> Tensor:
-        found = []
-        for row in rows:
-            others = x[(labels == labels[row]) & (torch.arange(len(x)) != row)]
-            variance = torch.full((64,), deviation**2, dtype=torch.float64)
-            found.append(estimates_at_the_bound(x[row], variance, others, seed=row)[1])
-        return torch.stack(found)
-
-    for deviation, close in ((0.69, 0.03), (0.15, 0.02)):
-        unbiased, beliefs, blind = errors_at(deviation, range(0, 1797, 30)).square().mean(dim=0).sqrt().tolist()
-        assert unbiased == pytest.approx(deviation)
-        assert beliefs < 0.97 * min(unbiased, blind)
-        of_589 = errors_at(deviation, range(589, 590))[0].tolist()
-        assert of_589 == pytest.approx([deviation, {0.69: 0.15, 0.15: 0.08}[deviation], 0.16], abs=close)
 
 
 # ------------------------------------------------------------------ in a run file

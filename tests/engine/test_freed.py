@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader
 from tests.engine.ways import Calling
-from torchfil import Accounting, Canaries, FILPrivacyEngine
-from torchfil.engine.forward import in_training
+from torchfil import Canaries, FILPrivacyEngine
 
 Train = Callable[[Any], None]
 
@@ -69,10 +67,6 @@ def of_its_own() -> nn.Module:
     return own.double()
 
 
-def made_alone(run: Run) -> None:
-    """No step."""
-
-
 def loop(run: Run) -> None:
     for x, y in run.loader:
         run.backward(x, y)
@@ -82,10 +76,6 @@ def loop(run: Run) -> None:
 def train_step(run: Run) -> None:
     for x, y in run.loader:
         run.engine.train_step(x, y)
-
-
-def half_a_step(run: Run) -> None:
-    run.backward(*next(iter(run.loader)))
 
 
 def refused_steps(run: Run) -> None:
@@ -115,18 +105,12 @@ def readings(run: Run) -> None:
 
 
 WAYS: dict[str, tuple[Train, Callable[[], nn.Module], dict[str, Any]]] = {
-    "made alone": (made_alone, mlp, {}),
     "loop": (loop, lambda: mlp(0.2), {}),
-    "loss identified": (loop, mlp, {"criterion": None}),
     "train_step": (train_step, lambda: mlp(0.2), {}),
     "hooks": (loop, mlp, {"grad_sample_mode": "hooks"}),
-    "ghost": (loop, mlp, {"grad_sample_mode": "ghost"}),
-    "per_layer": (train_step, mlp, {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
     "owners": (loop, mlp, {"owner_of": [row // 2 for row in range(24)]}),
     "own class": (train_step, of_its_own, {"owner_of": [row // 2 for row in range(24)]}),
     "canaries": (loop, mlp, {"canaries": Canaries(4)}),
-    "norms refreshed": (loop, mlp, {"accounting": Accounting(norm_refresh=1)}),
-    "half a step": (half_a_step, mlp, {}),
     "refused steps": (refused_steps, mlp, {}),
     "checkpoints": (checkpoints, mlp, {}),
     "readings": (readings, mlp, {"track": ("diagonal",)}),
@@ -147,93 +131,3 @@ def test_a_run_is_freed_when_nobody_holds_it(way: str, tmp_path: Path, monkeypat
     parts = finished()
     gc.collect()
     assert [name for name, part in parts.items() if part() is not None] == []
-
-
-def kept() -> tuple[int, ...]:
-    """How many modules, tensors, functions and classes there are, and modules in training."""
-    gc.collect()
-    kinds = [type(each) for each in gc.get_objects()]
-    modules = sum(issubclass(kind, nn.Module) for kind in kinds)
-    tensors = sum(issubclass(kind, torch.Tensor) for kind in kinds)
-    functions, classes = kinds.count(type(kept)), sum(issubclass(kind, type) for kind in kinds)
-    return modules, tensors, functions, classes, len(in_training)
-
-
-@pytest.mark.parametrize("way", ["loop", "train_step", "hooks", "own class"])
-def test_twenty_runs_in_one_process_grow_by_nothing(way: str) -> None:
-    train, module, options = WAYS[way]
-    before: tuple[int, ...] = ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(20):
-            train(Run(module(), **options))
-            before = kept() if number == 2 else before  # the first fill caches
-    assert kept() == before
-
-
-class Block(nn.Module):
-    """A block of a vision transformer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.before(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        return x + torch.as_tensor(self.mlp(self.between(x)))
-
-
-def vit(width: int = 256) -> nn.Module:
-    patches = nn.Sequential(nn.Conv2d(3, width, 8, 8), nn.Flatten(2))
-    return Calling(
-        lambda m, x: m.head(m.blocks(m.patches(x).mT).mean(dim=1)),
-        patches=patches,
-        blocks=nn.Sequential(Block(width), Block(width)),
-        head=nn.Linear(width, 10),
-    )
-
-
-def convolutions(width: int = 128) -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1)]
-    for _ in range(5):
-        layers += [nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, 1, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-
-
-def allocated() -> int:
-    """Bytes that tensors hold on the GPU."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that has run a matrix product
-    return torch.cuda.memory_allocated()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("make", [vit, convolutions])
-@pytest.mark.parametrize("train", [loop, train_step])
-def test_memory_of_a_gpu_is_back_at_the_weights(make: Callable[[], nn.Module], train: Train) -> None:
-    """Twenty runs in a row, with CUDA graphs: after each, only the model that the caller keeps is on the GPU."""
-    images = TensorDataset(torch.rand(48, 3, 32, 32), torch.arange(48) % 10)
-
-    def trained() -> nn.Module:
-        run = Run(make(), images)
-        for _ in range(2):
-            train(run)
-        graphs: Any = run.engine._training.step.executor._graphs
-        assert train is loop or graphs._captured  # whose memory is most of what there is to free
-        run.optimizer.zero_grad(set_to_none=True)
-        return run.module
-
-    before, sizes = allocated(), []
-    for _ in range(20):
-        module = trained()
-        weights = sum(p.numel() * p.element_size() for p in module.parameters())
-        sizes.append((allocated() - before) / weights)
-        del module
-    print(f"{weights / 2**20:.1f} MiB of weights; on the GPU, times", *[f"{size:.3f}" for size in sizes])
-    assert max(sizes) < 1.01
-    assert allocated() - before < 0.01 * weights

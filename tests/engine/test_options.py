@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Truth, make, take
-from tests.engine.loops import SIGMA, C, data, loader, network, physical_batches
-from tests.engine.ways import LOSS, start, step, trained, weights_of
+from tests.engine.loops import SIGMA, data, loader, network, physical_batches
+from tests.engine.ways import LOSS, start, trained, weights_of
 from torchfil import Accounting, FILPrivacyEngine, clipping
 
 GHOST: dict[str, Any] = {"grad_sample_mode": "ghost", "criterion": LOSS}
@@ -94,15 +94,6 @@ def test_the_clip_of_ghost_clipping_is_hard_unless_another_is_given() -> None:
     assert private(**GHOST)[1].clip.name == "hard"
 
 
-def test_with_epsilon_and_without_wrapping() -> None:
-    """Four values as well; wrap_model=False: the loop goes on with its own model."""
-    module, engine = network(), FILPrivacyEngine()
-    options = {"max_grad_norm": C, "grad_sample_mode": "ghost", "wrap_model": False}
-    hooks, *made = private(engine, module, loader(data(16), 16), **TARGET, **options)
-    assert len(train(module, *made)) == engine.ledger.steps == 1
-    hooks.cleanup()
-
-
 def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> None:
     """max_grad_norm goes by the optimizer's trainable parameters, as in Opacus."""
     module = network()
@@ -157,12 +148,6 @@ class TestPublicSizes:
         assert self.scale(500)[0] == pytest.approx(20.0 * 0.1 / 100, rel=0.03)  # 500 // 5
         assert private(expected_batch_size=7, poisson_sampling=False)[1].expected_batch_size == 7
 
-    def test_the_draws_have_the_given_rate(self) -> None:
-        *_, batches = private(sample_rate=0.5)
-        sizes = [len(x) for _ in range(200) for x, _ in batches]
-        assert len(sizes) == 400
-        assert sum(sizes) / 400 == pytest.approx(12, abs=0.6)  # 24 examples; the mean's error is 0.12
-
 
 class Louder:
     """κ = 1 + q + σ, which shows what it was given."""
@@ -201,13 +186,3 @@ def test_clips_of_ones_own_and_amplifications_follow_schedulers(
     history = run.engine.accountant.history
     assert [noise for noise, *_ in history] == pytest.approx([0.9 * 0.7**k for k in range(3)])
     assert run.engine.get_individual_epsilon(delta=1e-5).value.max() <= run.engine.get_epsilon(1e-5) + 1e-9
-
-
-def test_the_bare_call_and_a_model_that_is_not_smooth() -> None:
-    engine, module = FILPrivacyEngine(), nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(DEVICE)
-    model, optimizer, batches = private(engine, module)
-    assert optimizer.noise_multiplier == optimizer.max_grad_norm == 1.0
-    with pytest.warns(UserWarning, match=r"relu.*SmoothnessValidator"):
-        step(engine, model, optimizer, *next(iter(batches)))
-    assert engine.get_fil().kind == "estimate"
-    assert (engine.get_fil().standard_error > 0).any()

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import warnings
-import weakref
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from tests.cases import DEVICE, grouped
+from tests.cases import DEVICE
 from tests.engine.brute_force import Run, make, take, train
 from tests.engine.hunger import room_for
-from tests.engine.loops import assert_same_run, data, loader, network
+from tests.engine.loops import assert_same_run, data, network
 from tests.engine.test_state import same
-from torchfil import FILPrivacyEngine
-from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import RecordedJacobian
 from torchfil.questions import Label
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -64,7 +57,7 @@ def assert_same(cut: Run, whole: Run, tolerance: float = 1e-9) -> None:
 def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
     """Masks are drawn once, also where memory ends in a step whose first pieces had succeeded."""
     if way == "dropout" and DEVICE == "cuda":
-        pytest.skip("a captured pass asks for no memory: see test_a_gpu_that_is_really_full")
+        pytest.skip("a captured pass asks for no memory")
     whole = begun(way)
     go_on(whole, way)
     go_on(whole, way)
@@ -79,46 +72,6 @@ def test_the_same_numbers_as_without(way: str, skipped: int) -> None:
     assert_same(cut, whole)
     (text,) = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
     assert "Execution(max_memory=" in text
-
-
-class Held:
-    """How many Jacobians and sums of clipped gradients are in memory at once, at most."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.jacobians: WeakSet[Any] = WeakSet()
-        self.sums: list[weakref.ref[Tensor]] = []
-        self.most_jacobians = self.most_sums = self.pieces = 0
-        for kind in (RecordedJacobian, ClippedJacobian):
-            patch.setattr(kind, "clipped_sum", self.counting(kind.clipped_sum))
-
-    def counting(self, own: Any) -> Any:
-        def clipped_sum(jacobian: Any, mask: Any = None) -> Any:
-            self.pieces += 1
-            self.jacobians.add(jacobian)
-            found = own(jacobian, mask)
-            self.sums += map(weakref.ref, found.values())
-            alive = sum(each() is not None for each in self.sums) / len(found)
-            self.most_jacobians = max(self.most_jacobians, len(self.jacobians))
-            self.most_sums = max(self.most_sums, alive)
-            return found
-
-        return clipped_sum
-
-
-@pytest.mark.parametrize("way", ["recorded", "train_step", "per layer"])
-@pytest.mark.parametrize("every", [1, 4])
-def test_pieces_are_added_as_they_come(way: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller limit holds no more sums; the numbers are the same. every: so many backward passes for a step."""
-    if way == "train_step" and every > 1:
-        pytest.skip("train_step takes whole batches")
-    whole, cut = (begun(way, max_memory=limit, poisson_sampling=every == 1) for limit in (2**20, 1))
-    train(whole, steps=2, way=way, every=every)
-    held = Held(monkeypatch)
-    train(cut, steps=2, way=way, every=every)
-    assert held.pieces > 20
-    assert held.most_sums <= 2
-    assert held.most_jacobians == 1
-    assert_same(cut, whole)
 
 
 class Hungry(nn.Module):
@@ -154,42 +107,3 @@ def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, own: b
     take(run, batch)
     go_on(whole, way)
     assert_same(run, whole, 1e-12)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_that_is_really_full() -> None:
-    """The allocator refuses, in place of an injected error: the same numbers, in smaller pieces."""
-    images = torch.randn(128, 1, 128, 128, dtype=torch.float64)
-    labels = torch.randint(3, (128,))
-
-    def run(spare: int | None) -> tuple[FILPrivacyEngine, nn.Module, list[str]]:
-        """Where there are ``spare`` bytes beside the model, of which a pass over a batch would take a gigabyte."""
-        torch.manual_seed(0)
-        first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        module = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.AvgPool2d(16), nn.Flatten(), nn.Linear(512, 3))
-        module, engine = module.double().cuda(), FILPrivacyEngine()
-        given = {"noise_multiplier": 1.0, "max_grad_norm": 0.8, "seed": 3, "criterion": nn.CrossEntropyLoss()}
-        given |= {"poisson_sampling": False, "noise_generator": torch.Generator(device="cuda").manual_seed(8)}
-        plain = loader(TensorDataset(images, labels), 64)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        *_, batches = engine.make_private(module, optimizer, plain, **grouped(**given))
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(0).total_memory
-        share = 1.0 if spare is None else (torch.cuda.memory_reserved() + spare) / total
-        torch.cuda.set_per_process_memory_fraction(share)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                for x, y in batches:
-                    engine.train_step(x, y)
-        return engine, module, [text for each in caught if "out of memory" in (text := str(each.message))]
-
-    try:
-        whole, cut = run(None), run(spare=400 * 2**20)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert not whole[2]
-    assert len(cut[2]) == 1, cut[2]
-    assert_same_run(cut[:2], whole[:2], 1e-8)

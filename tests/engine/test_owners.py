@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus import GradSampleModule
-from opacus.accountants import RDPAccountant
-from opacus.optimizers import DPOptimizer
 from torch import Tensor
 from torch.func import functional_call, grad, jacrev
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
@@ -21,10 +17,8 @@ from tests.engine.loops import data, network
 from tests.engine.ways import LOSS
 from torchfil import Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine import executor
 from torchfil.fisher import reference
 from torchfil.fisher.mechanism import step_divergence
-from torchfil.fisher.recording import forward_pass
 from torchfil.questions import Absent, Change, Label
 
 OWNERS = torch.tensor([3, 1, 1, 0, 3, 2, 1, 4, 1, 0, 5, 1, 1, 3])  # six people, with one to six rows
@@ -155,51 +149,6 @@ def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], w
         assert relative_error(value, divergences) < 5e-6, name
 
 
-def weights_after(run: Run) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in run.module.parameters()])
-
-
-@pytest.mark.parametrize("way", ["auto", "train_step"])
-def test_people_with_one_row_each_are_the_rows(way: str) -> None:
-    """Bit for bit: weights, ledger, divergences, ε."""
-    options = {"noise_multiplier": 0.9, "amplification": None, "estimator": "weight-probes", "questions": QUESTIONS}
-    found = []
-    for owner_of in (None, torch.arange(20).flip(0)):
-        run = make(network(), data(20), criterion=LOSS, owner_of=owner_of, track=("diagonal",), **options)
-        train(run, steps=6, way=way)
-        sums = run.engine.ledger.sums
-        found.append((weights_after(run), {name: sums[name] for name in sums}, run.engine.get_epsilon(1e-5)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
-    assert found[0][2] == found[1][2]
-
-
-def test_opacus_on_people_releases_the_same() -> None:
-    """ε and sums without noise are those of Opacus on a data set whose examples are the people."""
-    x, y = visits().tensors
-    keys = list(dict.fromkeys(OWNERS.tolist()))
-    rows = [OWNERS.eq(key).nonzero().flatten() for key in keys]
-    given = {"clip": "hard", "sample_rate": 0.5, "noise_multiplier": 0.9, "amplification": None}
-    run = train(make(network(), visits(), batch_size=7, owner_of=OWNERS, **given), steps=5)
-    accountant = RDPAccountant()
-    for passes, released in zip(run.passes, run.released, strict=True):
-        model = GradSampleModule(network(), loss_reduction="sum")
-        model._module.load_state_dict(passes[0].weights)
-        people = [keys.index(key) for key in dict.fromkeys(OWNERS[passes[0].ids].tolist())]
-        own = pad_sequence([torch.ones(len(rows[k])) / len(rows[k]) for k in people], batch_first=True).to(x)
-        padded = pad_sequence([x[rows[k]] for k in people], batch_first=True).to(DEVICE)
-        labels = pad_sequence([y[rows[k]] for k in people], batch_first=True).to(DEVICE)
-        losses = F.cross_entropy(model(padded).flatten(0, 1), labels.flatten(), reduction="none")
-        options = {"max_grad_norm": run.options["max_grad_norm"], "expected_batch_size": 1, "loss_reduction": "sum"}
-        optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, **options)
-        (losses * own.to(DEVICE).flatten()).sum().backward()
-        optimizer.clip_and_accumulate()
-        total = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
-        assert float((released - total).norm()) < 1e-5 * float(total.norm())  # Opacus divides by ‖g‖ + 1e-6
-        accountant.step(noise_multiplier=0.9, sample_rate=0.5)
-    assert run.engine.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"owner_of": OWNERS[:3]}, "3 rows.*14"),
     ({"owner_of": [None, *OWNERS.tolist()[1:]]}, "row 0 has no owner"),
@@ -252,19 +201,3 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
         ratios = log_density(u) - log_density(v)
         step = run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
         assert abs(steps * step - float(ratios.mean())) < 3 * float(ratios.std()) / count**0.5, name
-
-
-def test_the_loops_own_pass_keeps_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A person whose rows do not fit together is not recorded with all of them while the loop runs."""
-    recorded: list[int] = []
-
-    def noted(gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        recorded.append(len(gradients) * gradients.examples.num_rows)
-        return forward_pass(gradients, *args, **kwargs)
-
-    monkeypatch.setattr(executor, "forward_pass", noted)
-    for memory in (None, 1024):
-        recorded.clear()
-        options = {"sample_rate": 0.9, "max_memory": memory, "estimator": "weight-probes", "num_probes": 1}
-        train(make(network(), visits(), batch_size=14, owner_of=OWNERS, **options), steps=4)
-        assert bool(recorded) == (memory is None)

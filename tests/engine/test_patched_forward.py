@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tests.cases import DEVICE
 from tests.engine.loops import assert_same_run, data, loader, network, train
 from torchfil import FILPrivacyEngine
-from torchfil.fisher.models import copy_without_weights
 from torchfil.utils.errors import UnsupportedModuleError
 
 FACTOR = 0.5
@@ -48,12 +47,6 @@ def method(model: Any) -> Any:
     return types.MethodType(lambda self, x: before(x) * FACTOR, model[0])
 
 
-def twice(model: Any) -> Any:
-    model[0].forward = closure(model)
-    halved = model[0].forward
-    return lambda x: F.linear(halved(x), torch.eye(6).to(x))
-
-
 def wrapped(model: Any) -> Any:
     before = model[0].forward
 
@@ -62,11 +55,6 @@ def wrapped(model: Any) -> Any:
         return before(*args, **kwargs) * FACTOR
 
     return forward
-
-
-def in_an_object(model: Any) -> Any:
-    before = Called(model[0].forward)
-    return lambda x: before(x)
 
 
 def by_globals(model: Any) -> Any:
@@ -78,12 +66,10 @@ def by_globals(model: Any) -> Any:
 PATCHES = {
     "closure": closure,
     "method": method,
-    "twice": twice,
     "functools.wraps": wrapped,
     "functools.partial": lambda model: partial(lambda before, x: before(x) * FACTOR, model[0].forward),
     "default": lambda model: lambda x, before=model[0].forward: before(x) * FACTOR,
     "object": lambda model: Called(model[0].forward),
-    "object in a closure": in_an_object,
     "globals": by_globals,
     "the whole model": lambda model: lambda x: F.linear(x, model[0].weight, model[0].bias) * FACTOR,
 }
@@ -122,36 +108,6 @@ def trained(module: nn.Module, way: str) -> tuple[FILPrivacyEngine, nn.Module]:
 @pytest.mark.product
 def test_the_run_is_that_of_the_model_written_as_a_class(patch: Callable[[Any], Any], way: str) -> None:
     assert_same_run(trained(patched(patch), way), trained(written(), way), 1e-9)
-
-
-def test_with_opacus_hooks() -> None:
-    """Opacus's hooks see a layer's output, so the root is patched, which has no weights."""
-
-    def halved(model: nn.Sequential) -> nn.Sequential:
-        before = model.forward
-        model.forward = lambda x: before(x) * FACTOR  # type: ignore[method-assign]
-        return model
-
-    class Whole(nn.Sequential):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x) * FACTOR
-
-    given: dict[str, Any] = {"steps": 6, "grad_sample_mode": "hooks"}
-    runs = [(train(data(40), module=module, **given), module) for module in (halved(network()), Whole(*network()))]
-    one, other = ((run.engine, module) for run, module in runs)
-    assert_same_run(one, other, 1e-9)
-
-
-def test_a_copy_reads_globals_where_the_function_reads_them() -> None:
-    """What was replaced are modules alone."""
-    model = patched(by_globals)
-    copied, x = copy_without_weights(model).to_empty(device="cpu"), torch.ones(1, 5, dtype=torch.float64)
-    copied.load_state_dict(model.state_dict())
-    model[0].forward.__globals__["factor"] = 3.0
-    with torch.no_grad():
-        model[0].weight.zero_()
-        assert torch.equal(copied[0](x), 3 * F.linear(x, copied[0].weight, copied[0].bias))
-    assert bool(copied[0].weight.any())
 
 
 def holds_a_parameter(model: Any) -> Any:

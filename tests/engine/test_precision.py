@@ -92,11 +92,6 @@ def test_autocast_and_models_held_in_bfloat16(name: str, way: str) -> None:
     assert engine.get_epsilon(1e-5) > 0
 
 
-@pytest.mark.parametrize("options", [{"estimator": "exact"}, {"max_memory": 1}, {"track": "diagonal"}, {"steps": 3}])
-def test_other_passes_and_a_loss_outside_of_autocast(options: dict[str, Any]) -> None:
-    assert apart(run("perceptron", cast=True, **options)[0], in_double("perceptron", **options)[0]) < BF16_ERROR
-
-
 @pytest.mark.parametrize("way", ["auto", "train_step"])
 def test_the_whole_loop_inside_one_autocast(way: str) -> None:
     """The casts of weights that autocast keeps must not outlive an update of the weights."""

@@ -17,7 +17,6 @@ from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import C, Pass, Run, assert_true, clipped_and_jacobian, make, random_state, train
 from tests.engine.ways import Calling
 from torchfil import PLIS, Private, fisher
-from torchfil.engine.losses import LossMismatchError
 from torchfil.private import Examples
 from torchfil.questions import Change, Column
 
@@ -149,11 +148,3 @@ def test_a_loss_of_the_outputs_alone_is_identified_or_given(of_batch: Any, of_on
     run = trained(numbers(8), way=way, loss=loss, criterion=None if way == "auto" else loss)
     run.plain.function, run.true_loss = run.module.function, lambda out, _: of_one(out)
     assert_true(run)
-
-
-def test_an_input_as_the_loops_target_gets_advice_that_works() -> None:
-    x, labels = numbers(), torch.arange(5)
-    loss = lambda out, _: MSE(out, x.to(DEVICE))  # noqa: E731
-    with pytest.raises(LossMismatchError, match=r"batch_to_inputs=lambda batch: \(batch\[0\], batch\[0\]\)"):
-        trained(x, labels, loss=loss)
-    assert_true(trained(x, labels, loss=loss, batch_to_inputs=lambda batch: (batch[0], batch[0])))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import Pass, Run, clipped_and_jacobian, make, random_state, train
 from tests.engine.ways import LOSS
-from torchfil import FILPrivacyEngine, Private
+from torchfil import Private
 from torchfil.report import load
 
 SIGMA, C, WIDTH, LONGEST = 0.9, 0.5, 2, 5
@@ -146,24 +146,6 @@ def test_sums_by_coordinate_need_the_longest_length() -> None:
         assert not diagonal[row, length:].any()
         assert not run.engine.get_plis([row]).reshape(LONGEST, WIDTH)[length:].any()
         assert bool((diagonal[row, :length] > 0).all()) == bool(truth[row] > 0)
-
-
-def test_tables_run_files_averages_and_plis(tmp_path: Path) -> None:
-    run, other = trained(), trained(seed=8).engine
-    engine = run.engine
-    own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (traces(run) > 0).tolist(), strict=True)]
-    engine.load_state_dict(engine.state_dict())
-    assert engine.leakage_columns()[1]["num_coordinates"] == own
-    saved = load(engine.save_run(tmp_path / "run.parquet", delta=1e-3))
-    assert saved.columns["num_coordinates"].tolist() == own
-    assert saved.about["dataset"]["most_coordinates"] == max(own)
-    with pytest.raises(ValueError, match="coordinates"):
-        engine.get_population_mse_bound((-1.0, 1.0))
-    largest = torch.maximum(engine.totals.get_num_coordinates(), other.totals.get_num_coordinates())
-    assert torch.equal(FILPrivacyEngine.merge([engine, other]).get_num_coordinates(), largest)
-    plis = engine.plis([0, 1, 2])
-    assert plis.shape == (3, 4, WIDTH)
-    assert [int((~row.isnan()).all(dim=1).sum()) for row in plis] == LENGTHS[:3]
 
 
 def true_maps(module: nn.Module, row: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from opacus.schedulers import LambdaNoise
 from torch import Tensor
 
 from tests.engine.loops import data, network
-from tests.engine.ways import LOSS, start, step, trained, weights_of
+from tests.engine.ways import start, step, trained
 from torchfil import FILPrivacyEngine
 from torchfil.run.baselines import HALF, UNTOLD, exposure_of, is_told
 from torchfil.run.file import load
@@ -60,17 +59,6 @@ def test_what_it_says(way: str, options: dict[str, Any], tmp_path: Path) -> None
     assert (exposure_of(run) == np.where(took_part.cpu(), HALF, UNTOLD)).all()
 
 
-def test_it_is_plain_training_where_nothing_is_clipped() -> None:
-    module, plain = network(), network()
-    trained(*start(module, data(24), "auto", noise_multiplier=0.0, max_grad_norm=1e6, lr=0.3))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for x, y in zip(*(part.to(weights_of(plain).device).split(6) for part in data(24).tensors), strict=True):
-        optimizer.zero_grad()
-        LOSS(plain(x), y).backward()
-        optimizer.step()
-    torch.testing.assert_close(weights_of(module), weights_of(plain), rtol=1e-9, atol=1e-12)
-
-
 def test_paused_and_noise_that_comes_later() -> None:
     """An example's first step without noise tells all, whatever follows; others are as in a run with noise."""
     engine, model, optimizer, loader = made(noise_multiplier=1.0, poisson_sampling=False, estimator="exact")
@@ -92,28 +80,3 @@ def test_every_step_without_noise_is_measured() -> None:
     """fil_rate chooses among steps that leave something to estimate."""
     engine = trained(*made(poisson_sampling=False, fil_rate=0.1))
     assert bool(engine.get_fil().value.isposinf().all())
-
-
-def test_checkpoints_averages_files_and_reports(tmp_path: Path) -> None:
-    """NaN says nothing, and is nowhere."""
-    track = {"track": ("diagonal", "fim", "plis")}
-    first, model, optimizer, loader = made(**track)
-    trained(first, model, optimizer, loader, steps=2)
-    first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
-    second, model, optimizer, loader = made(**track)
-    second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
-    trained(second, model, optimizer, loader, steps=1)
-    merged = FILPrivacyEngine.merge([first, trained(*made(seed=2, **track), steps=2)])
-    for leakage in (first, second, merged):
-        assert bool(leakage.get_fil().value[drawn(first)].isposinf().all())
-        assert not leakage.leakage().select_dtypes("number").isna().any().any()
-
-    options: dict[str, Any] = {"delta": 1e-5, "input_range": (-1.0, 1.0), "groups": {"half": [0, 1] * 12}}
-    saved = load(second.save_run(tmp_path / "run.parquet", **options))
-    for name, column in [*saved.columns.items(), *saved.history.items()]:
-        assert not np.isnan(column).any(), name
-    assert saved.about["epsilon"] == math.inf
-    for redacted in (False, True):
-        page = second.report(tmp_path / f"report {redacted}", redacted=redacted, **options)
-        words = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(), flags=re.DOTALL)
-        assert not re.search(r"\bnan\b", re.sub(r"<[^>]*>", " ", words), flags=re.IGNORECASE)

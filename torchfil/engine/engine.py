@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import warnings
@@ -36,8 +35,8 @@ from torchfil.engine.loader import check_sampler, is_stream, loader_of_owners, m
 from torchfil.engine.losses import NO_TARGETS, GhostCriterion
 from torchfil.engine.options import (
     Accounting,
-    check_loader,
     check_modes,
+    refuse_unknown,
     run_options,
     take_options,
     thresholds,
@@ -58,7 +57,7 @@ from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import OfRun, UnsupportedModuleError, require
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
-from torchfil.utils.text import html_table, nearest
+from torchfil.utils.text import html_table
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -199,11 +198,8 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        check_loader(data_loader)
-        accounting, unknown = take_options(accounting, options)
-        for name in unknown:
-            known = [*inspect.signature(self.make_private).parameters, *vars(accounting)]
-            raise TypeError(f"Unknown option {name!r}{nearest(name, known)}")
+        accounting, unknown = take_options(accounting, options, data_loader)
+        refuse_unknown(unknown, self.make_private)
         if accounting.by_owner:
             accounting, id_of = with_owners(accounting, id_of, data_loader, poisson_sampling=poisson_sampling)
         sigma, ghost = 1.0 if noise_multiplier is None else noise_multiplier, grad_sample_mode == "ghost"
@@ -292,8 +288,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             accounting: How to account.
             **options: Of :meth:`make_private`.
         """
-        check_loader(data_loader)
-        accounting, options = take_options(accounting, options)
+        accounting, options = take_options(accounting, options, data_loader)
         known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
         rate = 1.0  # every participation counts
         if not known_batches:
@@ -369,10 +364,9 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         Raises:
             ValueError: The target cannot be met; the message says by how much.
         """
-        check_loader(data_loader)
+        accounting, options = take_options(accounting, options, data_loader)
         self._check_unused()
         check_sampler(data_loader, poisson_sampling=options.get("poisson_sampling", True))
-        accounting, options = take_options(accounting, options)
         accounting = replace(accounting, epochs=accounting.epochs or epochs)
         asked = list(accounting.questions)
         if target_true_positive_rate is None:

@@ -38,6 +38,7 @@ from torchfil.questions import Absent, Question, check_questions
 from torchfil.run.unit import unit_of
 from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
+from torchfil.utils.text import nearest
 
 _USUAL_PROBES = 3
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
@@ -264,10 +265,9 @@ class Accounting:
             return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
-    def generator(self) -> torch.Generator:
-        """The source of the probes; run files keep its seed, from which torch's own seed cannot be found."""
-        seed = derived_seed(torch.initial_seed(), "probes", 0) if self.seed is None else self.seed
-        return torch.Generator().manual_seed(seed)
+    def probe_seed(self) -> int:
+        """The seed of the probes; run files keep it, and torch's own seed cannot be found from it."""
+        return derived_seed(torch.initial_seed(), "probes") if self.seed is None else self.seed
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
         """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""
@@ -321,28 +321,35 @@ class RunOptions:
         return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
 
 
-def take_options(accounting: Accounting | None, options: Mapping[str, object]) -> tuple[Accounting, dict[str, Any]]:
+def take_options(
+    accounting: Accounting | None, options: Mapping[str, Any], data_loader: object
+) -> tuple[Accounting, dict[str, Any]]:
     """The accounting with those of the options that are its own, and the other options.
 
+    Raises:
+        TypeError: The loader is not torch's own.
+
     Example:
-        >>> accounting, others = take_options(None, {"num_probes": 2, "clip": "hard"})
+        >>> accounting, others = take_options(None, {"num_probes": 2, "clip": "hard"}, DataLoader([]))
         >>> accounting.num_probes, others
         (2, {'clip': 'hard'})
     """
-    names = {each.name for each in fields(Accounting)}
-    own: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-    others = {name: value for name, value in options.items() if name not in names}
-    return replace(accounting or Accounting(), **own), others
-
-
-def check_loader(data_loader: object) -> None:
-    """Raise a TypeError for anything but torch's own loader."""
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
             f"data_loader must be torch's own DataLoader. Got {type(data_loader).__name__}. Pass the plain "
             "DataLoader, before Fabric or WebDataset wraps it; for arrays, "
             "DataLoader(TensorDataset(x, y), batch_size=64)."
         )
+    own = {each.name: options[each.name] for each in fields(Accounting) if each.name in options}
+    others = {name: value for name, value in options.items() if name not in own}
+    return replace(accounting or Accounting(), **own), others
+
+
+def refuse_unknown(unknown: Mapping[str, object], method: Callable[..., object]) -> None:
+    """Raise a TypeError for the first of these options, which are neither the accounting's nor the method's."""
+    for name in unknown:
+        known = [*inspect.signature(method).parameters, *(each.name for each in fields(Accounting))]
+        raise TypeError(f"Unknown option {name!r}{nearest(name, known)}")
 
 
 def check_modes(

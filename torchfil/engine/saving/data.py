@@ -24,6 +24,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
+from torchfil.engine.saving.attributes import attributes_tracked
 from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindGuess
@@ -226,10 +227,8 @@ def _estimates(
     if values.numel() != images.numel() or examples.num_coordinates != leakage.num_coordinates or n < 2:
         return None, None
     information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
-    if {"diagonal", "fim"} & leakage.ledger.sums.keys():
-        ids = leakage.ids.all()
-        diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
-        information = torch.where(diagonal.isnan(), information, diagonal)  # it may be that of chosen examples only
+    if attributes_tracked(leakage):
+        information = _diagonal(leakage, rows)
     variance = 1 / examples.maps(information.to(examples.z.device))[key].flatten(1).cpu()
     is_private = ~values[0].isnan().flatten().cpu()  # [pixels]; public ones stay as they are, and do not count
 
@@ -246,6 +245,12 @@ def _estimates(
             found = estimates_at_the_bound(x, variance[place, is_private], them, seed=int(rows[place]))
             estimates[place][:, is_private], errors[place] = found
     return estimates.reshape(len(rows), 3, *images.shape[1:]), errors.numpy()
+
+
+def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
+    """I_jj of these examples, [m, d]."""
+    ids = leakage.ids.all()
+    return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
 
 
 def as_images(images: Tensor, low: float, high: float) -> Tensor:
@@ -303,8 +308,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
     """
-    tracked = bool({"diagonal", "fim"} & leakage.ledger.sums.keys())
-    require(tracked, "texts= shows leakage by word, which needs make_private(track=('diagonal',))")
+    require(attributes_tracked(leakage), "texts= shows leakage by word, which needs make_private(track=('diagonal',))")
     decode: Any = getattr(texts, "decode", texts if callable(texts) else None)
     rows = np.argsort(-fil, kind="stable")[:_MOST_TEXTS]
     rows = rows[fil[rows] > 0]  # an example that leaked nothing is not among the most exposed
@@ -319,9 +323,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
         return None
     positions = _positions(training, leakage, max(map(len, tokens)))
 
-    ids = leakage.ids.all()
-    diagonal = leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
-    by_token = diagonal.unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
+    by_token = _diagonal(leakage, rows).unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
     plis = _plis(training, rows.tolist(), positions)
     if decode is None:
         words = [[str(word) for word in tokens[row]] for row in rows]
