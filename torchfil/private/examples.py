@@ -557,7 +557,8 @@ def _slots_of_tensors(
     ``max_length`` is about them.
     """
     of_targets = named_inputs((), {"target": targets})
-    places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()} | named
+    places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()}
+    places.update(named)
     for keys in same_tensors([*chosen, "target"] if private.target else chosen, places, private.same):
         path, value, _ = places[keys[0]]
         copies = tuple((key, places[key].path) for key in keys[1:])
