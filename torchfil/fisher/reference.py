@@ -96,7 +96,7 @@ def _clipped_gradient_functions(
     model: nn.Module,
     loss_fn: LossFunction,
     inputs: Inputs,
-    targets: Any,
+    targets: object,
     *,
     max_grad_norm: float,
     clip: str | ClipFunction = DEFAULT_CLIP,

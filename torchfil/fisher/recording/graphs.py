@@ -50,7 +50,7 @@ class CapturedPass:
         gradients: ExampleGradients,
         size: int,
         stages: Callable[[ExampleGradients], Iterator[Any]],
-        pool: Any = None,
+        pool: object = None,
         num_stages: int = 1,
         *,
         warm_up: bool = True,

@@ -226,7 +226,7 @@ class _ForProbes(Function):
         return tuple(result[0] for result in function(*(None if x is None else x[None] for x in values), *rest))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod
