@@ -344,7 +344,9 @@ def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | Non
     return np.log(_SHARES[share_index] * truth / prior[labels[test]] + 1 - _SHARES[share_index])
 
 
-def _truth_probability(candidate: object, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray) -> np.ndarray:
+def _truth_probability(
+    candidate: object, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray
+) -> np.ndarray:
     """The probability that a candidate, fitted to X and y, gives to the true classes of new examples, [n]."""
     from sklearn.base import clone
     from sklearn.exceptions import ConvergenceWarning

@@ -111,7 +111,7 @@ class PrivateBatch:
         model: nn.Module,
         loss_fn: LossFunction,
         inputs: Inputs,
-        targets: Any,
+        targets: object,
         private: Private | None = None,
         clip_weights: Tensor | Sequence[float] | None = None,
         **settings: Any,

@@ -49,7 +49,7 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+def call_with(model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Any) -> Any:
     """``model(*args, **kwargs)`` with these parameters and buffers by name, everywhere that the model holds them.
 
     If a module is used twice, torch's own function swaps its parameters twice and then cannot restore them
@@ -336,7 +336,7 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
 class Replaced(TorchFunctionMode):
     """Inside, torch functions are computed by others, as a table says; if one returns None, by torch."""
 
-    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, table: Mapping[Any, Callable[..., object]]) -> None:
         super().__init__()
         self._table = table
 

@@ -88,7 +88,9 @@ def is_mask(name: str) -> bool:
     return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
 
 
-def as_rows(args: tuple[object, ...], kwargs: Mapping[str, object], targets: object) -> tuple[tuple[Any, ...], Any, Any]:
+def as_rows(
+    args: tuple[object, ...], kwargs: Mapping[str, object], targets: object
+) -> tuple[tuple[Any, ...], Any, Any]:
     """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …], without ``ROWS``."""
     others = {key: value for key, value in kwargs.items() if key != ROWS}
     flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, others, targets))

@@ -297,7 +297,13 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any
 
 
 def _group_norm(
-    input: Tensor, num_groups: int, weight: object = None, bias: object = None, eps: float = 1e-5, *_: object, **__: object
+    input: Tensor,
+    num_groups: int,
+    weight: object = None,
+    bias: object = None,
+    eps: float = 1e-5,
+    *_: object,
+    **__: object,
 ) -> Operation | None:
     module = _stand_in(nn.GroupNorm, num_groups, input.shape[1], eps, affine=False)
     return _operation(module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps))
