@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -170,7 +170,7 @@ class Accounting:
     execution: Execution = field(default_factory=Execution)
     extra_probes: int = 0
     views: Views | None = None
-    owner_of: Any = field(default=None, compare=False)
+    owner_of: object = field(default=None, compare=False)
     rows_per_owner: int | None = None
     row_reduction: str = "mean"
     unit: str = "owner"
@@ -430,9 +430,9 @@ def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
 def run_options(
     module: nn.Module,
     optimizer: optim.Optimizer,
-    data_loader: DataLoader[Any],
+    data_loader: DataLoader[object],
     accounting: Accounting,
-    id_of: Any,
+    id_of: object,
     *,
     mode: str,
     poisson_sampling: bool,
@@ -462,7 +462,7 @@ def run_options(
     return RunOptions(accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options)
 
 
-def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
+def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: object, *, poisson_sampling: bool) -> None:
     """Raise for streams that cannot be accounted for."""
     stream = f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at random"
     require(not poisson_sampling, f"{stream}. Pass poisson_sampling=False and id_of=, or data with numbered examples.")
@@ -487,8 +487,8 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
 
 
 def with_owners(
-    accounting: Accounting, id_of: Any, loader: DataLoader[Any], *, poisson_sampling: bool
-) -> tuple[Accounting, Any]:
+    accounting: Accounting, id_of: object, loader: DataLoader[object], *, poisson_sampling: bool
+) -> tuple[Accounting, object]:
     """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
     if is_stream(loader):
         return accounting, accounting.owner_of
@@ -496,7 +496,7 @@ def with_owners(
     return replace(accounting, sample_rate=rate), id_of
 
 
-def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
+def with_rate(options: RunOptions, prepared: DataLoader[object]) -> RunOptions:
     """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
 
     With a given rate q a pass has ⌊1/q⌋ batches.
@@ -509,14 +509,14 @@ def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
     return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
 
 
-def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
+def example_ids(dataset: Sized, id_of: object) -> ExampleIds:
     """The examples' ids."""
     count = len(dataset)
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
 
 
 def rate_and_batch_size(
-    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
+    loader: DataLoader[object], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
 ) -> tuple[float, int, float]:
     """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
 

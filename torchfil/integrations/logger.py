@@ -22,7 +22,7 @@ import torch
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.reading import check_delta
-from torchfil.engine.saving.build import check_options
+from torchfil.engine.saving.build import Kept, check_options
 from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.page import write_report

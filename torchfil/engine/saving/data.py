@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,9 @@ def data_sha256(dataset: Any) -> str:
     A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. If
     examples change at random when read (augmentation), so does the checksum.
     """
-    layouts, contents, last = dict[int, Any](), dict[int, Any](), dict[int, str]()
+    layouts: dict[int, hashlib._Hash] = {}
+    contents: dict[int, hashlib._Hash] = {}
+    last: dict[int, str] = {}
     for row, place, layout, content in _leaves(dataset):
         if last.get(place) != layout:
             layouts.setdefault(place, hashlib.sha256()).update(f"{row} {layout}\0".encode())
@@ -82,7 +84,7 @@ def data_fingerprint(dataset: Any) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
+def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, bytes | memoryview]]:
     """Row, place in the example, layout and bytes of everything in the data set."""
     # a subclass may return something else, so only the class itself is read by its tensors
     if type(dataset) is TensorDataset:
@@ -102,7 +104,7 @@ def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
                 yield row, place, f"{type(leaf).__name__} {len(text)}", text
 
 
-def _bytes(values: Tensor) -> Any:
+def _bytes(values: Tensor) -> memoryview:
     """The tensor's bytes in order, for hashing."""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -215,7 +217,12 @@ def thumbnails(
 
 
 def _estimates(
-    passes: DatasetPasses, leakage: Leakage, columns: dict[str, np.ndarray], rows: np.ndarray, key: Any, images: Tensor
+    passes: DatasetPasses,
+    leakage: Leakage,
+    columns: dict[str, np.ndarray],
+    rows: np.ndarray,
+    key: Hashable,
+    images: Tensor,
 ) -> tuple[Tensor | None, np.ndarray | None]:
     """Three estimates of each image, [m, 3, channels, H, W], and their errors, [m, 3].
 
@@ -280,7 +287,7 @@ def pixels_of_coordinates(passes: DatasetPasses, num_coordinates: int) -> np.nda
     return np.stack([at // width, at % width], axis=1).astype(np.int64)
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     """Whether these are images, [rows, H, W], [rows, 1, H, W] or [rows, 3, H, W]."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim not in (3, 4):
         return False
@@ -294,7 +301,7 @@ def _shrunk(images: Tensor) -> Tensor:
     return torch.nn.functional.avg_pool2d(images, min(factor, *images.shape[-2:])) if factor > 1 else images
 
 
-def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: np.ndarray) -> Texts | None:
+def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fil: np.ndarray) -> Texts | None:
     """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
 
     Args:
